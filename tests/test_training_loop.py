@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from training_world import config, play_for_parity, rows, sharp, silent
+from training_world import config, play_for_parity, rows, sha256, sharp, silent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.episodes import play
-from audit.kv.ledger import load_ledgers
+from audit.kv.ledger import NEVER, load_ledgers
 from audit.model import LoadedModel, load_model, locate
 from audit.records import Grade, Outcome
 from audit.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.training.arms import ARMS
+from audit.training.learner import read_view
 from audit.training.schedule import slots, training_items
 
 
@@ -61,9 +62,11 @@ def test_all_arms_meet_the_same_items_with_the_same_seeds(
     for arm in ("dense", "naive", "smd"):
         grpo.train(config(arm=arm, steps=2), base, tmp_path / arm, silent)
     assert asked["dense"] == asked["naive"] == asked["smd"]
-    first, second = asked["dense"]
+    first, second, final = asked["dense"]
     assert not set(first[0]) & set(second[0])
     assert not set(first[1]) & set(second[1])
+    assert final[0] == second[0]
+    assert not set(final[1]) & (set(first[1]) | set(second[1]))
 
 
 def test_compressed_arms_sample_the_same_first_rollouts(trained: dict[str, Path]) -> None:
@@ -170,9 +173,38 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_folder(trained: dict[str, Path
 
 def test_saved_ledgers_match_their_provenance(trained: dict[str, Path]) -> None:
     provenance = json.loads((trained["smd"] / "provenance.json").read_text())
-    ((name, digest),) = provenance["ledgers"].items()
-    rollouts, policy = load_ledgers(trained["smd"] / "ledgers" / name, sha256=digest)
-    assert (name, len(rollouts), policy) == ("step-2.safetensors", 8, config().policy)
+    assert sorted(provenance["ledgers"]) == ["final.safetensors", "step-2.safetensors"]
+    for name, digest in provenance["ledgers"].items():
+        rollouts, policy = load_ledgers(trained["smd"] / "ledgers" / name, sha256=digest)
+        assert (len(rollouts), policy) == (8, config().policy)
+
+
+def test_final_rollouts_come_from_the_finished_weights_and_the_steps_do_not(trained: dict[str, Path]) -> None:
+    model = load_model(str(trained["smd"])).model
+    gaps = {}
+    for name in ("step-2", "final"):
+        rollouts = load_ledgers(trained["smd"] / "ledgers" / f"{name}.safetensors")[0]
+        with torch.no_grad():
+            replayed = read_view(model, rollouts, 4, "shadow", 1.0).logprobs
+        recorded = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts])
+        gaps[name] = float((recorded - replayed).abs().max())
+    assert gaps["final"] < 1e-3
+    assert gaps["step-2"] > 0.1
+
+
+def test_dense_arms_keep_final_rollouts_of_an_uncompressed_cache(trained: dict[str, Path]) -> None:
+    rollouts, policy = load_ledgers(trained["dense"] / "ledgers" / "final.safetensors")
+    assert policy == "none"
+    assert all(bool((rollout.evicted_at == NEVER).all()) for rollout in rollouts)
+
+
+def test_final_rollouts_change_no_weight(
+    base: LoadedModel, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo, "play", play_for_parity)
+    without = grpo.train(config(steps=2, ledger_every=0), base, tmp_path, silent)
+    assert not (without / "ledgers").exists()
+    assert sha256(without / "model.safetensors") == sha256(trained["smd"] / "model.safetensors")
 
 
 def test_suites_take_turns_by_their_weight() -> None:

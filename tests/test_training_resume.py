@@ -67,6 +67,7 @@ def assert_same(found: Path, wanted: Path) -> None:
     for name in ("step-2.safetensors", "step-4.safetensors"):
         one, other = load_ledgers(found / "ledgers" / name)[0], load_ledgers(wanted / "ledgers" / name)[0]
         assert all(torch.equal(a.evicted_at, b.evicted_at) for a, b in zip(one, other, strict=True))
+    assert sha256(found / "ledgers" / "final.safetensors") == sha256(wanted / "ledgers" / "final.safetensors")
     assert not list(found.rglob("*.partial"))
     assert not (found / "state").exists()
 
@@ -129,7 +130,22 @@ def _die_while_moving(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint, "move_into", stop)
 
 
-@pytest.mark.parametrize("death", [_die_at_state, _die_at_telemetry, _die_at_provenance, _die_while_moving])
+def _die_at_final_ledger(patch: pytest.MonkeyPatch) -> None:
+    """Killed with the last state saved and half of the final rollouts written."""
+    save = checkpoint.save_ledgers
+
+    def stop(path: Path, rollouts: Any, policy: Any) -> str:
+        if path.name.startswith("final"):
+            path.write_bytes(b"half")
+            raise Killed
+        return save(path, rollouts, policy)
+
+    patch.setattr(checkpoint, "save_ledgers", stop)
+
+
+@pytest.mark.parametrize(
+    "death", [_die_at_final_ledger, _die_at_state, _die_at_telemetry, _die_at_provenance, _die_while_moving]
+)
 def test_a_run_killed_while_writing_ends_with_the_same_bits(
     death: Callable[[pytest.MonkeyPatch], None], base: LoadedModel, whole: Path, tmp_path: Path
 ) -> None:

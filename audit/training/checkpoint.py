@@ -4,6 +4,7 @@ training.json              what this folder is of: configuration and base weight
 state/step-000020/         weights and moments after that step; replaced by the next one, gone when finished
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
+ledgers/final.safetensors  rollouts of the finished weights
 config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance last
 """
 
@@ -34,6 +35,7 @@ from audit.training.telemetry import TelemetryLog
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
+FINAL_LEDGER = "final"
 _TENSORS = "tensors.safetensors"
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
 
@@ -108,9 +110,9 @@ class CheckpointFolder:
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def save_ledgers(self, step: int, rollouts: Sequence[Rollout], policy: Policy) -> tuple[str, str]:
-        """Write one step's rollouts; returns the file's name and sha256."""
-        name = f"step-{step}.safetensors"
+    def save_ledgers(self, stem: str, rollouts: Sequence[Rollout], policy: Policy) -> tuple[str, str]:
+        """Write rollouts to ``ledgers/<stem>.safetensors``; returns the file's name and sha256."""
+        name = f"{stem}.safetensors"
         path = self.path / LEDGERS / name
         with guarded(path):
             digest = save_ledgers(path.with_name(name + PARTIAL), rollouts, policy)

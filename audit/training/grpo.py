@@ -25,12 +25,13 @@ from typing import Any
 from torch import Tensor
 
 from audit.episodes import Played, play
+from audit.kv.ledger import Rollout
 from audit.model import LoadedModel
 from audit.policies import Policy, parse_policy
 from audit.records import Outcome
 from audit.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect
-from audit.training.checkpoint import CheckpointFolder, Position
+from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position
 from audit.training.config import TrainConfig
 from audit.training.learner import Learned, View, learn, view_logprobs
 from audit.training.losses import NORMALISES_BY_STD, group_advantages
@@ -61,11 +62,14 @@ def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress
         folder.telemetry.append(row)
         ledgers = position.ledgers
         if config.ledger_every and done % config.ledger_every == 0:
-            ledgers += (folder.save_ledgers(done, rollouts, run.policy),)
+            ledgers += (folder.save_ledgers(f"step-{done}", rollouts, run.policy),)
         position = Position(done, run.optimiser.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps:
             folder.save_state(position, run.optimiser)
         progress(done, config.steps, row)
+    if config.ledger_every:
+        final = folder.save_ledgers(FINAL_LEDGER, run.last_rollouts(), run.policy)
+        position = replace(position, ledgers=(*position.ledgers, final))
     folder.finish(run.model, position)
     return out
 
@@ -113,6 +117,14 @@ class _Run:
         panel = mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages)
         row = {"step": step + 1} | _reward_numbers(played, config) | _learning_numbers(learned)
         return row | _memory_numbers(played, batch) | panel | certificate | clock.laps, batch.rollouts
+
+    def last_rollouts(self) -> Sequence[Rollout]:
+        """The last step's questions sampled anew by the finished weights, from which no gradient is taken.
+
+        They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
+        """
+        seeds = row_seeds(self.config, self.config.steps)
+        return [row.rollout for row in self._sample(self._questions[-1], seeds)]
 
     def _sample(self, questions: Sequence[Question], seeds: Sequence[int]) -> list[Played]:
         decoding = Decoding(max_new_tokens=self._max_tokens, temperature=self.config.temperature)
