@@ -1,18 +1,18 @@
 """Cluster-robust inference on a mean of item differences: CR1 and CR3 with a t quantile.
 
 Cameron & Miller 2015 (CR1; CR3 as the cluster jackknife); Miller 2024, arXiv:2411.00640 (CR1 for evaluations).
+The variances and the t interval take any number of samples at once; the report has one, the calibration thousands.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import LEVEL, Effect
+from reports.stats.effect import LEVEL, Bounds, Effect
 
 Array = npt.NDArray[np.float64]
 
@@ -38,6 +38,17 @@ class Totals(NamedTuple):
         return len(self.counts)
 
 
+class ManyTotals(NamedTuple):
+    """``Totals`` of many samples whose items stand in the same clusters."""
+
+    sums: Array  # [..., C]
+    counts: Array  # [C] items
+    residuals: Array  # [..., C]
+    mean: Array  # [...]
+    losses: Array  # [...]
+    gains: Array  # [...]
+
+
 def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
     """Cluster totals of item differences z [N] with labels [N]; needs two clusters and finite values."""
     values = np.asarray(z, dtype=np.float64)
@@ -53,14 +64,42 @@ def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
     return Totals(sums, counts, sums - counts * mean, mean, losses, gains)
 
 
+def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotals:
+    """Cluster totals of samples z [..., N] whose items stand in order of cluster, ``counts`` [C] in each."""
+    sizes = np.asarray(counts, dtype=np.int64)
+    assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
+    assert len(sizes) >= 2, "inference needs two clusters"
+    sums: Array = np.add.reduceat(z, np.cumsum(sizes) - sizes, axis=-1).astype(np.float64)
+    net: Array = sums.sum(axis=-1)
+    moved: Array = np.abs(z).sum(axis=-1, dtype=np.float64)
+    mean: Array = net / sizes.sum()
+    residuals: Array = sums - sizes * mean[..., None]
+    return ManyTotals(sums, sizes.astype(np.float64), residuals, mean, (moved - net) / 2, (moved + net) / 2)
+
+
+def cr1_variance(residuals: Array, counts: Array) -> Array:
+    """CR1 variances [...] of item means from residuals [..., C] and cluster sizes [C]."""
+    clusters = counts.shape[-1]
+    variance: Array = clusters / (clusters - 1) * np.sum(residuals**2, axis=-1) / counts.sum(axis=-1) ** 2
+    return variance
+
+
+def cr3_variance(residuals: Array, counts: Array) -> Array:
+    """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]."""
+    clusters = counts.shape[-1]
+    others = counts.sum(axis=-1, keepdims=True) - counts
+    variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
+    return variance
+
+
 def cr1(t: Totals) -> float:
     """CR1 variance of the item mean: C/(C-1) * sum e_c^2 / N^2."""
-    return float(t.clusters / (t.clusters - 1) * np.sum(t.residuals**2) / t.items**2)
+    return float(cr1_variance(t.residuals, t.counts))
 
 
 def cr3(t: Totals) -> float:
     """CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2."""
-    return float((t.clusters - 1) / t.clusters * np.sum((t.residuals / (t.items - t.counts)) ** 2))
+    return float(cr3_variance(t.residuals, t.counts))
 
 
 def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
@@ -76,18 +115,17 @@ def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
 
 def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str, source: str, deff: float) -> Effect:
     """The t interval around the item mean for a given variance and degrees of freedom."""
-    error = math.sqrt(variance)
-    two, one = (float(special.stdtrit(df, q)) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
-    below = _drop_pvalue(t.mean, error, df)
+    bounds = t_bounds(np.float64(t.mean), np.float64(variance), df, alpha=alpha)
+    low, high, lower, upper, pvalue, pvalue_drop = (float(value) for value in bounds)
     return Effect(
         estimate=t.mean,
-        low=t.mean - two,
-        high=t.mean + two,
-        lower=t.mean - one,
-        upper=t.mean + one,
+        low=low,
+        high=high,
+        lower=lower,
+        upper=upper,
         alpha=alpha,
-        pvalue=min(1.0, 2 * min(below, 1 - below)),
-        pvalue_drop=below,
+        pvalue=pvalue,
+        pvalue_drop=pvalue_drop,
         method=method,
         source=source,
         n_items=t.items,
@@ -99,8 +137,19 @@ def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str
     )
 
 
-def _drop_pvalue(mean: float, error: float, df: float) -> float:
+def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *, alpha: float) -> Bounds:
+    """The t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
+    center: Array = np.asarray(mean, dtype=np.float64)
+    error: Array = np.sqrt(np.asarray(variance, dtype=np.float64))
+    two, one = (special.stdtrit(df, q) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
+    below = _drop_pvalues(center, error, df)
+    pvalue = np.minimum(1.0, 2 * np.minimum(below, 1 - below))
+    return Bounds(center - two, center + two, center - one, center + one, pvalue, below)
+
+
+def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
     """P(T <= mean/error); data without any spread say 0, 1/2 or 1."""
-    if error > 0:
-        return float(special.stdtr(df, mean / error))
-    return 0.5 if mean == 0 else float(mean > 0)
+    spread = error > 0
+    without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
+    ratio = mean / np.where(spread, error, 1.0)
+    return np.where(spread, special.stdtr(df, ratio), without)

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 LEVEL = 0.95  # of every two-sided interval that is printed
+
+
+class Bounds(NamedTuple):
+    """What an inference says about any number of samples at once, each field [...]; named as in ``Effect``."""
+
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+    lower: npt.NDArray[np.float64]
+    upper: npt.NDArray[np.float64]
+    pvalue: npt.NDArray[np.float64]
+    pvalue_drop: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

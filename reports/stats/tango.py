@@ -1,24 +1,25 @@
 """Tango's score interval for a paired difference, plain and at the cluster-robust effective sample size.
 
 Tango 1998, Statistics in Medicine 17:891 (score interval). ESS-Tango divides the sample and both discordant counts by
-the design effect and takes t_{C-1} quantiles; it is this project's composition, checked by simulation.
+the design effect and takes t_{C-1} quantiles; it is this project's composition, checked by simulation
+(``kvaudit calibrate``). The arithmetic takes any number of samples at once; the functions for one sample wrap it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
-from reports.stats.clustered import Totals, cr3, totals
-from reports.stats.effect import LEVEL, Effect
+from reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
+from reports.stats.effect import LEVEL, Bounds, Effect
 
 PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant
 SOURCE = "Tango 1998 at the CR3 effective sample size"
+_STEPS = 100  # a dozen suffice; bisection alone would need 50
+_PRECISION = 1e-13  # of the score where it meets the quantile, or of the bound
 
 
 class Interval(NamedTuple):
@@ -31,38 +32,70 @@ class Interval(NamedTuple):
 def tango_z(losses: float, gains: float, n: float, delta: float) -> float:
     """Score statistic of H0: (gains - losses)/n = delta; positive when the data lie above delta.
 
-    ``q`` is the loss probability's maximum likelihood value under H0. Z(0) is McNemar's (gains-losses)/sqrt(sum).
+    Z(0) is McNemar's (gains - losses)/sqrt(gains + losses).
     """
-    a = 2 * n
-    b = -losses - gains + (2 * n - gains + losses) * delta
-    k = -losses * delta * (1 - delta)
-    q = (math.sqrt(max(b * b - 4 * a * k, 0.0)) - b) / (2 * a)
-    top = gains - losses - n * delta
-    variance = n * (2 * q + delta * (1 - delta))
-    if variance <= 0:
-        return math.copysign(math.inf, top) if top else 0.0
-    return top / math.sqrt(variance)
+    return float(tango_scores(np.array(losses), np.array(gains), np.array(n), delta))
+
+
+def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) -> Array:
+    """Score statistics [...]; ``twice`` is twice the loss probability's maximum likelihood value under H0."""
+    net = gains - losses
+    product = delta * (1 - delta)
+    b = (2 * n - net) * delta - losses - gains
+    twice = (np.sqrt(np.maximum(b * b + 8 * n * losses * product, 0.0)) - b) / (2 * n)
+    top = net - n * delta
+    variance = n * (twice + product)
+    known = variance > 0
+    score = top / np.sqrt(np.where(known, variance, 1.0))
+    return np.where(known, score, np.where(top == 0, 0.0, np.copysign(np.inf, top)))
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Deltas whose score statistic equals +quantile (low) and -quantile (high), by bisection."""
+    """Deltas whose score statistic equals +quantile (low) and -quantile (high)."""
+    low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
+    return Interval(float(low), float(high))
+
+
+def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array:
+    """Deltas [T, ...] at which the score statistics [...] equal each of ``targets`` [T]; an end of the scale if none.
+
+    The statistic falls with delta and is 0 at the estimate: targets above 0 give lower bounds, below 0 upper ones.
+    """
     estimate = (gains - losses) / n
-    low = _solve(lambda d: tango_z(losses, gains, n, d) - quantile, -1.0, estimate)
-    high = _solve(lambda d: tango_z(losses, gains, n, d) + quantile, estimate, 1.0)
-    return Interval(low, high)
+    wanted = np.reshape(targets, (-1,) + (1,) * np.ndim(estimate))
+    shape = np.broadcast_shapes(wanted.shape, np.shape(estimate))
+    left = np.broadcast_to(np.where(wanted > 0, -1.0, estimate), shape).copy()
+    right = np.broadcast_to(np.where(wanted > 0, estimate, 1.0), shape).copy()
+    return _root(losses, gains, n, wanted, left, right)
 
 
-def _solve(f: Callable[[float], float], left: float, right: float) -> float:
-    """Root of a decreasing function inside [left, right]; the outer end when the bound is the end of the scale."""
+def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, right: Array) -> Array:
+    """Roots of score - wanted in [left, right] by false position (Dowell & Jarratt 1971, Illinois)."""
+    cap = 4 * np.abs(wanted)  # towards the ends of the scale the score runs away, and false position would crawl back
+
+    def excess(delta: Array) -> Array:
+        capped: Array = np.clip(tango_scores(losses, gains, n, delta) - wanted, -cap, cap)
+        return capped
+
     gap = 1e-12
-    if right - left <= 2 * gap:
-        return left if abs(left) == 1 else right
-    a, b = left + gap, right - gap
-    if f(a) <= 0:
-        return left
-    if f(b) >= 0:
-        return right
-    return float(optimize.brentq(f, a, b, xtol=1e-13))
+    ends, empty = (left, right), right - left <= 2 * gap
+    at_left, at_right = (excess(np.where(empty, end, end + inward)) for end, inward in ((left, gap), (right, -gap)))
+    above, below, was_above = at_left, at_right, np.full(left.shape, np.nan)
+    guess = (left + right) / 2
+    for _ in range(_STEPS):
+        value = excess(guess)
+        if np.all((np.abs(value) <= _PRECISION) | (right - left <= _PRECISION)):
+            break
+        is_above = value > 0
+        weight = np.where(is_above == was_above, 0.5, 1.0)  # an end that stays twice loses half its pull
+        above, below = np.where(is_above, value, above * weight), np.where(is_above, below * weight, value)
+        left, right = np.where(is_above, guess, left), np.where(is_above, right, guess)
+        was_above, span = is_above.astype(np.float64), above - below
+        guess = np.where(span > 0, (right * above - left * below) / np.where(span > 0, span, 1.0), left)
+        guess = np.where((guess > left) & (guess < right), guess, (left + right) / 2)
+    outer = np.where(np.abs(ends[0]) == 1, ends[0], ends[1])
+    inside = np.where(at_left <= 0, ends[0], np.where(at_right >= 0, ends[1], guess))
+    return np.where(empty, outer, inside)
 
 
 def ess_tango(
@@ -76,20 +109,19 @@ def ess_tango(
     assert np.abs(values).max(initial=0) <= 1 + 1e-9, "differences lie in [-scale, scale]"
     t = totals(values, clusters)
     deff = design_effect(t, floor=deff_floor(values, samples))
-    b, c, n = t.losses / deff, t.gains / deff, t.items / deff
-    df = t.clusters - 1
-    two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
-    wide, narrow = tango_interval(b, c, n, two), tango_interval(b, c, n, one)
-    at_zero = tango_z(b, c, n, 0.0)
+    bounds = ess_tango_bounds(
+        np.array(t.losses), np.array(t.gains), t.items, np.array(deff), df=t.clusters - 1, alpha=alpha
+    )
+    low, high, lower, upper, pvalue, pvalue_drop = (float(value) for value in bounds)
     return Effect(
         estimate=t.mean * scale,
-        low=wide.low * scale,
-        high=wide.high * scale,
-        lower=narrow.low * scale,
-        upper=narrow.high * scale,
+        low=low * scale,
+        high=high * scale,
+        lower=lower * scale,
+        upper=upper * scale,
         alpha=alpha,
-        pvalue=float(2 * special.stdtr(df, -abs(at_zero))),
-        pvalue_drop=float(special.stdtr(df, at_zero)),
+        pvalue=pvalue,
+        pvalue_drop=pvalue_drop,
         method="ESS-Tango",
         source=SOURCE,
         n_items=t.items,
@@ -97,25 +129,57 @@ def ess_tango(
         losses=t.losses * scale,
         gains=t.gains * scale,
         deff=deff,
-        df=float(df),
+        df=float(t.clusters - 1),
     )
 
 
+def many_ess_tango(z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, samples: int = 1, alpha: float) -> Bounds:
+    """ESS-Tango of samples z [..., N] in [-1, 1] whose items stand in order of cluster, ``counts`` [C] in each."""
+    t = many_totals(z, counts)
+    deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(z, samples))
+    return ess_tango_bounds(t.losses, t.gains, float(t.counts.sum()), deff, df=len(t.counts) - 1, alpha=alpha)
+
+
+def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
+    """ESS-Tango of N = ``items`` from summed losses and gains [...] and design effects [...]."""
+    b, c, n = losses / deff, gains / deff, items / deff
+    two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
+    low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))
+    at_zero = tango_scores(b, c, n, 0.0)
+    below = special.stdtr(df, at_zero)
+    return Bounds(low, high, lower, upper, 2 * special.stdtr(df, -np.abs(at_zero)), below)
+
+
 def design_effect(t: Totals, *, floor: float) -> float:
-    """CR3 variance over the paired binomial variance, at least ``floor``.
+    """The design effect of one sample; see ``design_effects``."""
+    return float(_design_effects(np.array(t.losses), np.array(t.gains), t.counts, np.array(cr3(t)), floor))
+
+
+def design_effects(t: ManyTotals, variance: Array, *, floor: npt.ArrayLike) -> Array:
+    """CR3 variances [...] over the paired binomial variances, at least ``floor`` [...].
 
     Without discordance (or with nothing but one-sided discordance) there is no variance to compare; a correlation of
     ``PSEUDO_ICC`` inside clusters is assumed instead: 1 + (m* - 1) * 0.1, m* = sum n_c^2 / N.
     """
-    n = t.items
-    binomial = (t.losses + t.gains - (t.gains - t.losses) ** 2 / n) / n**2
-    if binomial <= 1e-15:
-        mean_size = float(np.sum(t.counts**2)) / n
-        return 1 + (mean_size - 1) * PSEUDO_ICC
-    return max(cr3(t) / binomial, floor)
+    return _design_effects(t.losses, t.gains, t.counts, variance, floor)
 
 
-def deff_floor(values: npt.NDArray[np.float64], samples: int) -> float:
+def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array, floor: npt.ArrayLike) -> Array:
+    n = counts.sum()
+    binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2
+    known = binomial > 1e-15
+    assumed = 1 + (np.sum(counts**2) / n - 1) * PSEUDO_ICC
+    return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), floor), assumed)
+
+
+def deff_floor(values: npt.NDArray[np.floating], samples: int) -> float:
+    """The floor of one sample [N]; see ``deff_floors``."""
+    return float(deff_floors(values, samples))
+
+
+def deff_floors(values: npt.NDArray[np.floating], samples: int) -> Array:
     """1 for one draw per item, 1/k for k: unless the draws all agreed, so copies of one draw buy nothing."""
-    whole = bool(np.all(np.abs(values - np.round(values)) < 1e-9))
-    return 1.0 if whole else 1.0 / max(samples, 1)
+    if samples == 1:
+        return np.ones(values.shape[:-1])
+    whole = np.all(np.abs(values - np.round(values)) < 1e-9, axis=-1)
+    return np.where(whole, 1.0, 1.0 / samples)
