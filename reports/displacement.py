@@ -92,14 +92,24 @@ def _row(number: int, row: Any) -> Displacement:
     clusters, tokens, sums = _sequences(number, row["sequences"])
     mean, low, high = bootstrap_mean(clusters, tokens, sums)
     return Displacement(
-        **{name: row[name] for name in (*WORDS, "seed", "context_tokens", "floor")},
+        arm=row["arm"],
+        seed=row["seed"],
+        policy=row["policy"],
+        suite=row["suite"],
+        context_tokens=row["context_tokens"],
+        floor=row["floor"],
         tokens=int(tokens.sum()),
         sequences=len(tokens),
         clusters=len(set(clusters)),
         mean_kl=mean,
         low=low,
         high=high,
-        **numbers,
+        median_kl=numbers["median_kl"],
+        p99_kl=numbers["p99_kl"],
+        p99_9_kl=numbers["p99_9_kl"],
+        max_kl=numbers["max_kl"],
+        same_top1=numbers["same_top1"],
+        rms_dp=numbers["rms_dp"],
         ratio=None,
         refusal_margin=margin,
     )

@@ -14,10 +14,11 @@ import numpy as np
 import pandas as pd
 
 from audit.records import Outcome
+from reports.columns import ROLES
 from reports.contrast import SeedPair, contrast
 from reports.curves import curves
-from reports.load import ROLES, RunData
-from reports.panel import CellKey, Panel, panels
+from reports.load import RunData
+from reports.panel import CellKey, Panel
 from reports.plan import DENSE_POLICY, Plan, read_plan
 from reports.report import Cell, Contrast, Report
 from reports.validity import run_reasons
@@ -28,7 +29,7 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 def drift_report(data: RunData) -> Report:
     """The report of a run without its examples. Raises SpecError when the spec's gate section cannot be used."""
     plan = read_plan(data.spec, data.records, data.provenance)
-    tables = panels(data.records)
+    tables = data.panels
     return Report(
         run=str(data.spec.get("name", data.run.name)),
         plan=plan,

@@ -12,7 +12,7 @@ from reports.contrast import ESTIMANDS
 from reports.drift import seed_pairs
 from reports.gate import Decision, Verdict
 from reports.load import RunData
-from reports.panel import CellKey, Panel, panels
+from reports.panel import CellKey, Panel
 from reports.plain import clip
 from reports.report import Example, Report, Turn
 
@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 
 def largest_losses(data: RunData, report: Report, verdict: Verdict) -> tuple[Example, ...]:
     """Up to ``AT_MOST`` examples, the cells with the lowest drift first, ``PER_CELL`` templates of each."""
-    tables = panels(data.records)
+    tables = data.panels
     gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     every = [loss for d in gated for loss in _losses(report, d, tables[d.suite, d.context_tokens])]

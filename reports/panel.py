@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,38 +51,66 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
 
 
 def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
-    score = part["score"]
-    table = part.assign(zero=score.fillna(0.0), one=score.fillna(1.0), na=score.isna().astype(float))
-    cells = ["arm", "train_seed", "policy"]
-    grouped = table.groupby([*cells, "item_id"], sort=True, observed=True)
-    means = grouped[["zero", "one"]].mean()
-    counts = grouped.size().unstack(cells)
-    zero, one = means["zero"].unstack(cells), means["one"].unstack(cells)
-    clusters = table.groupby("item_id", sort=True)["cluster_id"].agg(["first", "nunique"]).reindex(zero.index)
-    names, codes = np.unique(clusters["first"].to_numpy().astype(str), return_inverse=True)
-    missing = table.groupby(cells, observed=True)["na"].mean()
-    most = counts.max().max()
+    keys, cell = _cells(part)
+    items, item = _coded(part["item_id"])
+    _, name = _coded(part["cluster_id"])
+    first = np.zeros(len(items), dtype=np.int64)
+    first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
+    used, clusters = np.unique(first, return_inverse=True)
+    shape = (len(items), len(keys))
+    place = item * len(keys) + cell
+    score = part["score"].to_numpy(dtype=np.float64)
+    missing = np.isnan(score)
+    counts = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape)
+    most = int(counts.max())
     return Panel(
         suite=suite,
         context_tokens=context,
-        items=tuple(str(i) for i in zero.index),
-        clusters=codes.astype(np.int64),
-        n_clusters=len(names),
-        scores=_by_cell(zero),
-        best=_by_cell(one),
-        unscored={_key(index): float(share) for index, share in missing.items()},
-        samples=int(most),
-        uneven_samples=frozenset(_key(c) for c in counts.columns if counts[c].dropna().ne(most).any()),
-        split_items=int((clusters["nunique"] > 1).sum()),
+        items=tuple(items),
+        clusters=clusters.astype(np.int64),
+        n_clusters=len(used),
+        scores=_by_cell(keys, _means(place, np.where(missing, 0.0, score), counts)),
+        best=_by_cell(keys, _means(place, np.where(missing, 1.0, score), counts)),
+        unscored=dict(zip(keys, (_total(cell, missing, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
+        samples=most,
+        uneven_samples=frozenset(
+            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
+        ),
+        split_items=len(np.unique(item[name != first[item]])),
     )
 
 
-def _by_cell(table: pd.DataFrame) -> dict[CellKey, Array]:
-    values = table.to_numpy(dtype=np.float64)
-    return {_key(column): values[:, i] for i, column in enumerate(table.columns)}
+def _cells(part: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
+    """The cells of these rows in order, and each row's cell."""
+    arms, arm = _coded(part["arm"])
+    seeds, seed = np.unique(part["train_seed"].to_numpy(), return_inverse=True)
+    policies, policy = _coded(part["policy"])
+    numbers, cell = np.unique((arm * len(seeds) + seed) * len(policies) + policy, return_inverse=True)
+    rest, last = np.divmod(numbers, len(policies))
+    keys = [
+        CellKey(arms[a], int(seeds[s]), policies[p]) for a, s, p in zip(*np.divmod(rest, len(seeds)), last, strict=True)
+    ]
+    return keys, cell.astype(np.int64)
 
 
-def _key(column: object) -> CellKey:
-    assert isinstance(column, tuple), column
-    arm, seed, policy = column
-    return CellKey(str(arm), int(seed), str(policy))
+def _coded(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The words of a column in order, and each row's place among them."""
+    categories = column.astype("category")
+    used, codes = np.unique(categories.cat.codes.to_numpy(), return_inverse=True)
+    return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
+
+
+def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
+    sums: Array = np.bincount(place, weights=values.astype(np.float64), minlength=size).astype(np.float64)
+    return sums
+
+
+def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """[items, cells], NaN where a cell lacks the item."""
+    sums = _total(place, values, counts.size).reshape(counts.shape)
+    means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+    return means
+
+
+def _by_cell(keys: list[CellKey], table: Array) -> dict[CellKey, Array]:
+    return {key: np.ascontiguousarray(table[:, i]) for i, key in enumerate(keys)}

@@ -1,0 +1,168 @@
+"""One file of records -> columns, hashed in the same read: a block of lines at a time, no record object, no transcript.
+
+A block whose every value is plainly what a record holds goes through whole columns at once. Any other block is read
+line by line by ``Record.from_json``, whose word counts: what the columns let through it would accept too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from audit.errors import DataError
+from audit.records import FORMAT, Outcome, Record, Role
+from reports.columns import COPIED, ROLES, Columns
+
+BLOCK = 1 << 20  # bytes of lines parsed together
+LARGEST = 2**62  # what a 64-bit column holds with room to sum
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
+_NAMES = tuple(f.name for f in fields(Record))
+_values = itemgetter(*_NAMES)
+_decode = json.JSONDecoder().decode
+_OUTCOMES = {outcome.value for outcome in Outcome}
+_SPEAKERS = {role.value for role in Role}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a file that was kept out; ``line`` counts from 1, 0 for the whole file."""
+
+    file: str
+    line: int
+    reason: str
+
+
+def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
+    """Add the records of a file to the columns and what is wrong with it to the problems; returns its sha256."""
+    digest = hashlib.sha256()
+    first = 1
+    for lines in _blocks(path):
+        raw = b"".join(lines)
+        digest.update(raw)
+        values = _plain(raw, len(lines))
+        if values is None:
+            read = list(_strict(path.name, lines, first, problems))
+            columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
+        else:
+            columns.add(path.name, range(first, first + len(lines)), values)
+        first += len(lines)
+    return digest.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[list[bytes]]:
+    with path.open("rb") as handle:
+        while lines := handle.readlines(BLOCK):
+            yield lines
+
+
+def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
+    """The columns of a block in which everything is as it should be, else None."""
+    try:
+        text = raw.decode().split("\n")
+        rows = [_decode(line) for line in text[:count]]
+        if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
+            return None
+        values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
+        if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
+            return None
+        return _kept(values) if _shares_fit(values["survival"]) else None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None  # the strict reading says what and where
+
+
+def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
+    for name, types in _SCALARS:
+        column = values[name]
+        if not set(map(type, column)) <= set(types):
+            return False
+        if types != (str,) and not (min(column) > -LARGEST and max(column) < LARGEST):
+            return False
+    sums = (math.isfinite(math.fsum(values[name])) for name in ("retention", "seconds"))  # NaN hides from min and max
+    return set(values["format"]) == {FORMAT} and all(sums)
+
+
+def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:
+    outcomes, scores = values["outcome"], values["score"]
+    if not set(map(type, scores)) <= {int, float, type(None)} or not set(outcomes) <= _OUTCOMES:
+        return False
+    unscored = Outcome.UNSCORED.value
+    return all(
+        outcome == unscored if score is None else outcome != unscored and 0 <= score <= 1
+        for outcome, score in zip(outcomes, scores, strict=True)
+    )
+
+
+def _shares_fit(survival: Sequence[Any]) -> bool:
+    shares = list(chain.from_iterable(table.values() for table in survival))
+    return set(map(type, shares)) <= {int, float} and math.isfinite(math.fsum(shares))
+
+
+def _messages_fit(transcripts: Sequence[Any]) -> bool:
+    if set(map(type, transcripts)) != {list}:
+        return False
+    messages = list(chain.from_iterable(transcripts))
+    if not set(map(type, messages)) <= {dict} or not {message["role"] for message in messages} <= _SPEAKERS:
+        return False
+    return {type(message["content"]) for message in messages} <= {str}
+
+
+def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """What the report keeps of a block: scores with unscored as NaN and degenerate as 0, survival by role."""
+    kept = {name: values[name] for name in (*COPIED, "outcome")}
+    degenerate = Outcome.DEGENERATE.value
+    kept["score"] = [
+        math.nan if score is None else 0.0 if outcome == degenerate else score
+        for outcome, score in zip(values["outcome"], values["score"], strict=True)
+    ]
+    for role in ROLES:
+        kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
+    return kept
+
+
+def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
+    """The same columns of records."""
+    values: dict[str, Sequence[Any]] = {name: [getattr(r, name) for r in records] for name in (*COPIED, "survival")}
+    values["outcome"] = [record.outcome.value for record in records]
+    values["score"] = [record.score for record in records]
+    return _kept(values)
+
+
+def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Problem]) -> Iterator[tuple[int, Record]]:
+    for number, raw in enumerate(lines, first):
+        try:
+            yield number, checked(Record.from_json(raw.decode()))
+        except (DataError, UnicodeDecodeError, RecursionError, TypeError) as error:
+            half = "" if raw.endswith(b"\n") else "half-written last line: "
+            problems.append(Problem(file, number, half + one_line(error)))
+
+
+def checked(record: Record) -> Record:
+    """The same record if every scalar has its type and every number is finite; raises DataError."""
+    for name, types in _SCALARS:
+        value: Any = getattr(record, name)
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
+        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+            raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
+    if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
+        raise DataError("record holds a bad survival table, wanted role -> share")
+    if any(not isinstance(message.content, str) for message in record.transcript):
+        raise DataError("record holds a transcript message that is not text")
+    return record
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one short line."""
+    return " ".join(str(error).split())[:200]
