@@ -1,0 +1,164 @@
+"""What a reader of result files provides: rows of scores, what was kept out, and what must agree between two files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pandas as pd
+
+from audit.errors import DataError
+
+ONE_SUITE = ""  # of a file that holds one task and need not say which
+LONGEST_LINE = 64 * 2**20  # bytes
+LARGEST_SEED = 2**62
+_LINES_TO_LOOK_AT = 20
+Cluster = Callable[[Mapping[str, Any], str], str | None]
+
+
+class Row(NamedTuple):
+    """One score of one answer. ``score`` is in [0, 1] with 1 as desired, NaN where there is none.
+
+    ``sample`` numbers the repeats of an item; ``fingerprint`` is the same in two files when they asked the same.
+    """
+
+    item: str
+    metric: str
+    score: float
+    cluster: str | None = None
+    sample: int = 0
+    suite: str = ONE_SUITE
+    context: int = 0
+    seed: int = 0
+    fingerprint: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a file. ``cluster`` finds an item's cluster in the file's own row; None takes the file's.
+
+    ``select`` narrows a file of several cells: arm, seed, policy, suite, context.
+    """
+
+    cluster: Cluster | None = None
+    select: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A result file. ``rows`` has the columns of ``Row``; ``settings`` must agree between two compared files."""
+
+    path: Path
+    reader: str
+    rows: pd.DataFrame
+    problems: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)  # shown, not compared
+    unfinished: str = ""  # why the file does not hold all that it set out to
+
+
+class Reader:
+    """A kind of result file: one file here, found by walking the folder."""
+
+    name: ClassVar[str] = ""
+    reads: ClassVar[str] = ""  # for people
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the file looks like this kind; never raises for content."""
+        raise NotImplementedError
+
+    def read(self, path: Path, request: Request) -> Log:
+        """Rows of the file. Raises DataError where nothing can be read, SpecError for a selection it does not know."""
+        raise NotImplementedError
+
+
+def log_of(reader: Reader, path: Path, rows: list[Row], problems: list[str], **parts: Any) -> Log:
+    """A log from its rows; raises DataError where there is none, which names the first problem."""
+    if not rows:
+        first = f"; first problem: {problems[0]}" if problems else ""
+        raise DataError(f"{str(path)!r} holds no row of a {reader.reads}{first}")
+    return Log(path, reader.name, pd.DataFrame(rows, columns=list(Row._fields)), tuple(problems), **parts)
+
+
+def json_lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every line that is a JSON object, with its number from 1; the others are named in ``problems``."""
+    with path.open("rb") as handle:
+        for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
+            if not raw.strip():
+                continue
+            value = _object(raw)
+            if value is not None:
+                yield number, value
+                continue
+            half = "" if raw.endswith(b"\n") else "half-written last line, "
+            problems.append(f"{path.name}:{number}: {half}not a JSON object")
+
+
+def first_objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects among the first lines of a file, for recognition."""
+    with path.open("rb") as handle:
+        lines = islice(iter(lambda: handle.readline(LONGEST_LINE), b""), _LINES_TO_LOOK_AT)
+        return [value for raw in lines if (value := _object(raw)) is not None]
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def name_of(value: Any) -> str | None:
+    """A text or whole number as text: what can name an item, a cluster or a suite."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    text = str(value).strip() if isinstance(value, str) else f"{value:d}" if abs(value) < LARGEST_SEED else ""
+    return text or None
+
+
+def score_of(value: Any) -> float:
+    """A score as a float, NaN for none; raises DataError for what is no score in [0, 1]."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, int | float):
+        raise DataError(f"score {str(value)[:40]!r} is not a number")
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan
+    if not 0 <= value <= 1:
+        raise DataError(f"score {str(value)[:40]} is outside [0, 1]")
+    return float(value)
+
+
+@dataclass
+class Scores:
+    """Scores by metric while a file is read; a metric without any score in [0, 1] is left out."""
+
+    rows: list[Row] = field(default_factory=list)
+    _refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, row: Row, value: Any, where: str) -> None:
+        """Add ``row`` with the score that ``value`` is, or remember that it is none."""
+        try:
+            self.rows.append(row._replace(score=score_of(value)))
+        except DataError as error:
+            self._refused.append((row.metric, f"{where}: {row.metric}: {error}"))
+
+    def problems(self) -> list[str]:
+        """What was refused of the metrics that have scores, or of all where none has any."""
+        known = {row.metric for row in self.rows if not math.isnan(row.score)}
+        return [text for metric, text in self._refused if not known or metric in known]
+
+
+def repeat_of(value: Any) -> int | None:
+    """A number of a repeat, None where it is not one."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SEED
+    return int(value) if whole else None
