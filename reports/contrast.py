@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from reports.panel import CellKey, Panel
 from reports.plan import DENSE_POLICY
-from reports.report import Contrast, Rates, Reason
+from reports.report import ClusterSums, Contrast, Rates, Reason
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
 from reports.stats.floor import rate_lower
@@ -109,7 +109,16 @@ def _with_numbers(
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
         worst=float(np.mean([_combine(panel, w, present, 0.0, 1.0) for w in weights])),
         best=float(np.mean([_combine(panel, w, present, 1.0, 0.0) for w in weights])),
+        sums=(_cluster_sums(panel, mean, clusters),),
     )
+
+
+def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:
+    codes, inverse = np.unique(clusters, return_inverse=True)
+    names = tuple(panel.cluster_names[code] for code in codes)
+    counts: Array = np.bincount(inverse).astype(np.float64)
+    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)
+    return ClusterSums(panel.suite, 1.0, names, sums, counts)
 
 
 def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reports.plan import DENSE_POLICY, GATED_ESTIMANDS, Plan
+from reports.plan import DENSE_POLICY, Plan
 from reports.report import Contrast, Rates, Reason, Report
+from reports.rules import DEFAULT_ESTIMANDS
 from reports.stats.blindspot import blind_spot, clusters_required
 from reports.stats.effect import Effect
 from reports.stats.holm import holm
@@ -130,7 +131,7 @@ def is_shown(c: Contrast, plan: Plan) -> bool:
     """Whether a contrast is decided beside the verdict: of E1 and E2 the one that is not gated."""
     if plan.mode == "serving" or c.policy not in plan.primary or _is_twin(c, plan):
         return False
-    return c.estimand in GATED_ESTIMANDS and not is_gated(c, plan)
+    return c.estimand in DEFAULT_ESTIMANDS and not is_gated(c, plan)
 
 
 def _is_twin(c: Contrast, plan: Plan) -> bool:

@@ -39,6 +39,7 @@ class Panel:
     samples: int
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
     split_items: int  # items that stand in more than one cluster
+    cluster_names: tuple[str, ...] = ()  # by code
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
@@ -53,7 +54,7 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
 def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
     keys, cell = _cells(part)
     items, item = _coded(part["item_id"])
-    _, name = _coded(part["cluster_id"])
+    names, name = _coded(part["cluster_id"])
     first = np.zeros(len(items), dtype=np.int64)
     first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
     used, clusters = np.unique(first, return_inverse=True)
@@ -77,6 +78,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),
         split_items=len(np.unique(item[name != first[item]])),
+        cluster_names=tuple(names[code] for code in used),
     )
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from audit.errors import SpecError
+from audit.errors import SpecError, UnknownName
+from reports.rules import Rules, estimand_margins, estimands, number, read_rules
+from reports.yaml_file import clipped, known_keys, shown
 
 DENSE_POLICY = "none"
-GATED_ESTIMANDS = ("E1", "E2")
-DEFAULT_ALPHA = 0.05
 DEFAULT_MARGINS = {"refusal": 5.0, "agent": 5.0, "math": 3.0}  # pp
 CAPABILITY_SUITES = frozenset({"math", "gsm8k", "arithmetic"})  # unless provenance says each suite's kind
 
@@ -48,12 +48,25 @@ class Plan:
     suites: tuple[str, ...]
     contexts: tuple[int, ...]
     capability: tuple[str, ...]
-    alpha: float
+    alpha: float  # one-sided, of this look
     margins: dict[str, float]
     train_policy: str | None
     labels: dict[str, str]  # canonical policy -> short name
     estimands: tuple[str, ...]  # that decide, in mode "training"
     planned: tuple[Unit, ...]  # that the spec asks for
+    rules: Rules
+    gated_contexts: tuple[int, ...]
+    deployable: tuple[str, ...]  # the policies among which E3 looks for the worst
+    estimand_margins: dict[str, float]  # of selectivity, and of parity where it has one of its own
+
+    @property
+    def safety(self) -> tuple[str, ...]:
+        """The suites that do not measure capability."""
+        return tuple(suite for suite in self.suites if suite not in self.capability)
+
+    def margin(self, estimand: str, suite: str) -> float | None:
+        """The margin of an estimand on a suite, None where none is declared."""
+        return self.estimand_margins.get(estimand, self.margins.get(suite))
 
 
 def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mapping[str, Any]) -> Plan:
@@ -69,7 +82,8 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
     arms = tuple(dict.fromkeys([reference, *trained, *recorded]))
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, "base"))
     suites = tuple(dict.fromkeys([*_names(evaluate, "suites"), *sorted(set(records["suite"]))]))
-    primary = tuple(match_policies(_names(gate, "primary"), list(policies))) or policies
+    primary = _policies(gate, "primary", policies) or policies
+    contexts, rules = _contexts(evaluate, records), read_rules(gate)
     train_policy = train.get("policy")
     return Plan(
         mode="training" if candidates else "serving",
@@ -79,25 +93,38 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
         arms=arms,
         seeds=_seeds(train, records, reference),
         policies=policies,
-        primary=tuple(dict.fromkeys(primary)),
+        primary=primary,
         suites=suites,
-        contexts=_contexts(evaluate, records),
+        contexts=contexts,
         capability=_capability(suites, provenance),
-        alpha=_number(gate.get("alpha", DEFAULT_ALPHA), "gate.alpha", 0.5),
+        alpha=rules.alpha_per_look,
         margins=_margins(gate, suites),
         train_policy=match_policies([str(train_policy)], list(policies))[0] if train_policy else None,
         labels=short_names(policies),
-        estimands=_estimands(gate),
+        estimands=estimands(gate, _names(gate, "estimands")),
         planned=tuple(_planned(train, evaluate, policies)),
+        rules=rules,
+        gated_contexts=_gated_contexts(gate, contexts),
+        deployable=_policies(gate, "deployable", policies) or primary,
+        estimand_margins=estimand_margins(gate),
     )
 
 
-def _estimands(gate: Mapping[str, Any]) -> tuple[str, ...]:
-    asked = _names(gate, "estimands") or list(GATED_ESTIMANDS)
-    unknown = [name for name in asked if name not in GATED_ESTIMANDS]
-    if unknown:
-        raise SpecError(f"gate.estimands names {unknown[0]!r}, known: {', '.join(GATED_ESTIMANDS)}")
-    return tuple(name for name in GATED_ESTIMANDS if name in asked)
+def _policies(gate: Mapping[str, Any], key: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The policies a gate section names, each one that the run has: a gated policy without cells must not slip by."""
+    found = tuple(dict.fromkeys(match_policies(_names(gate, key), known)))
+    for policy in found:
+        if policy not in known:
+            raise UnknownName(f"policy in gate.{key}", clipped(policy), map(clipped, known))
+    return found
+
+
+def _gated_contexts(gate: Mapping[str, Any], known: Sequence[int]) -> tuple[int, ...]:
+    asked = tuple(dict.fromkeys(_integers(gate, "contexts")))
+    for context in asked:
+        if context not in known:
+            raise UnknownName("length in gate.contexts", clipped(context), map(str, known))
+    return asked or tuple(known)
 
 
 def _planned(train: Mapping[str, Any], evaluate: Mapping[str, Any], policies: Sequence[str]) -> Iterator[Unit]:
@@ -169,7 +196,7 @@ def _names(section: Mapping[str, Any], key: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list | tuple | Mapping):
-        raise SpecError(f"spec key {key!r} is {value!r}, wanted a list of names")
+        raise SpecError(f"spec key {key!r} is {shown(value)}, wanted a list of names")
     return [str(entry) for entry in value]
 
 
@@ -177,7 +204,7 @@ def _integers(section: Mapping[str, Any], key: str) -> list[int]:
     value = section.get(key)
     entries = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
-        raise SpecError(f"spec key {key!r} is {value!r}, wanted a list of whole numbers")
+        raise SpecError(f"spec key {key!r} is {shown(value)}, wanted a list of whole numbers")
     return entries
 
 
@@ -202,12 +229,7 @@ def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[s
 def _margins(gate: Mapping[str, Any], suites: Sequence[str]) -> dict[str, float]:
     declared = gate.get("margins") or {}
     if not isinstance(declared, Mapping):
-        raise SpecError(f"gate.margins is {declared!r}, wanted suite: percentage points")
+        raise SpecError(f"gate.margins is {shown(declared)}, wanted suite: percentage points")
+    known_keys(declared, suites, "gate.margins", kind="suite")
     merged = {**DEFAULT_MARGINS, **declared}
-    return {s: _number(merged[s], f"gate.margins.{s}", 100.0) / 100 for s in suites if s in merged}
-
-
-def _number(value: Any, name: str, below: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        raise SpecError(f"{name} is {value!r}, wanted a number above 0 and below {below:g}")
-    return float(value)
+    return {s: number(merged[s], f"gate.margins.{s}", 100.0) / 100 for s in suites if s in merged}

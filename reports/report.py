@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from reports.plan import Plan
 from reports.stats.effect import Effect
+from reports.waivers import Waiver
 
 FORMAT = 1
 
@@ -57,6 +61,20 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class ClusterSums:
+    """Item differences of one suite summed inside their clusters: what a sign-flip over many cells needs.
+
+    A contrast of several suites has one for each, with the weight of its mean; clusters of one name are the same.
+    """
+
+    suite: str
+    weight: float
+    clusters: tuple[str, ...]
+    sums: npt.NDArray[np.float64]  # [C]
+    counts: npt.NDArray[np.float64]  # [C] items
+
+
+@dataclass(frozen=True)
 class Contrast:
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
@@ -64,7 +82,7 @@ class Contrast:
     seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted against and for the candidate.
     """
 
-    estimand: str  # E1 | E2 | E4 | E5
+    estimand: str  # E1 | E2 | E4 | E5 | selectivity
     arm: str
     policy: str
     suite: str
@@ -77,6 +95,7 @@ class Contrast:
     best: float | None
     reasons: tuple[Reason, ...]
     rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
+    sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
 
 
 @dataclass(frozen=True)
@@ -134,8 +153,12 @@ class Report:
     problems: tuple[str, ...]
     n_records: int
     provenance: dict[str, Any] = field(default_factory=dict)
+    waivers: tuple[Waiver, ...] = ()
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists."""
-        return asdict(self)
+        """Plain dictionaries and lists, without the cluster sums."""
+        body = asdict(replace(self, contrasts=tuple(replace(c, sums=()) for c in self.contrasts)))
+        for row in body["contrasts"]:
+            del row["sums"]
+        return body
