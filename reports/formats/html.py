@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 
 from reports.figures import figures
+from reports.figures.canvas import Drawing
 from reports.gate import Status, decide
 from reports.plain import clip, points, visible
 from reports.report import Report
-from reports.story import banner, sections
+from reports.story import Banner, Section, banner, sections
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}
 
 
 def render(report: Report) -> str:
-    """The report as HTML. Only the figures, which this project draws and matplotlib escapes, are trusted markup."""
+    """The report as HTML."""
     verdict = decide(report)
+    return page(banner(report, verdict), sections(report, verdict), report, figures(report, verdict))
+
+
+def page(top: Banner, parts: Sequence[Section], report: Report, drawn: Mapping[str, Drawing]) -> str:
+    """A page of sections. Only the figures, which this project draws and matplotlib escapes, are trusted markup."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -28,9 +35,5 @@ def render(report: Report) -> str:
     )
     environment.filters |= {"visible": visible, "points": points, "clip": clip}
     return environment.get_template("report.html.j2").render(
-        report=report,
-        banner=banner(report, verdict),
-        sections=sections(report, verdict),
-        figures=figures(report, verdict),
-        classes=_CLASSES,
+        report=report, banner=top, sections=parts, figures=drawn, classes=_CLASSES
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from reports.gate import decide
 from reports.plain import clip, inline, points, visible
 from reports.report import Example, Report
-from reports.story import Section, banner, sections
+from reports.story import Banner, Section, banner, sections
 from reports.tables import Table
 
 FILE = "report.md"
@@ -19,12 +19,16 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$!])")
 def render(report: Report) -> str:
     """The report as GitHub Markdown."""
     verdict = decide(report)
-    top = banner(report, verdict)
+    return page(banner(report, verdict), sections(report, verdict), report)
+
+
+def page(top: Banner, content: Sequence[Section], report: Report) -> str:
+    """A page of sections."""
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
     if top.number:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
     parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
-    for section in sections(report, verdict):
+    for section in content:
         parts += _section(section, report)
     return "\n\n".join(part for part in parts if part) + "\n"
 
