@@ -204,6 +204,35 @@ def generate(
 
 
 @app.command()
+def verify(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="The folder of a finished checkpoint.", show_default=False)
+    ] = None,
+    *,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(help="How many of its rollouts, default all; or a file of rollouts.", show_default=False),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model that sampled a file.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, as it was sampled.")] = "auto",
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, help="Nats on the worst token; default: the dtype's.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.", show_default=False),
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Replay recorded rollouts; exits with 3 where their policy does not explain their log-probs."""
+    with user_errors():
+        from audit.commands.verify import Asked, verify_recorded
+
+        asked = Asked(checkpoint, rollouts, model, dtype, tolerance, temperature, tuple(plugin or ()))
+        raise typer.Exit(verify_recorded(asked))
+
+
+@app.command()
 def pretrain(
     out: Annotated[Path, typer.Option(help="The folder for the model.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0, help="0 gave the model that ships.")] = 0,

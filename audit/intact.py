@@ -15,8 +15,13 @@ _HELD = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder 
 def check_checkpoints(run: Path) -> None:
     """Raise DataError, naming the file, where a finished checkpoint of the run lost or changed a file or a ledger."""
     for provenance in sorted((run / "checkpoints").glob(f"*/seed-*/{PROVENANCE}")):
-        for path, wanted in _held(provenance):
-            _check(path, wanted)
+        check_checkpoint(provenance.parent)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """The same for one finished checkpoint."""
+    for path, wanted in _held(folder / PROVENANCE):
+        _check(path, wanted)
 
 
 def _held(provenance: Path) -> Iterator[tuple[Path, str]]:

@@ -1,0 +1,105 @@
+"""``kvaudit verify``: replay recorded rollouts and say whether their policy explains them."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from rich.table import Table
+from transformers.utils.logging import set_verbosity_error
+
+from audit.commands.console import say, wide_console
+from audit.commands.plugins import load_plugins
+from audit.errors import SpecError, UnknownName
+from audit.kv.interchange import read_rollouts
+from audit.kv.recorded import Recorded
+from audit.model import DtypeName, LoadedModel, load_model
+from audit.verify import Gaps, Verification, checkpoint_rollouts, verify
+from reports.plain import inline, scientific
+
+NOT_EXPLAINED = 3
+_COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch_kl", "mismatch_kl (k3)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options. ``rollouts`` is a count of a checkpoint's own, or the path of a file."""
+
+    checkpoint: Path | None
+    rollouts: str | None
+    model: str | None
+    dtype: str
+    tolerance: float | None
+    temperature: float | None
+    plugins: tuple[Path, ...] = ()
+
+
+def verify_recorded(asked: Asked) -> int:
+    """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
+    if asked.dtype not in get_args(DtypeName):
+        raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
+    load_plugins(asked.plugins)
+    set_verbosity_error()  # of loading; what is wrong with a model is said in one line
+    recorded, name = _sources(asked)
+    model = load_model(name, dtype=asked.dtype)  # type: ignore[arg-type]  # checked above
+    found = verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
+    _print(recorded, model, found)
+    return 0 if found.explained else NOT_EXPLAINED
+
+
+def _sources(asked: Asked) -> tuple[Recorded, str]:
+    """The rollouts, and the name of the model that is to explain them."""
+    if asked.checkpoint is not None:
+        if asked.model is not None or (asked.rollouts is not None and not asked.rollouts.isdecimal()):
+            raise SpecError(
+                "a checkpoint is verified by its own weights and rollouts; give CHECKPOINT [--rollouts COUNT], "
+                "or --rollouts FILE --model MODEL"
+            )
+        recorded = checkpoint_rollouts(asked.checkpoint)
+        return _first(recorded, asked.rollouts), str(asked.checkpoint)
+    if asked.model is None or asked.rollouts is None or asked.rollouts.isdecimal():
+        raise SpecError(
+            "what to verify is missing; give CHECKPOINT [--rollouts COUNT], or --rollouts FILE --model MODEL"
+        )
+    return read_rollouts(Path(asked.rollouts)), asked.model
+
+
+def _first(recorded: Recorded, count: str | None) -> Recorded:
+    if count is None:
+        return recorded
+    if not 1 <= int(count) <= len(recorded.rollouts):
+        raise SpecError(f"--rollouts is {count}, the checkpoint keeps {len(recorded.rollouts)}; give 1 to that many")
+    return replace(recorded, rollouts=recorded.rollouts[: int(count)])
+
+
+def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
+    console = wide_console()
+    say(console, f"rollouts    {found.rollouts} of {inline(recorded.source)}, {found.tokens} sampled tokens")
+    say(console, f"policy      {inline(found.policy or 'not named')}")
+    say(console, f"model       {inline(model.name)} {model.sha256[:12]}, {str(model.dtype).removeprefix('torch.')}")
+    table = Table(*_COLUMNS)
+    for view, gaps in (("shadow, under the ledger", found.shadow), ("dense, all visible", found.dense)):
+        table.add_row(view, *_numbers(gaps))
+    console.print(table, markup=False)
+    for line in _verdict(found):
+        say(console, line)
+
+
+def _numbers(gaps: Gaps) -> list[str]:
+    return [scientific(value) for value in astuple(gaps)]
+
+
+def _verdict(found: Verification) -> list[str]:
+    worst, bound = found.worst, f"{found.tolerance:g} nats"
+    if found.explained:
+        return [f"explained: no token is off by more than {bound}; p_s is the sampler's, numbers are in nats"]
+    lines = []
+    if found.shadow.largest > found.tolerance:
+        lines.append(
+            f"not explained: rollout {worst.rollout}, token {worst.token} is recorded at {worst.recorded:.4f} nats, "
+            f"the ledger gives {worst.replayed:.4f}; at most {bound} may lie between"
+        )
+    if found.breach is not None:
+        lines.append(f"not explained: {inline(found.breach)}")
+    return lines

@@ -1,0 +1,233 @@
+"""Rollouts of another engine, as JSON or safetensors: who was kept when becomes the ledger's one integer per entry.
+
+Both forms are described in docs/kv.md. Every value is checked, since the file is a stranger's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from audit.errors import DataError
+from audit.kv.history import Event, history, ledger_of
+from audit.kv.ledger import NEVER, Rollout, load_ledgers
+from audit.kv.recorded import ROUNDING, Recorded
+
+FORMAT, VERSION = "kvaudit.rollouts", 1
+_TENSORS = {
+    "ids": (torch.int64, 1),
+    "sampled": (torch.bool, 1),
+    "logprobs": (torch.float32, 1),
+    "query": (torch.int32, 1),
+    "kept": (torch.bool, 4),
+}
+_SHOWN = 60  # characters of a wrong value
+_MOST_ENTRIES = 1 << 30  # of one rollout's ledger: a few bytes of header must not claim all memory
+
+Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
+Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _EventRow(_Part):
+    query: Index
+    kept: list[list[list[Index]] | None]
+
+
+class _TensorRow(_Part):
+    prompt_length: Length
+
+
+class _JsonRow(_TensorRow):
+    ids: list[Index]
+    sampled: list[tuple[Index, Index]] | None = None
+    logprobs: list[Nats]
+    events: list[_EventRow] = []
+
+
+class _Header(_Part):
+    format: Literal["kvaudit.rollouts"]
+    version: Literal[1]
+    layers: Count
+    kv_heads: Count
+    policy: str | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class _JsonFile(_Header):
+    rollouts: Annotated[list[_JsonRow], Field(min_length=1)]
+
+
+class _TensorFile(_Header):
+    rollouts: Annotated[list[_TensorRow], Field(min_length=1)]
+
+
+def read_rollouts(path: Path) -> Recorded:
+    """Read a ledger file or either interchange form; raises DataError for anything else."""
+    if not path.is_file():
+        raise DataError(f"rollouts {str(path)!r} do not exist; give a ledger, or a file of format {FORMAT}")
+    try:
+        if path.suffix.lower() == ".json":
+            return _from_json(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = (file.metadata() or {}).get("kvaudit", "")
+            if f'"{FORMAT}"' in metadata:
+                return _from_tensors(path, _TensorFile.model_validate_json(metadata), file)
+    except ValidationError as error:
+        raise DataError(f"rollouts {str(path)!r}: {_first(error)}") from None
+    except (SafetensorError, UnicodeDecodeError, ValueError) as error:
+        raise DataError(f"rollouts {str(path)!r}: {error}") from None
+    rollouts, policy = load_ledgers(path)
+    return Recorded(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))
+
+
+def write_rollouts(path: Path, recorded: Recorded) -> None:
+    """Write rollouts in the JSON form, for other engines to read and compare."""
+    layers, heads, _ = recorded.rollouts[0].evicted_at.shape
+    header = {"format": FORMAT, "version": VERSION, "layers": layers, "kv_heads": heads}
+    header |= {"policy": recorded.policy, "temperature": recorded.temperature}
+    rows = [_row(rollout) for rollout in recorded.rollouts]
+    path.write_text(json.dumps(header | {"rollouts": rows}, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _row(rollout: Rollout) -> dict[str, Any]:
+    events = [
+        {
+            "query": event.query,
+            "kept": [[_indices(head) for head in layer] for layer in event.kept if layer is not None],
+        }
+        for event in history(rollout.evicted_at)
+    ]
+    return {
+        "ids": rollout.ids.tolist(),
+        "prompt_length": rollout.prompt_length,
+        "sampled": list(_spans(rollout.sampled.tolist())),
+        "logprobs": rollout.sampler_logprobs[rollout.sampled].tolist(),
+        "events": events,
+    }
+
+
+def _from_json(path: Path) -> Recorded:
+    table = _JsonFile.model_validate_json(path.read_bytes())
+    rollouts = []
+    for number, row in enumerate(table.rollouts):
+        tokens = len(row.ids)
+        sampled = torch.zeros(tokens, dtype=torch.bool)
+        for start, stop in [(row.prompt_length, tokens)] if row.sampled is None else row.sampled:
+            _require(start < stop <= tokens, number, f"has the sampled span [{start}, {stop}] in {tokens} tokens")
+            sampled[start:stop] = True
+        events = [_event(number, place, event, table, tokens) for place, event in enumerate(row.events)]
+        ids, logprobs = torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.logprobs, dtype=torch.float32)
+        rollouts.append(_rollout(number, row.prompt_length, ids, sampled, logprobs, events, table))
+    return _recorded(path, table, rollouts)
+
+
+def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: int) -> Event:
+    """An event's lists as booleans [H, T] per layer."""
+    layers = len(event.kept)
+    _require(layers == table.layers, number, f"has {layers} layers in event {place}, the file says {table.layers}")
+    kept: list[Tensor | None] = []
+    for layer, heads in enumerate(event.kept):
+        where = f"in event {place}, layer {layer}"
+        if heads is None:
+            kept.append(None)
+            continue
+        _require(len(heads) == table.kv_heads, number, f"has {len(heads)} heads {where}, wanted {table.kv_heads}")
+        mask = torch.zeros(table.kv_heads, tokens, dtype=torch.bool)
+        for head, entries in enumerate(heads):
+            _require(len(set(entries)) == len(entries), number, f"names an entry twice {where}, head {head}")
+            _require(max(entries, default=0) < tokens, number, f"names an entry beyond its end {where}, head {head}")
+            mask[head, entries] = True
+        kept.append(mask)
+    return Event(event.query, kept)
+
+
+def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
+    rollouts = []
+    for number, row in enumerate(table.rollouts):
+        found = {name: file.get_tensor(f"{number}.{name}") for name in _TENSORS}
+        for name, (dtype, rank) in _TENSORS.items():
+            fits = found[name].dtype == dtype and found[name].dim() == rank
+            _require(fits, number, f"has {name} of another type than {rank}-dimensional {dtype}")
+        ids, query, kept = found["ids"], found["query"].tolist(), found["kept"]
+        wanted = (len(query), table.layers, table.kv_heads, len(ids))
+        _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
+        events = [Event(time, list(sets)) for time, sets in zip(query, kept, strict=True)]
+        rollouts.append(_rollout(number, row.prompt_length, ids, found["sampled"], found["logprobs"], events, table))
+    return _recorded(path, table, rollouts)
+
+
+def _rollout(
+    number: int,
+    prompt_length: int,
+    ids: Tensor,
+    sampled: Tensor,
+    logprobs: Tensor,
+    events: Sequence[Event],
+    table: _Header,
+) -> Rollout:
+    _require(prompt_length < len(ids), number, f"has prompt_length {prompt_length} in {len(ids)} tokens")
+    _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
+    drawn = int(sampled.sum())
+    _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
+    entries = table.layers * table.kv_heads * len(ids)
+    _require(entries <= _MOST_ENTRIES, number, f"has {entries} cache entries, at most {_MOST_ENTRIES} can be read")
+    try:
+        evicted_at = ledger_of(events, (table.layers, table.kv_heads, len(ids)))
+    except ValueError as error:
+        raise ValueError(f"rollout {number}, {error}") from None
+    starts = [start for start, _ in _spans(sampled.tolist())]
+    start = starts[-1] if starts else prompt_length
+    return Rollout(
+        ids=ids,
+        prompt_length=prompt_length,
+        sampled=sampled,
+        sampler_logprobs=torch.zeros(len(ids)).masked_scatter(sampled, logprobs),
+        evicted_at=evicted_at,
+        kv_bytes_peak=0,  # what the other engine allocated is not known
+        kv_bytes_dense=0,
+        retention=float((evicted_at[:, :, :start] > start).double().mean()),
+        answer_start=start,
+    )
+
+
+def _recorded(path: Path, table: _Header, rollouts: Sequence[Rollout]) -> Recorded:
+    return Recorded(str(path), tuple(rollouts), table.policy, table.temperature)
+
+
+def _spans(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Half-open runs of True."""
+    padded = [False, *sampled, False]
+    edges = [n for n in range(len(padded) - 1) if padded[n] != padded[n + 1]]
+    yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def _indices(kept: Tensor) -> list[int]:
+    indices: list[int] = kept.nonzero()[:, 0].tolist()
+    return indices
+
+
+def _require(holds: bool, number: int, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(f"rollout {number} {otherwise}")
+
+
+def _first(error: ValidationError) -> str:
+    """The first mistake with its place, such as rollouts.2.events.0.query."""
+    mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in mistake["loc"]) or "the file"
+    if mistake["type"] in ("missing", "json_invalid", "extra_forbidden"):
+        return f"{place[:_SHOWN]}: {mistake['msg']}"
+    return f"{place[:_SHOWN]} is {str(mistake['input'])[:_SHOWN]!r}: {mistake['msg']}"

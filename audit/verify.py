@@ -1,0 +1,182 @@
+"""Does the recorded policy explain the recorded log-probs? Replay rollouts under their ledger and compare, in nats.
+
+The shadow pass sees what the sampler saw, so what remains between the two is rounding. Each row is replayed by itself,
+without the shared prompt pass of the learner: a prompt entry that only one member's ledger misstates would hide there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from audit.errors import DataError, SpecError
+from audit.intact import check_checkpoint
+from audit.kv.consistency import breach
+from audit.kv.interchange import read_rollouts
+from audit.kv.layers import layer_plans
+from audit.kv.ledger import Rollout
+from audit.kv.recorded import Recorded, check_replayable
+from audit.kv.shadow import LearnerView, suffix_logits
+from audit.model import LoadedModel
+from audit.policies import Policy, parse_policy
+from audit.training.arms import get_arm
+from audit.training.batch import microbatches
+from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE
+from audit.training.files import read_json
+
+# Nats on the worst token. Twenty times and more what rounding was measured to leave (docs/kv.md), far below what one
+# wrong token or entry moves.
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5}
+VIEWS: tuple[LearnerView, LearnerView] = ("shadow", "dense")
+PASS_TOKENS = 4096  # padded tokens of one pass
+_ROWS = 512  # of logits that are made double at once
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """log p_sampler - log p_view over sampled tokens, nats: largest and mean size, and two estimates of the KL.
+
+    ``kl`` is the mean, which estimates KL(sampler || view); ``k3`` the mean of r - log r - 1 with r = view / sampler,
+    which estimates the same and is never below 0 (Schulman 2020).
+    """
+
+    largest: float
+    mean: float
+    kl: float
+    k3: float
+
+
+class Worst(NamedTuple):
+    """The sampled token with the largest gap; both log-probs in nats."""
+
+    rollout: int
+    token: int
+    recorded: float
+    replayed: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a replay says. ``breach`` is a rule of the named policy that a ledger breaks, None where it keeps all."""
+
+    policy: str | None
+    rollouts: int
+    tokens: int
+    shadow: Gaps
+    dense: Gaps
+    worst: Worst
+    tolerance: float
+    breach: str | None
+
+    @property
+    def explained(self) -> bool:
+        """Whether every gap is rounding and every ledger is one that its policy could have left."""
+        return self.shadow.largest <= self.tolerance and self.breach is None
+
+
+def checkpoint_rollouts(folder: Path) -> Recorded:
+    """The rollouts a finished checkpoint was left with; raises DataError where files are changed or there are none.
+
+    Intermediate ledgers came from weights that are not kept: they are held to their hashes alone.
+    """
+    if not (folder / PROVENANCE).is_file():
+        raise DataError(
+            f"{str(folder)!r} holds no {PROVENANCE}; give the folder of a finished checkpoint, such as "
+            "RUN/checkpoints/ARM/seed-N, or --rollouts FILE --model MODEL"
+        )
+    check_checkpoint(folder)
+    story = read_json(folder / PROVENANCE)
+    name = f"{FINAL_LEDGER}.safetensors"
+    if name not in story["ledgers"]:
+        raise DataError(f"checkpoint {str(folder)!r} kept no {LEDGERS}/{name}; train it with ledger_every above 0")
+    try:
+        config = story["config"]
+        trained = str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none"
+        temperature = float(config["temperature"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
+    found = read_rollouts(folder / LEDGERS / name)
+    return replace(found, temperature=temperature, trained_policy=trained)
+
+
+def verify(
+    model: LoadedModel, recorded: Recorded, *, tolerance: float | None = None, temperature: float | None = None
+) -> Verification:
+    """Replay the rollouts with ``model``; raises DataError where it cannot have sampled them.
+
+    ``tolerance`` is in nats on the worst token, by default the dtype's; ``temperature`` replaces the recorded one.
+    """
+    check_replayable(recorded, model.model.config, model.max_positions)
+    policy = None if recorded.policy is None else parse_policy(recorded.policy)
+    if policy is not None and not policy.replayable:
+        raise SpecError(f"rollouts {recorded.source!r} are of policy {recorded.policy}, which cannot be replayed")
+    heat = next((value for value in (temperature, recorded.temperature) if value is not None), 1.0)
+    rollouts = recorded.rollouts
+    taken = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts]).double()
+    replayed = {view: _logprobs(model.model, rollouts, view, heat) for view in VIEWS}
+    return Verification(
+        policy=recorded.policy,
+        rollouts=len(rollouts),
+        tokens=len(taken),
+        shadow=_gaps(taken, replayed["shadow"]),
+        dense=_gaps(taken, replayed["dense"]),
+        worst=_worst(rollouts, taken, replayed["shadow"]),
+        tolerance=TOLERANCE[model.dtype] if tolerance is None else tolerance,
+        breach=None if policy is None else _breach(recorded, policy, model.model.config),
+    )
+
+
+def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
+    if recorded.policy_hash is not None and recorded.policy_hash != policy.hash:
+        return f"the ledger names {recorded.policy}, whose hash is {policy.hash}, and the hash {recorded.policy_hash}"
+    if recorded.trained_policy is not None and parse_policy(recorded.trained_policy) != policy:
+        return f"the ledger names {recorded.policy}, the checkpoint was trained with {recorded.trained_policy}"
+    plans = layer_plans(config, policy)
+    found = ((number, breach(rollout, plans)) for number, rollout in enumerate(recorded.rollouts))
+    return next((f"rollout {number}, {words}" for number, words in found if words is not None), None)
+
+
+@torch.no_grad()
+def _logprobs(model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float) -> Tensor:
+    """Log-probs of every sampled token under a view: float64 [n], rollout after rollout, nats."""
+    found: dict[int, Tensor] = {}
+    for rows in microbatches(rollouts, 1, PASS_TOKENS):
+        logits, _ = suffix_logits(model, [rollouts[row] for row in rows], group=1, view=view)
+        for place, row in enumerate(rows):
+            suffix = slice(rollouts[row].prompt_length, None)
+            drawn = rollouts[row].sampled[suffix].nonzero()[:, 0]
+            chosen = logits[place, drawn.to(logits.device)]
+            found[row] = _of(chosen, rollouts[row].ids[suffix][drawn].to(logits.device), temperature or 1.0).cpu()
+    return torch.cat([found[row] for row in range(len(rollouts))])
+
+
+def _of(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Log-probs [n] of ``ids`` [n] from logits [n, V], a few rows at a time in float64."""
+    parts = [
+        (block.double() / temperature).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        for block, chosen in zip(torch.split(logits, _ROWS), torch.split(ids, _ROWS), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _gaps(taken: Tensor, replayed: Tensor) -> Gaps:
+    gap = _finite(taken - replayed)
+    size = gap.abs()
+    return Gaps(*(float(value) for value in (size.max(), size.mean(), gap.mean(), ((-gap).exp() + gap - 1.0).mean())))
+
+
+def _worst(rollouts: Sequence[Rollout], taken: Tensor, replayed: Tensor) -> Worst:
+    place = int(_finite(taken - replayed).abs().argmax())
+    tokens = [(number, token) for number, r in enumerate(rollouts) for token in r.sampled.nonzero()[:, 0].tolist()]
+    return Worst(*tokens[place], float(taken[place]), float(replayed[place]))
+
+
+def _finite(gap: Tensor) -> Tensor:
+    """A log-prob that is no number explains nothing."""
+    return torch.where(gap.isnan(), math.inf, gap)
