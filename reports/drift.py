@@ -85,7 +85,7 @@ def seed_pairs(plan: Plan, panel: Panel, arm: str) -> list[SeedPair]:
 def _empty_panel(suite: str, context: int) -> Panel:
     none: dict[CellKey, Any] = {}
     codes = np.zeros(0, dtype=np.int64)
-    return Panel(suite, context, (), codes, 0, none, none, {}, 1, frozenset(), 0)
+    return Panel(suite, context, (), codes, (), 0, none, none, {}, 1, frozenset(), 0)
 
 
 def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], plan: Plan) -> Iterator[Cell]:

@@ -32,6 +32,7 @@ class Panel:
     context_tokens: int
     items: tuple[str, ...]
     clusters: npt.NDArray[np.int64]  # [N] codes
+    cluster_names: tuple[str, ...]  # [C]
     n_clusters: int
     scores: Mapping[CellKey, Array]
     best: Mapping[CellKey, Array]
@@ -69,6 +70,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
         context_tokens=context,
         items=tuple(items),
         clusters=clusters.astype(np.int64),
+        cluster_names=tuple(names[code] for code in used),
         n_clusters=len(used),
         scores=_by_cell(keys, _means(place, np.where(missing, 0.0, score), counts)),
         best=_by_cell(keys, _means(place, np.where(missing, 1.0, score), counts)),
