@@ -28,7 +28,7 @@ def write_report(run: Path) -> Report:
     report = replace(report, examples=largest_losses(data, report, decide(report)))
     folder = Path(run) / "report"
     for name, render in formats().items():
-        _write(folder / name, render(report))
+        write_whole(folder / name, render(report))
     return report
 
 
@@ -41,7 +41,8 @@ def formats() -> dict[str, Callable[[Report], str]]:
     return found
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises RunError where the folder cannot be written."""
     temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
