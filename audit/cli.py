@@ -183,6 +183,50 @@ def gate(run: Run) -> None:
 
 
 @app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference's result file.", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate's result file.", show_default=False)],
+    *,
+    margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Which items share a template: a field of the file's rows, re:PATTERN of the item's name, or "
+            "file:MAP.csv with item and cluster.",
+            show_default=False,
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="The metric, where there are several; twice for two judges.", show_default=False),
+    ] = None,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is desired.")] = False,
+    select_a: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a run: arm=, policy=, seed=, suite=, context=.", show_default=False),
+    ] = None,
+    select_b: Annotated[list[str] | None, typer.Option(help="The same for B.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for the report.", show_default=False)] = None,
+) -> None:
+    """Compare two result files: kvaudit runs or records, lm-eval samples, Inspect logs, CSV. Exits like `gate`."""
+    with user_errors():
+        from audit.commands.compare import Asked, compare_files
+
+        asked = Asked(
+            margin,
+            alpha,
+            cluster,
+            metrics=tuple(metric or ()),
+            select_reference=tuple(select_a or ()),
+            select_candidate=tuple(select_b or ()),
+            lower_is_better=lower_is_better,
+            out=out,
+        )
+        raise typer.Exit(compare_files(reference, candidate, asked))
+
+
+@app.command()
 def generate(
     text: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.", show_default=False)],
     *,

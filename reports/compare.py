@@ -1,0 +1,134 @@
+"""Two result files -> the paired inference and the verdict that a run's report gives: the same engine, no copy.
+
+The first file is the reference, the second the candidate. Each suite and length is a gated cell (E1); all must pass.
+With two metrics, such as the labels of two judges of the same answers, the worse verdict counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from audit.errors import SpecError
+from reports.drift import contrasts
+from reports.gate import EXIT_CODES, Status, Verdict, decide, worst
+from reports.pairing import CANDIDATE, REFERENCE, Paired, paired
+from reports.panel import panels
+from reports.plan import DENSE_POLICY, read_plan
+from reports.readers.base import Log
+from reports.report import Report
+from reports.stats.kappa import Kappa, kappa
+
+DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two files, and how they are read. ``own_clusters``: clusters were named by the user."""
+
+    reference: Log
+    candidate: Log
+    lower_is_better: bool = False
+    own_clusters: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of two files."""
+
+    sides: Sides
+    metric: str
+    report: Report
+    verdict: Verdict
+    notes: tuple[str, ...]
+    records: pd.DataFrame = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class TwoJudges:
+    """The same answers under two judges: how far they agree on each side, and the worse verdict."""
+
+    first: Comparison
+    second: Comparison
+    reference: Kappa | None  # None without an answer that both labelled
+    candidate: Kappa | None
+
+    @property
+    def status(self) -> Status:
+        """The worse of both verdicts."""
+        return worst([self.first.verdict.status, self.second.verdict.status])
+
+    @property
+    def exit_code(self) -> int:
+        """Its exit code."""
+        return EXIT_CODES[self.status]
+
+
+def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha: float = DEFAULT_ALPHA) -> Comparison:
+    """Compare one metric; ``margin`` in pp. Raises SpecError for a margin or level that cannot be."""
+    _check("--margin", margin, 100.0)
+    _check("--alpha", alpha, 0.5)
+    pairs = paired(
+        sides.reference,
+        sides.candidate,
+        metric,
+        lower_is_better=sides.lower_is_better,
+        own_clusters=sides.own_clusters,
+    )
+    records = pairs.records
+    suites = sorted(set(records["suite"]))
+    spec = {
+        "model": f"{sides.candidate.path.name} against {sides.reference.path.name}",
+        "train": {"arms": [CANDIDATE], "seeds": _seeds(pairs)},
+        "evaluate": {"policies": [DENSE_POLICY], "suites": suites},
+        "gate": {
+            "reference": REFERENCE,
+            "estimands": ["E1"],
+            "margins": dict.fromkeys(suites, margin),
+            "alpha": alpha,
+        },
+    }
+    plan = read_plan(spec, records, {})
+    report = Report(
+        run=f"{sides.candidate.path.name} against {sides.reference.path.name}",
+        plan=plan,
+        reasons=pairs.reasons,
+        cells=(),
+        contrasts=tuple(contrasts(plan, panels(records))),
+        curves=(),
+        examples=(),
+        problems=(*sides.reference.problems, *sides.candidate.problems),
+        n_records=len(records),
+    )
+    return Comparison(sides, metric, report, decide(report), pairs.notes, records)
+
+
+def two_judges(first: Comparison, second: Comparison) -> TwoJudges:
+    """Two metrics of the same files as two judges; raises SpecError where they belong to different files."""
+    if first.sides is not second.sides:
+        raise SpecError("two judges must have labelled the same two files")
+    return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
+
+
+def _agreement(first: Comparison, second: Comparison, arm: str) -> Kappa | None:
+    """Kappa over the answers of one side that both judges scored, right meaning a score of 1/2 or more."""
+    key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
+    one, two = (table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records))
+    both = one.to_frame("one").join(two.to_frame("two"), how="inner").dropna()
+    if both.empty:
+        return None
+    return kappa(*(np.asarray(both[name] >= 0.5, dtype=np.int64) for name in ("one", "two")))
+
+
+def _check(option: str, value: float, below: float) -> None:
+    if not 0 < value < below:
+        raise SpecError(f"{option} is {value:g}, wanted a number above 0 and below {below:g}")
+
+
+def _seeds(pairs: Paired) -> list[int]:
+    """The seeds to pair: a reference of one seed serves every seed of the candidate."""
+    by_arm = pairs.records.groupby("arm")["train_seed"].unique()
+    reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))
+    return sorted(candidate if len(reference) == 1 else reference | candidate)
