@@ -40,7 +40,6 @@ class Panel:
     samples: int
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
     split_items: int  # items that stand in more than one cluster
-    cluster_names: tuple[str, ...] = ()  # by code
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
@@ -80,7 +79,6 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),
         split_items=len(np.unique(item[name != first[item]])),
-        cluster_names=tuple(names[code] for code in used),
     )
 
 
