@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from reports.stats.effect import LEVEL
+
 Array = npt.NDArray[np.float64]
 
 
@@ -36,13 +38,13 @@ class ExactBounds(NamedTuple):
     high: Array
 
 
-def clopper_pearson(successes: int, trials: int, *, level: float = 0.95) -> Proportion:
+def clopper_pearson(successes: int, trials: int, *, level: float = LEVEL) -> Proportion:
     """Exact interval of a proportion of independent trials."""
     low, high = clopper_pearson_bounds(successes, trials, level=level)
     return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
 
 
-def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = 0.95) -> ExactBounds:
+def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = LEVEL) -> ExactBounds:
     """The same for many proportions [...]."""
     k, n = np.asarray(successes, dtype=np.float64), np.asarray(trials, dtype=np.float64)
     assert 0 < level < 1, level

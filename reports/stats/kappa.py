@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from reports.stats.effect import LEVEL
+
 
 @dataclass(frozen=True, slots=True)
 class Kappa:
@@ -30,7 +32,7 @@ class Kappa:
     source: str = "Cohen 1960; Fleiss, Cohen & Everitt 1969"
 
 
-def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = 0.95) -> Kappa:
+def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) -> Kappa:
     """Agreement of two judges' labels [n] of the same transcripts, two labels or more."""
     one, two = np.asarray(first), np.asarray(second)
     assert one.ndim == 1, one.shape

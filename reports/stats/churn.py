@@ -1,0 +1,48 @@
+"""Churn: how many items changed at all, which a drift near zero hides.
+
+McNemar 1947 for the discordant counts. With several samples per item two readings differ, and both are given: the
+change of item means, and the chance that a single reference draw and a single candidate draw disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Churn:
+    """Shares of the items; gains - losses is the drift in either reading.
+
+    ``losses, gains, churn`` sum the negative and positive changes of item means. ``draw_*`` are for one draw against
+    one draw; ``rerun_churn`` is what two draws of one and the same checkpoint disagree on (mean of both arms), so only
+    draw_churn beyond it is change; None with a single sample.
+    """
+
+    losses: float
+    gains: float
+    churn: float
+    draw_losses: float
+    draw_gains: float
+    draw_churn: float
+    rerun_churn: float | None
+    n_items: int
+    samples: int
+    method: str = "churn"
+    source: str = "McNemar 1947"
+
+
+def churn(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
+    """Churn between item means [N] in [0, 1] of ``samples`` 0/1 draws each."""
+    old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    assert old.shape == new.shape, (old.shape, new.shape)
+    assert old.size, "churn needs an item"
+    assert np.all((old >= 0) & (old <= 1) & (new >= 0) & (new <= 1)), "item means lie in [0, 1]"
+    losses, gains = float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean())
+    lost, won = float((old * (1 - new)).mean()), float(((1 - old) * new).mean())
+    rerun = None
+    if samples > 1:
+        rerun = float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
+    return Churn(losses, gains, losses + gains, lost, won, lost + won, rerun, old.size, samples)

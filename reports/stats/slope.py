@@ -1,0 +1,67 @@
+"""Dose slopes: how a score changes with the logarithm of a budget or a context length.
+
+The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so its inference is the clustered
+one-sample inference of every other contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et
+al. 1972, pool adjacent violators) is a line to draw; nothing is tested with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize
+
+from reports.stats.clustered import cr3_effect
+from reports.stats.effect import Effect
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Isotonic:
+    """A monotone curve through the rates of increasing doses, one point per distinct dose."""
+
+    x: tuple[float, ...]
+    fitted: tuple[float, ...]
+    method: str = "isotonic regression (display only)"
+    source: str = "Barlow, Bartholomew, Bremner & Brunk 1972"
+
+
+def dose_weights(x: npt.ArrayLike) -> Array:
+    """Least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
+    doses = np.asarray(x, dtype=np.float64)
+    assert doses.ndim == 1, doses.shape
+    centred = doses - doses.mean()
+    spread = float(centred @ centred)
+    assert spread > 0, "a slope needs two different doses"
+    weights: Array = centred / spread
+    return weights
+
+
+def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
+    """Slope of item scores [D, N] over doses x [D], in score units per unit of x (per doubling when x is log2).
+
+    A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    weights = dose_weights(x)
+    assert values.ndim == 2, values.shape
+    assert len(values) == len(weights), (values.shape, len(weights))
+    return replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
+
+
+def isotonic(
+    x: npt.ArrayLike, y: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, increasing: bool = True
+) -> Isotonic:
+    """Monotone fit of rates y [D] at doses x [D] in any order; equal doses are averaged first."""
+    doses, rates = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    mass = np.ones(len(doses)) if weights is None else np.asarray(weights, dtype=np.float64)
+    assert doses.shape == rates.shape == mass.shape, (doses.shape, rates.shape, mass.shape)
+    assert np.all(mass > 0), "weights are positive"
+    distinct, codes = np.unique(doses, return_inverse=True)
+    total = np.bincount(codes, weights=mass)
+    means = np.bincount(codes, weights=mass * rates) / total
+    fitted = optimize.isotonic_regression(means, weights=total, increasing=increasing).x
+    return Isotonic(tuple(distinct.tolist()), tuple(fitted.tolist()))
