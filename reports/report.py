@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reports.analysis.results import Analysis
+from reports.displacement import Displacement
 from reports.plan import Plan
 from reports.stats.effect import Effect
 from reports.waivers import Waiver
@@ -154,6 +156,8 @@ class Report:
     n_records: int
     provenance: dict[str, Any] = field(default_factory=dict)
     waivers: tuple[Waiver, ...] = ()
+    analysis: Analysis = field(default_factory=Analysis)
+    displacement: tuple[Displacement, ...] = ()
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:

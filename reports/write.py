@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import reports.formats
-from audit.errors import RunError
+from audit.errors import DataError, RunError
+from reports.displacement import load_displacement
 from reports.drift import drift_report
 from reports.examples import largest_losses
 from reports.gate import decide
-from reports.load import load_run
+from reports.load import RunData, load_run
 from reports.report import Report
 
 
@@ -24,12 +25,24 @@ def write_report(run: Path) -> Report:
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
     """
     data = load_run(Path(run))
-    report = drift_report(data)
-    report = replace(report, examples=largest_losses(data, report, decide(report)))
+    report = with_details(data, drift_report(data))
     folder = Path(run) / "report"
     for name, render in formats().items():
         write_whole(folder / name, render(report))
     return report
+
+
+def with_details(data: RunData, report: Report) -> Report:
+    """The report with what stands beside its verdict: examples, analyses, displacement."""
+    from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
+
+    verdict = decide(report)
+    examples = largest_losses(data, report, verdict)
+    report = replace(report, examples=examples, analysis=analyse(report, data.panels, verdict))
+    try:
+        return replace(report, displacement=load_displacement(data.run))
+    except DataError as error:  # it decides nothing, so the report is written without it and says so
+        return replace(report, problems=(*report.problems, str(error)))
 
 
 def formats() -> dict[str, Callable[[Report], str]]:

@@ -136,7 +136,7 @@ def test_json_carries_report_and_verdict(written):
     assert len(body["cells"]) == 3 * 2 * 2
     assert list(body) == [
         *("run", "plan", "reasons", "cells", "contrasts", "curves", "examples", "problems", "n_records"),
-        *("provenance", "waivers", "format", "verdict"),
+        *("provenance", "waivers", "analysis", "displacement", "format", "verdict"),
     ]
 
 

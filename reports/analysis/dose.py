@@ -1,0 +1,207 @@
+"""E6: how fast the desired behaviour goes as the budget shrinks or the context grows, and whether training changed it.
+
+The slope is the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or
+log2(length), one number per item, CR3-t over clusters; a training arm's slope is held against the reference's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.analysis.families import Family, families
+from reports.analysis.results import Dose, DoseCurve
+from reports.contrast import broken_contract
+from reports.drift import seed_pairs
+from reports.panel import CellKey, Panel
+from reports.plan import DENSE_POLICY, Plan
+from reports.stats.effect import LEVEL, Effect
+from reports.stats.floor import rate_lower
+from reports.stats.slope import dose_weights, isotonic, slope_effect
+from reports.stats.tango import ess_tango
+
+Array = npt.NDArray[np.float64]
+Tables = Mapping[tuple[str, int], Panel]
+NO_COMMON = "items and templates differ between lengths"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores [D, N] of one arm over doses with cluster codes [N], N items, or templates where items differ."""
+
+    table: Array
+    clusters: npt.NDArray[np.int64]
+    names: tuple[str, ...]  # [N]
+    unit: str  # items | templates
+    draws: int  # samples that one value averages
+
+
+def dose_curves(plan: Plan, tables: Tables) -> tuple[DoseCurve, ...]:
+    """A curve per family, suite, length and arm, and one per policy, suite and arm where there are several lengths."""
+    return tuple([*_budget_curves(plan, tables), *_length_curves(plan, tables)])
+
+
+def shown_arms(plan: Plan) -> tuple[str, ...]:
+    """The arms a curve is drawn for: the reference and the candidates."""
+    return (plan.reference, *plan.candidates)
+
+
+def _budget_curves(plan: Plan, tables: Tables) -> Iterator[DoseCurve]:
+    for family in families(plan.policies):
+        for (_, context), panel in tables.items():
+            x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
+            if x:
+                for arm in shown_arms(plan):
+                    yield _budget_curve(plan, panel, family, arm, x)
+
+
+def _budget_curve(plan: Plan, panel: Panel, family: Family, arm: str, x: list[float]) -> DoseCurve:
+    pairs = seed_pairs(plan, panel, arm)
+    own = [[CellKey(arm, seed, policy) for seed, _ in pairs] for policy in family.policies]
+    other = [[CellKey(plan.reference, seed, policy) for _, seed in pairs] for policy in family.policies]
+    scores, reason = _within(panel, own)
+    dense = [CellKey(arm, seed, DENSE_POLICY) for seed, _ in pairs]
+    known = [cell for cell in dense if cell in panel.scores]
+    blank = DoseCurve(
+        axis="budget",
+        arm=arm,
+        family=family.name,
+        suite=panel.suite,
+        context_tokens=panel.context_tokens,
+        doses=(),
+        uncompressed=float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None,
+        unit="items",
+        slope=None,
+        against_reference=None,
+        reason=reason,
+    )
+    if scores is None:
+        return blank
+    reference = _within(panel, other)[0] if arm != plan.reference else None
+    doses = _doses(family.budgets, x, family.policies, scores, increasing=True)
+    return _with_slopes(replace(blank, doses=doses), x, scores, reference, plan.alpha)
+
+
+def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[Scores | None, str]:
+    """Scores of doses inside one panel, averaged over seeds, or why there are none."""
+    cells = sorted({cell for dose in doses for cell in dose})
+    reasons = broken_contract(panel, cells) if cells else ()
+    if reasons or not cells:
+        return None, reasons[0].text if reasons else "no seed to pair"
+    present = ~np.isnan(panel.scores[cells[0]])
+    table = np.array([np.mean([panel.scores[cell][present] for cell in dose], axis=0) for dose in doses])
+    names = tuple(panel.items[i] for i in np.flatnonzero(present))
+    return Scores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0])), ""
+
+
+def _length_curves(plan: Plan, tables: Tables) -> Iterator[DoseCurve]:
+    for policy in plan.policies:
+        for suite in plan.suites:
+            own = [tables[key] for key in sorted(tables) if key[0] == suite and key[1] > 0]
+            if len(own) > 1:
+                for arm in shown_arms(plan):
+                    yield _length_curve(plan, policy, arm, own)
+
+
+def _length_curve(plan: Plan, policy: str, arm: str, own: Sequence[Panel]) -> DoseCurve:
+    scores, reason = _across(plan, own, policy, arm)
+    blank = DoseCurve(
+        axis="length",
+        arm=arm,
+        family=plan.labels.get(policy, policy),
+        suite=own[0].suite,
+        context_tokens=None,
+        doses=(),
+        uncompressed=None,
+        unit=scores.unit if scores else "items",
+        slope=None,
+        against_reference=None,
+        reason=reason,
+    )
+    if scores is None:
+        return blank
+    reference = _across(plan, own, policy, plan.reference)[0] if arm != plan.reference else None
+    lengths = [panel.context_tokens for panel in own]
+    x = [math.log2(length) for length in lengths]
+    doses = _doses(lengths, x, [policy] * len(x), scores, increasing=False)
+    return _with_slopes(replace(blank, doses=doses), x, scores, reference, plan.alpha)
+
+
+def _across(plan: Plan, own: Sequence[Panel], policy: str, arm: str) -> tuple[Scores | None, str]:
+    """Scores of one arm over panels of different lengths: by item where items are the same, else by template."""
+    parts = []
+    for panel in own:
+        cells = [CellKey(arm, seed, policy) for seed, _ in seed_pairs(plan, panel, arm)]
+        part, reason = _within(panel, [cells])
+        if part is None:
+            return None, reason
+        parts.append((part, tuple(panel.cluster_names[code] for code in part.clusters)))
+    first, templates = parts[0]
+    if all((part.names, names) == (first.names, templates) for part, names in parts):
+        codes = np.unique(np.array(templates, dtype=object).astype(str), return_inverse=True)[1]
+        table = np.array([part.table[0] for part, _ in parts])
+        return Scores(table, codes.astype(np.int64), first.names, "items", first.draws), ""
+    means = [_template_means(part.table[0], names) for part, names in parts]
+    if any(mean.keys() != means[0].keys() for mean in means):
+        return None, NO_COMMON
+    shared = tuple(sorted(means[0]))
+    draws = first.draws * min(int(min(Counter(names).values())) for _, names in parts)
+    table = np.array([[mean[name] for name in shared] for mean in means])
+    return Scores(table, np.arange(len(shared)), shared, "templates", draws), ""
+
+
+def _template_means(values: Array, names: Sequence[str]) -> dict[str, float]:
+    found, codes = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
+    means = np.bincount(codes, weights=values) / np.bincount(codes)
+    return dict(zip(found.tolist(), means.tolist(), strict=True))
+
+
+def _doses(
+    amounts: Sequence[int], x: Sequence[float], policies: Sequence[str], scores: Scores, *, increasing: bool
+) -> tuple[Dose, ...]:
+    """Rate, score interval (Wilson at the effective sample size) and isotonic fit of every dose."""
+    fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing).fitted
+    tail = (1 - LEVEL) / 2
+    rows = zip(amounts, x, policies, scores.table, fitted, strict=True)
+    return tuple(
+        Dose(
+            amount=int(amount),
+            x=float(place),
+            policy=policy,
+            rate=float(row.mean()),
+            low=rate_lower(row, scores.clusters, samples=scores.draws, alpha=tail),
+            high=1 - rate_lower(1 - row, scores.clusters, samples=scores.draws, alpha=tail),
+            fitted=float(fit),
+        )
+        for amount, place, policy, row, fit in rows
+    )
+
+
+def _with_slopes(
+    curve: DoseCurve, x: Sequence[float], scores: Scores, reference: Scores | None, alpha: float
+) -> DoseCurve:
+    """The curve with its slope, and the difference from the reference's where both stand on the same rows."""
+    difference = None
+    if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
+        difference = slope(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
+    own = slope(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
+    return replace(curve, slope=own, against_reference=difference)
+
+
+def slope(table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float) -> Effect:
+    """Change per doubling of values [D, N] that span ``reach``, CR3-t.
+
+    Where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango over all slopes
+    that such values can have.
+    """
+    effect = slope_effect(table, x, clusters, alpha=alpha)
+    if effect.high > effect.low:
+        return effect
+    weights = np.asarray(dose_weights(x))
+    steepest = reach * float(np.abs(weights).sum()) / 2
+    return ess_tango(weights @ table, clusters, alpha=alpha, scale=steepest)

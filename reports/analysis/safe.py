@@ -1,0 +1,92 @@
+"""The safe budget and the safe length: the last dose that a fixed sequence of non-inferiority tests clears.
+
+From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
+reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
+Hothorn & Lehmacher 1995). The drop's p-value plays no part: a cell passes or the sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from reports.analysis.families import families
+from reports.analysis.results import SafeBudget
+from reports.gate import FLOOR, Status, decide_cell
+from reports.plan import DENSE_POLICY, Plan
+from reports.report import Contrast
+from reports.stats.safe_budget import fixed_sequence
+
+Key = tuple[str, str, str, int]  # arm, policy, suite, length
+PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
+
+
+def safe_budgets(plan: Plan, contrasts: Sequence[Contrast]) -> tuple[SafeBudget, ...]:
+    """One per family, suite, length and arm, and one per policy, suite and arm where there are several lengths."""
+    known = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in contrasts if c.estimand == _estimand(plan, c.arm)}
+    return tuple([*_over_budgets(plan, known), *_over_lengths(plan, known)])
+
+
+def _estimand(plan: Plan, arm: str) -> str:
+    """What holds an arm against the uncompressed reference."""
+    return "E4" if arm == plan.reference else "E2"
+
+
+def _over_budgets(plan: Plan, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+    for family in families(plan.policies):
+        for suite in plan.margins:
+            for context in plan.contexts:
+                for arm in (plan.reference, *plan.candidates):
+                    keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
+                    found = [known[key] for key in keys if key in known]
+                    if len(found) == len(keys):
+                        yield _sequence(plan, "budget", family.name, list(reversed(family.budgets)), found)
+
+
+def _over_lengths(plan: Plan, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+    if len(plan.contexts) < 2:
+        return
+    for policy in plan.policies:
+        for suite in plan.margins:
+            for arm in (plan.reference, *plan.candidates):
+                found = [known.get((arm, policy, suite, context)) for context in plan.contexts]
+                cells = [c for c in found if c]
+                if len(cells) == len(found) and not (policy == DENSE_POLICY and arm == plan.reference):
+                    yield _sequence(plan, "length", plan.labels.get(policy, policy), list(plan.contexts), cells)
+
+
+def _sequence(plan: Plan, axis: str, family: str, amounts: list[int], cells: Sequence[Contrast]) -> SafeBudget:
+    """The sequence over cells in the order they are tested."""
+    margin = plan.margins[cells[0].suite]
+    statuses = [_status(c, margin) for c in cells]
+    last = fixed_sequence([status in PASSED for status in statuses])
+    after = 0 if last is None else last + 1
+    return SafeBudget(
+        axis=axis,
+        estimand=cells[0].estimand,
+        arm=cells[0].arm,
+        family=family,
+        suite=cells[0].suite,
+        context_tokens=cells[0].context_tokens if axis == "budget" else None,
+        amounts=tuple(amounts),
+        statuses=tuple(statuses),
+        margin=margin,
+        cleared=None if last is None else amounts[last],
+        failed=amounts[after] if after < len(amounts) else None,
+    )
+
+
+def _status(c: Contrast, margin: float) -> str:
+    if c.effect is None:
+        return Status.INVALID.value
+    if c.rates and c.rates.reference_lower <= margin:
+        return FLOOR
+    return decide_cell(c.effect, margin, c.effect.pvalue_drop)[0].value
+
+
+def sentence(s: SafeBudget) -> str:
+    """refusal cleared to budget 96, not at 64."""
+    what = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
+    miss = "" if s.failed is None else f"not at {s.failed}"
+    if s.cleared is None:
+        return f"{s.suite} cleared at no {s.axis}: {miss}" if miss else f"{s.suite} not tested"
+    return f"{s.suite} cleared to {what}" + (f", {miss}" if miss else ", the last one tested")

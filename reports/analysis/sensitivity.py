@@ -1,0 +1,185 @@
+"""Every gated cell analysed in other ways, and whether any of them would flip the verdict.
+
+The verdict stays the pre-declared one. Where another way flips it, a reader should know how thin it is. Of these ways
+the t interval and the bootstrap are known to pass too easily at the margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.analysis.cells import Sides, name_of, sides, two_sided
+from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
+from reports.contrast import FEWEST_CLUSTERS
+from reports.gate import Decision, Status, Verdict, worst
+from reports.panel import Panel
+from reports.plan import Plan
+from reports.stats.blindspot import clusters_required
+from reports.stats.bootstrap import cluster_bootstrap
+from reports.stats.clustered import cr3_effect
+from reports.stats.effect import LEVEL, Effect
+from reports.stats.holm import holm
+from reports.stats.signflip import sign_flip
+from reports.stats.tango import ess_tango
+
+Array = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.int64]
+DECLARED = "as declared"
+T_INTERVAL = "CR3-t"
+SIGN_FLIP = "cluster sign-flip"
+BOOTSTRAP = "cluster bootstrap, for display"
+WITHOUT_UNSCORED = "unscored left out"
+CLUSTER_MEANS = "templates weighted alike"
+METHODS = (T_INTERVAL, SIGN_FLIP, BOOTSTRAP, WITHOUT_UNSCORED, CLUSTER_MEANS)
+
+
+class Reading(NamedTuple):
+    """A method's reading of a cell: what is printed, and what the rule reads."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+    within: bool  # shown to lie above minus the margin, one-sided
+    below: bool  # shown to lie below 0, one-sided
+    pvalue_drop: float
+    clusters: int
+
+
+class Known(NamedTuple):
+    """A gated cell and its reading by every method, None where too few templates are left."""
+
+    decision: Decision
+    readings: dict[str, Reading | None]
+
+
+def sensitivity(
+    plan: Plan, tables: Mapping[tuple[str, int], Panel], verdict: Verdict
+) -> tuple[tuple[CellSensitivity, ...], tuple[MethodVerdict, ...]]:
+    """The gated cells under every method, and what each method would make of the run."""
+    known = list(_known(plan, tables, verdict.decisions))
+    if not known:
+        return (), ()
+    statuses = {method: _statuses(known, method, plan.alpha) for method in METHODS}
+    cells = tuple(
+        CellSensitivity(
+            name_of(k.decision),
+            (_declared(k.decision), *(_variant(m, k.readings[m], statuses[m][i]) for m in METHODS)),
+        )
+        for i, k in enumerate(known)
+    )
+    read = {name_of(k.decision) for k in known}
+    others = [d.status for d in verdict.decisions if d.gated and name_of(d) not in read]
+    others += [Status.INVALID] if verdict.reasons else []
+    return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
+
+
+def _known(plan: Plan, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]) -> Iterator[Known]:
+    for d in decisions:
+        if two_sided(d) and d.margin is not None:
+            found = sides(tables[d.suite, d.context_tokens], plan, name_of(d))
+            if found is not None:
+                yield Known(d, readings(found, d.margin, plan.alpha))
+
+
+def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | None]:
+    """One cell by every method."""
+    z, clusters = found.difference, found.clusters
+    return {
+        T_INTERVAL: _of_effect(cr3_effect(z, clusters, alpha=alpha), margin),
+        SIGN_FLIP: _of_signs(z, clusters, margin, alpha),
+        BOOTSTRAP: _of_bootstrap(z, clusters, margin, alpha),
+        WITHOUT_UNSCORED: _of_scored(found, margin, alpha),
+        CLUSTER_MEANS: _of_cluster_means(z, clusters, margin, alpha),
+    }
+
+
+def _of_effect(e: Effect, margin: float) -> Reading:
+    return Reading(e.estimate, e.low, e.high, e.lower > -margin, e.upper < 0, e.pvalue_drop, e.n_clusters)
+
+
+def _of_signs(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+    """No interval: a drop is tested against 0, and non-inferiority by the same test of z + margin."""
+    drop = sign_flip(z, clusters)
+    within = sign_flip(-(z + margin), clusters).pvalue_drop < alpha
+    return Reading(drop.estimate, None, None, within, drop.pvalue_drop < alpha, drop.pvalue_drop, drop.n_clusters)
+
+
+def _of_bootstrap(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+    shown = cluster_bootstrap(z, clusters, level=LEVEL)
+    read = cluster_bootstrap(z, clusters, level=1 - 2 * alpha)
+    below = read.high < 0
+    # percentiles are no test: the p-value only says on which side of alpha the upper bound fell
+    pvalue = 0.0 if below else 1.0
+    return Reading(shown.estimate, shown.low, shown.high, read.low > -margin, below, pvalue, shown.n_clusters)
+
+
+def _of_scored(found: Sides, margin: float, alpha: float) -> Reading | None:
+    kept, reference, candidate = scored(found)
+    clusters = found.clusters[kept]
+    if len(np.unique(clusters)) < FEWEST_CLUSTERS:
+        return None
+    return _of_effect(ess_tango(candidate - reference, clusters, samples=found.draws, alpha=alpha), margin)
+
+
+def scored(found: Sides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
+    """The items with a scored sample on both sides, and both sides' means over scored samples alone."""
+    shares = [1 - (found.reference_best - found.reference), 1 - (found.candidate_best - found.candidate)]
+    kept = (shares[0] > 0) & (shares[1] > 0)
+    reference, candidate = found.reference[kept] / shares[0][kept], found.candidate[kept] / shares[1][kept]
+    return kept, np.clip(reference, 0, 1), np.clip(candidate, 0, 1)
+
+
+def _of_cluster_means(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+    """Every template one value: where sizes differ, large templates no longer speak louder."""
+    _, codes = np.unique(clusters, return_inverse=True)
+    means = np.bincount(codes, weights=z) / np.bincount(codes)
+    return _of_effect(cr3_effect(means, np.arange(len(means)), alpha=alpha), margin)
+
+
+def _statuses(known: Sequence[Known], method: str, alpha: float) -> list[Status]:
+    """The statuses of all cells under one method, drops by Holm over them."""
+    found = [k.readings[method] for k in known]
+    adjusted = iter(holm([r.pvalue_drop for r in found if r]))
+    return [
+        status_of(r, next(adjusted), k.decision, alpha) if r else Status.INVALID
+        for k, r in zip(known, found, strict=True)
+    ]
+
+
+def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
+    """The gate's rule for one reading; a cell at the floor cannot pass by any method."""
+    assert d.margin is not None
+    if not r.within:
+        return Status.FAIL if r.below and pvalue < alpha else Status.INCONCLUSIVE
+    if d.at_floor or r.clusters < clusters_required(d.margin, alpha):
+        return Status.INCONCLUSIVE
+    return Status.PASS_NOTED if r.below else Status.PASS
+
+
+def _declared(d: Decision) -> Variant:
+    e = d.effect
+    assert e is not None
+    return Variant(f"{DECLARED} ({e.method})", e.estimate, e.low, e.high, d.pvalue_drop, d.status.value)
+
+
+def _variant(method: str, r: Reading | None, status: Status) -> Variant:
+    if r is None:
+        return Variant(method, 0.0, None, None, None, status.value)
+    return Variant(method, r.estimate, r.low, r.high, None if method == BOOTSTRAP else r.pvalue_drop, status.value)
+
+
+def _verdict(
+    method: str, statuses: Sequence[Status], known: Sequence[Known], others: Sequence[Status], declared: Status
+) -> MethodVerdict:
+    status = worst([*statuses, *others])
+    differ = sum(_same(s) != _same(k.decision.status) for s, k in zip(statuses, known, strict=True))
+    return MethodVerdict(method, status.value, _same(status) != _same(declared), differ)
+
+
+def _same(status: Status) -> Status:
+    """PASS* is PASS with a note."""
+    return Status.PASS if status is Status.PASS_NOTED else status
