@@ -227,6 +227,67 @@ def compare(
 
 
 @app.command()
+def plan(
+    *,
+    margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
+    clusters: Annotated[int, typer.Option(help="Templates.")] = 60,
+    items_per_cluster: Annotated[int, typer.Option(help="Items of each template.")] = 5,
+    samples: Annotated[int, typer.Option(help="Answers to each item.")] = 1,
+    policies: Annotated[int, typer.Option(help="Serving policies.")] = 1,
+    arms: Annotated[int, typer.Option(help="Checkpoints: the reference and its candidates, times their seeds.")] = 2,
+    icc: Annotated[float, typer.Option(help="Correlation of paired differences inside a template.")] = 0.1,
+    sampling_share: Annotated[
+        float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
+    ] = 0.5,
+    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points.")] = 0.0,
+    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
+    power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
+    rate: Annotated[float | None, typer.Option(help="Measured answers per second.", show_default=False)] = None,
+    suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
+    out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
+) -> None:
+    """Before a run: its power, what it can detect, the items to buy, and how long that takes."""
+    with user_errors():
+        from audit.commands.plan import plan_run
+        from reports.planner import Design
+
+        design = Design(
+            margin=margin / 100,
+            discordance=discordance,
+            clusters=clusters,
+            items_per_cluster=items_per_cluster,
+            samples=samples,
+            sampling_share=sampling_share,
+            policies=policies,
+            arms=arms,
+            correlation=icc,
+            drift=drift / 100,
+            alpha=alpha,
+            power=power,
+            rate=rate,
+        )
+        plan_run(design, suite, out)
+
+
+@app.command("calibrate")
+def calibrate_statistics(
+    *,
+    fast: Annotated[bool, typer.Option("--fast", help="Fewer designs and draws: seconds instead of minutes.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("calibration.json"),
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: the idle cores.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate how often the gate and its statistics are wrong; exits with 3 when a figure misses what is asked."""
+    with user_errors():
+        from audit.commands.calibrate import run
+
+        raise typer.Exit(run(fast=fast, seed=seed, out=out, workers=workers))
+
+
+@app.command()
 def generate(
     text: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.", show_default=False)],
     *,

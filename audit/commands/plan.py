@@ -1,0 +1,83 @@
+"""``kvaudit plan``: sizes before a run; nothing is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from audit.commands.console import say, wide_console
+from audit.errors import SpecError
+from reports.plain import percent
+from reports.planner import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
+from reports.write import write_whole
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
+
+
+def plan_run(design: Design, suite: str, out: Path | None) -> None:
+    """Print what a design buys and the suggested size, and write that where asked."""
+    if not _NAME.fullmatch(suite):
+        raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
+    sizes = plan_sizes(design)
+    text = snippet(sizes, suite)
+    if out is not None:
+        write_whole(out, text)
+    console = wide_console()
+    for name, value in lines(sizes):
+        say(console, f"{name:<34}{value}")
+    _suggest(console, sizes, text, out)
+
+
+def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """Name and value of every figure, in the order they are read."""
+    d = sizes.design
+    yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each"
+    yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
+    yield f"power to pass {100 * d.margin:g} pp", _chance(sizes)
+    if d.policies > 1:
+        together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
+        yield f"power to pass under all {d.policies} policies", together
+    yield f"power to find a drop of {100 * d.margin:g} pp", percent(sizes.detects)
+    yield f"margin passed with power {d.power:g}", f"{100 * sizes.smallest_margin:.1f} pp"
+    yield f"drop found with power {d.power:g} (MDE)", f"{100 * sizes.detectable:.1f} pp"
+    yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
+    yield "C_min", f"{sizes.required_clusters} templates for {100 * d.margin:g} pp at alpha {d.alpha:g}"
+    yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and entirely unsampled"
+    yield "answers", _answers(sizes, sizes.answers, sizes.seconds)
+
+
+def _chance(sizes: Sizes) -> str:
+    assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
+    if sizes.passes < sizes.power:
+        return (
+            f"0 %: fewer templates than C_min; the interval alone passes {percent(sizes.power)} of the time {assumed}"
+        )
+    return f"{percent(sizes.passes)} {assumed}"
+
+
+def _answers(sizes: Sizes, count: int, seconds: float | None) -> str:
+    d = sizes.design
+    grid = f"{count} ({d.arms} checkpoints, {d.policies} policies, {d.samples} answers to an item)"
+    if seconds is None:
+        return f"{grid}; --rate ANSWERS_PER_SECOND gives the time"
+    return f"{grid}: {seconds / 60:.1f} minutes, {seconds / SECONDS_PER_HOUR:.2f} GPU-hours at {d.rate:g} per second"
+
+
+def _suggest(console: Console, sizes: Sizes, text: str, out: Path | None) -> None:
+    d = sizes.design
+    buy = sizes.needed_clusters - d.clusters
+    items = sizes.needed_clusters * d.items_per_cluster
+    verb = f"buy {buy} more templates" if buy > 0 else "enough"
+    say(
+        console,
+        f"{'to reach power ' + format(d.power, 'g'):<34}{verb}: {items} items in {sizes.needed_clusters} templates "
+        f"({sizes.needed_items} items for the power, {sizes.required_clusters} templates for C_min)",
+    )
+    say(console, f"{'answers then':<34}{_answers(sizes, sizes.needed_answers, sizes.needed_seconds)}")
+    say(console, "")
+    say(console, text.rstrip())
+    if out is not None:
+        say(console, f"written: {out}")
