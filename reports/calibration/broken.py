@@ -1,0 +1,37 @@
+"""Broken templates: a share of the clusters loses every item, the others flip a few at random.
+
+What evicting a cache entry does: a template either depends on what was dropped, or it does not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+class BrokenTemplates(NamedTuple):
+    """``broken`` share of the clusters; ``background`` share of the other items that flip, as often up as down."""
+
+    broken: float
+    background: float
+
+    @property
+    def drift(self) -> float:
+        """The true mean difference, exactly."""
+        return -self.broken
+
+    @property
+    def discordance(self) -> float:
+        """The share of items that differ, exactly."""
+        return self.broken + (1 - self.broken) * self.background
+
+    def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
+        """Item differences [simulations, N] in order of cluster."""
+        lost = np.repeat(rng.random((simulations, len(counts))) < self.broken, counts, axis=1)
+        value = rng.random((simulations, int(counts.sum())), dtype=np.float32)
+        flips = (value > 1 - self.background / 2).astype(np.float32) - (value < self.background / 2)
+        return np.where(lost, np.float32(-1), flips).astype(np.float32)

@@ -1,0 +1,53 @@
+"""The safe budget: how often the fixed sequence clears a dose that is not safe (row 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
+from reports.calibration.family import Family
+from reports.calibration.streams import blocks
+from reports.stats.safe_budget import cleared
+from reports.stats.tango import many_ess_tango
+
+DRAWS, CLUSTERS, ITEMS = 3_000, 60, 5
+LADDERS = ((0.0, -0.01, -0.02, -0.05, -0.08), (0.0, -0.05, -0.06, -0.1), (-0.05, -0.05, -0.05), (0.0, -0.05, 0.0))
+
+
+@dataclass(frozen=True)
+class DoseCase:
+    """Drifts from the mildest dose to the harshest."""
+
+    model: Family
+    simulations: int
+
+    @property
+    def name(self) -> str:
+        """All that matters."""
+        return f"doses {','.join(f'{drift:g}' for drift in self.model.drifts)}"
+
+    def rates(self, seed: int) -> Rates:
+        """Simulate."""
+        found = 0
+        first_unsafe = int(np.argmax(np.array(self.model.drifts) <= -MARGIN))
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
+            z = self.model.draw(block.rng, block.size, block.counts)
+            b = many_ess_tango(z, block.counts, alpha=ALPHA)
+            count = cleared(passes(b, clusters=CLUSTERS, alpha=ALPHA))
+            found += int(np.count_nonzero(count > first_unsafe))
+        return {"cleared": found / self.simulations}
+
+
+def cases(scale: Scale) -> list[DoseCase]:
+    """Ladders whose first unsafe dose comes late, early, at once, or is followed by a safe one."""
+    return [DoseCase(Family(drifts, 0.1, 0.25), scale.draws(DRAWS)) for drifts in LADDERS]
+
+
+def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+    """Row 9."""
+    own = [o for o in outcomes if isinstance(o.case, DoseCase)]
+    return [at_most(9, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]

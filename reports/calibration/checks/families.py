@@ -1,0 +1,86 @@
+"""Many cells at once: false alarms of the family and power to see one bad cell, max-T beside Holm (row 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.calibration.case import Figure, Outcome, Rates, Scale, at_least, at_most
+from reports.calibration.checks.intervals import ALPHA
+from reports.calibration.family import Family
+from reports.calibration.probit import Floats
+from reports.calibration.streams import blocks
+from reports.stats.clustered import many_totals
+from reports.stats.holm import holm
+from reports.stats.signflip import flip_statistics, max_t_pvalues, signs, studentised
+from reports.stats.tango import many_ess_tango
+
+DRAWS, FLIPS = 4_000, 999  # the report flips 9,999 times
+CELLS_AT_ONCE = 500  # whose flipped statistics are held in memory
+SIZES, CLUSTERS, ITEMS, BAD = (6, 12, 24), 30, 5, -0.07
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """Cells of one family; the first is the bad one, if any is."""
+
+    model: Family
+    simulations: int
+
+    @property
+    def name(self) -> str:
+        """All that matters."""
+        return f"family K={len(self.model.drifts)} first={self.model.drifts[0]:g}"
+
+    def rates(self, seed: int) -> Rates:
+        """Simulate."""
+        found = np.zeros(3)
+        good = np.array(self.model.drifts) == 0
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
+            z = self.model.draw(block.rng, block.size, block.counts)
+            rejected = family_pvalues(z, block.counts, seed=int(block.rng.integers(2**31))) < ALPHA
+            beside = holm_pvalues(many_ess_tango(z, block.counts, alpha=ALPHA).pvalue_drop) < ALPHA
+            found += [rejected[:, good].any(axis=1).sum(), rejected[:, 0].sum(), beside[:, 0].sum()]
+        names = ("any good cell", "first cell", "first cell, Holm")
+        return dict(zip(names, (found / self.simulations).tolist(), strict=True))
+
+
+def family_pvalues(z: Floats, counts: npt.NDArray[np.int64], *, seed: int) -> npt.NDArray[np.float64]:
+    """Max-T p-values [simulations, K] of a drop in each cell of z [simulations, K, N]."""
+    sums, sizes = many_totals(z, counts)[:2]
+    patterns, exact = signs(len(sizes), FLIPS, seed)
+    parts = np.array_split(sums, max(1, sums[..., 0].size // CELLS_AT_ONCE))
+    return np.concatenate(
+        [max_t_pvalues(studentised(s, sizes), flip_statistics(s, sizes, patterns), exact=exact) for s in parts]
+    )
+
+
+def holm_pvalues(pvalues: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Holm's adjustment of each row of p-values [simulations, K]."""
+    return np.array([holm(row) for row in pvalues.tolist()])
+
+
+def cases(scale: Scale) -> list[FamilyCase]:
+    """Every size without and with a bad cell."""
+    return [
+        FamilyCase(Family((first, *(0.0,) * (size - 1)), 0.1, 0.25), scale.draws(DRAWS))
+        for size in (SIZES if scale.every_case else SIZES[:2])
+        for first in (0.0, BAD)
+    ]
+
+
+def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+    """Row 5; the gain over Holm is a difference of shares, and may not be negative."""
+    own = [(o, o.case) for o in outcomes if isinstance(o.case, FamilyCase)]
+    bad = [
+        o._replace(rates={"gain": o.rates["first cell"] - o.rates["first cell, Holm"]})
+        for o, case in own
+        if case.model.drifts[0] < 0
+    ]
+    return [
+        at_most(5, "max-T alarms in a good cell", [o for o, _ in own], "any good cell", 0.06, scale=scale),
+        at_least(5, "power of max-T beyond Holm's, one bad cell", bad, "gain", 0.0, scale=scale),
+    ]

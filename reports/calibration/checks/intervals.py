@@ -1,0 +1,154 @@
+"""The gate's interval and rule on the probit model: false alarms, false passes and coverage (rows 1 to 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.calibration.case import (
+    Case,
+    Figure,
+    Outcome,
+    Rates,
+    Scale,
+    at_least,
+    at_most,
+    mean_between,
+    reported,
+)
+from reports.calibration.probit import Probit
+from reports.calibration.streams import blocks
+from reports.stats.blindspot import clusters_required
+from reports.stats.effect import Bounds
+from reports.stats.rule import Call, calls
+from reports.stats.tango import many_ess_tango
+
+MARGIN, ALPHA, RELEASE = 0.05, 0.05, 0.025
+DRAWS = 10_000
+DRIFTS = (0.0, -MARGIN / 2, -MARGIN, -1.6 * MARGIN)
+CLUSTERS, ITEMS, DISCORDANCES, SAMPLES, OWN = (
+    (20, 60, 100),
+    (5, 10),
+    (0.02, 0.06, 0.1, 0.2),
+    (1, 4, 8),
+    (0.0, 0.25, 0.5),
+)
+RATE = 0.85
+BEYOND = (  # reference rate, margin, discordance
+    (0.6, 0.05, 0.1),
+    (0.6, 0.05, 0.2),
+    (0.95, 0.05, 0.08),
+    (0.98, 0.03, 0.04),
+    (RATE, 0.03, 0.05),
+    (RATE, 0.03, 0.1),
+    (RATE, 0.1, 0.15),
+)
+NEAR_LEVEL = (0.045, 0.055)
+FALSE_ALARMS = "two-sided false alarms without drift, any design"
+GATE_MEAN, GATE_MOST = (f"gate passes at the margin, C >= C_min, {which}" for which in ("mean", "any design"))
+COVERAGE = "coverage of the 95 % interval, any drift and design"
+SIX = (
+    (20, 5, 0.1, 1, 0.25),
+    (20, 10, 0.2, 8, 0.5),
+    (60, 5, 0.06, 1, 0.0),
+    (60, 5, 0.1, 4, 0.5),
+    (100, 5, 0.2, 1, 0.5),
+    (100, 10, 0.1, 8, 0.25),
+)
+
+
+@dataclass(frozen=True)
+class IntervalCase:
+    """One drift in one design."""
+
+    model: Probit
+    clusters: int
+    items: int  # per cluster, on average
+    simulations: int
+    margin: float = MARGIN
+
+    @property
+    def name(self) -> str:
+        """All that matters."""
+        m = self.model
+        return (
+            f"interval margin={self.margin:g} drift={m.drift:g} reference={m.reference:g} C={self.clusters} "
+            f"items={self.items} discordance={m.discordance:g} k={m.samples} own={m.own_by_cluster:g}"
+        )
+
+    def rates(self, seed: int) -> Rates:
+        """Simulate."""
+        found = np.zeros(6)
+        drift = self.model.drift
+        for block in blocks(
+            self.name, seed=seed, simulations=self.simulations, clusters=self.clusters, items=self.items
+        ):
+            z = self.model.draw(block.rng, block.size, block.counts)
+            bounds = many_ess_tango(z, block.counts, samples=self.model.samples, alpha=ALPHA)
+            release = many_ess_tango(z, block.counts, samples=self.model.samples, alpha=RELEASE)
+            events = (
+                bounds.pvalue < ALPHA,
+                (bounds.low <= drift) & (drift <= bounds.high),
+                bounds.lower > -self.margin,
+                release.lower > -self.margin,
+                self._passes(bounds, ALPHA),
+                self._passes(release, RELEASE),
+            )
+            found += [np.count_nonzero(event) for event in events]
+        names = ("rejected", "covered", "within", "within release", "passed", "passed release")
+        return dict(zip(names, (found / self.simulations).tolist(), strict=True))
+
+    def _passes(self, b: Bounds, alpha: float) -> npt.NDArray[np.bool_]:
+        return passes(b, clusters=self.clusters, margin=self.margin, alpha=alpha)
+
+
+def passes(b: Bounds, *, clusters: int, alpha: float, margin: float = MARGIN) -> npt.NDArray[np.bool_]:
+    """Which cells the gate passes, a PASS with a note among them."""
+    called = calls(b.lower, b.upper, b.pvalue_drop, clusters=clusters, margin=margin, alpha=alpha)
+    return np.isin(called, (Call.PASS, Call.PASS_NOTED))
+
+
+def cases(scale: Scale) -> list[IntervalCase]:
+    """Every drift that a design's discordance leaves room for."""
+    designs = tuple(product(CLUSTERS, ITEMS, DISCORDANCES, SAMPLES, OWN)) if scale.every_case else SIX
+    asked = [
+        IntervalCase(Probit(drift, discordance, own, samples), clusters, items, scale.draws(DRAWS))
+        for clusters, items, discordance, samples, own in designs
+        for drift in DRIFTS
+        if discordance > -drift
+    ]
+    beyond = [
+        IntervalCase(Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, scale.draws(DRAWS), margin)
+        for (rate, margin, discordance), samples, clusters in product(BEYOND, (1, 8), CLUSTERS)
+    ]
+    return asked + (beyond if scale.every_case else beyond[:2])
+
+
+def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+    """Rows 1 to 3."""
+    own = [(o, o.case) for o in outcomes if isinstance(o.case, IntervalCase) and not _is_beyond(o.case)]
+    still = [o for o, case in own if case.model.drift == 0]
+    edge = [(o, case) for o, case in own if case.model.drift == -MARGIN]
+    everywhere = [o for o, _ in edge]
+    required = clusters_required(MARGIN, ALPHA)
+    enough, few = ([o for o, case in edge if (case.clusters >= required) is is_enough] for is_enough in (True, False))
+    any_drift, any_other = [o for o, _ in own], [o for o in outcomes if _is_beyond(o.case)]
+    return [
+        at_most(1, FALSE_ALARMS, still, "rejected", 0.0565, scale=scale),
+        mean_between(2, "interval clears a drift at the margin, mean", everywhere, "within", NEAR_LEVEL, scale=scale),
+        at_most(2, "interval clears a drift at the margin, any design", everywhere, "within", 0.066, scale=scale),
+        at_most(2, "same at the release level .025", everywhere, "within release", 0.034, scale=scale),
+        mean_between(2, GATE_MEAN, enough, "passed", NEAR_LEVEL, scale=scale),
+        at_most(2, GATE_MOST, enough, "passed", 0.066, scale=scale),
+        at_most(2, "gate passes at the margin, C < C_min", few, "passed", 0.0, scale=scale),
+        reported(2, "interval clears a drift at the margin, other rates and margins", any_other, "within"),
+        at_least(3, COVERAGE, any_drift, "covered", 0.943, scale=scale),
+    ]
+
+
+def _is_beyond(case: Case) -> bool:
+    return isinstance(case, IntervalCase) and (case.margin, case.model.reference) != (MARGIN, RATE)

@@ -1,0 +1,94 @@
+"""Broken templates: how often the gate passes a model that lost 5 % of its templates altogether (row 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from reports.calibration.broken import BrokenTemplates
+from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most, reported
+from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE, passes
+from reports.calibration.streams import blocks
+from reports.stats.tango import many_ess_tango
+
+ROW, DRAWS = 4, 20_000
+ENOUGH = {ALPHA: (59, 60, 80, 120), RELEASE: (72, 100, 150)}
+FEW = {ALPHA: (10, 20, 40, 58), RELEASE: (20, 60, 71)}
+ITEMS, BACKGROUNDS = 5, (0.0, 0.02)
+HARDER_ITEMS, HARDER_BACKGROUNDS = (5, 10), (0.02, 0.04, 0.1)  # and uneven clusters
+
+
+@dataclass(frozen=True)
+class TemplateCase:
+    """One number of clusters at one level."""
+
+    model: BrokenTemplates
+    clusters: int
+    items: int
+    even: bool  # clusters of one size
+    alpha: float
+    simulations: int
+
+    @property
+    def name(self) -> str:
+        """All that matters."""
+        return (
+            f"templates broken={self.model.broken:g} background={self.model.background:g} C={self.clusters} "
+            f"items={self.items} even={self.even} alpha={self.alpha:g}"
+        )
+
+    def rates(self, seed: int) -> Rates:
+        """Simulate."""
+        passed = 0
+        drawn = blocks(
+            self.name,
+            seed=seed,
+            simulations=self.simulations,
+            clusters=self.clusters,
+            items=self.items,
+            even=self.even,
+        )
+        for block in drawn:
+            z = self.model.draw(block.rng, block.size, block.counts)
+            b = many_ess_tango(z, block.counts, alpha=self.alpha)
+            passed += int(np.count_nonzero(passes(b, clusters=self.clusters, alpha=self.alpha)))
+        return {"passed": passed / self.simulations}
+
+
+def cases(scale: Scale) -> list[TemplateCase]:
+    """Designs with C_min clusters and with fewer, at both levels, and harder ones."""
+    backgrounds = BACKGROUNDS if scale.every_case else BACKGROUNDS[-1:]
+    asked = [
+        TemplateCase(BrokenTemplates(MARGIN, background), clusters, ITEMS, True, alpha, scale.draws(DRAWS))
+        for background, alpha in product(backgrounds, (ALPHA, RELEASE))
+        for clusters in (*FEW[alpha], *ENOUGH[alpha])
+    ]
+    harder = [
+        TemplateCase(BrokenTemplates(MARGIN, background), clusters, items, False, alpha, scale.draws(DRAWS))
+        for items, background, alpha in product(HARDER_ITEMS, HARDER_BACKGROUNDS, (ALPHA, RELEASE))
+        for clusters in ENOUGH[alpha]
+    ]
+    return asked + (harder if scale.every_case else harder[:1])
+
+
+def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+    """Row 4."""
+    own = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
+    few = [o for o, case in own if case.clusters in FEW[case.alpha]]
+    pr, release, harder, harder_release = (
+        [o for o, case in own if case.even is even and case.alpha == alpha and case.clusters in ENOUGH[alpha]]
+        for even, alpha in product((True, False), (ALPHA, RELEASE))
+    )
+    what = "gate passes with 5 % of templates broken"
+    beyond = [reported(ROW, f"{what}, uneven templates, 2 to 10 % of other items flip, level .05", harder, "passed")]
+    if harder_release:
+        beyond.append(reported(ROW, "same at the release level .025", harder_release, "passed"))
+    return [
+        at_most(ROW, f"{what}, C >= C_min, level .05", pr, "passed", 0.076, scale=scale),
+        at_most(ROW, "same at the release level .025", release, "passed", 0.042, scale=scale),
+        at_most(ROW, f"{what}, C < C_min", few, "passed", 0.0, scale=scale),
+        *beyond,
+    ]

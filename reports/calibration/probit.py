@@ -1,0 +1,106 @@
+"""A probit model of two arms on the same items, with exact rates, exact discordance and a known cluster correlation.
+
+Each answer has a latent value of variance 1: a part both arms share (by cluster and by item) and a part of its own (by
+cluster, by item and by draw). An answer is desired when the value lies below the normal quantile of the arm's rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from reports.calibration.normal import both_below, correlation_for
+
+Floats = npt.NDArray[np.float32]
+SHARED_BY_CLUSTER = 0.3  # of what the arms share
+OWN_BY_ITEM = 0.5  # of an arm's own part that is not its clusters': the rest is drawn anew for every sample
+
+
+class Shares(NamedTuple):
+    """Variances of the latent value; they sum to 1."""
+
+    cluster: float
+    item: float
+    own_cluster: float
+    own_item: float
+    draw: float
+
+
+@dataclass(frozen=True)
+class Probit:
+    """Reference rate, drift (candidate - reference), share of single draws that differ, draws averaged per item.
+
+    ``own_by_cluster`` is the share of an arm's own part that a whole cluster has in common; it sets ``icc``.
+    """
+
+    drift: float
+    discordance: float
+    own_by_cluster: float = 0.0
+    samples: int = 1
+    reference: float = 0.85
+
+    @cached_property
+    def cuts(self) -> tuple[float, float]:
+        """Latent values below which the reference's and the candidate's answers are desired."""
+        return float(special.ndtri(self.reference)), float(special.ndtri(self.reference + self.drift))
+
+    @cached_property
+    def shares(self) -> Shares:
+        """The variances that give the discordance exactly."""
+        shared = correlation_for(*self.cuts, (2 * self.reference + self.drift - self.discordance) / 2)
+        own = (1 - shared) * (1 - self.own_by_cluster)
+        return Shares(
+            cluster=shared * SHARED_BY_CLUSTER,
+            item=shared * (1 - SHARED_BY_CLUSTER),
+            own_cluster=(1 - shared) * self.own_by_cluster,
+            own_item=own * OWN_BY_ITEM,
+            draw=own * (1 - OWN_BY_ITEM),
+        )
+
+    @cached_property
+    def icc(self) -> float:
+        """Intra-cluster correlation of the item differences, averaged over the draws, exactly."""
+        s = self.shares
+        between = self._covariance(s.cluster + s.own_cluster, s.cluster)
+        again = self._covariance(1 - s.draw, s.cluster + s.item)
+        single = self.discordance - self.drift**2
+        return between / (single / self.samples + again * (1 - 1 / self.samples))
+
+    def _covariance(self, same_arm: float, other_arm: float) -> float:
+        """Covariance of two differences whose latent values correlate this much within and across the arms."""
+        low, high = self.cuts
+        one, two = self.reference, self.reference + self.drift
+        within = both_below(low, low, same_arm) - one**2 + both_below(high, high, same_arm) - two**2
+        return within - 2 * (both_below(low, high, other_arm) - one * two)
+
+    def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
+        """Item differences [simulations, N] in order of cluster, averaged over the draws."""
+        reference, candidate = self.answers(rng, simulations, counts)
+        return candidate - reference
+
+    def answers(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> list[Floats]:
+        """Mean answers [simulations, N] of the reference and of the candidate."""
+        s, shape = self.shares, (simulations, int(counts.sum()))
+        by_cluster = rng.standard_normal((3, simulations, len(counts)), dtype=np.float32)
+        shared = np.float32(s.item**0.5) * rng.standard_normal(shape, dtype=np.float32)
+        levels = np.float32(s.cluster**0.5) * by_cluster[2] + np.float32(s.own_cluster**0.5) * by_cluster[:2]
+        known = (shared + np.repeat(level, counts, axis=1) for level in levels)
+        return [self._answers(rng, part, cut) for part, cut in zip(known, self.cuts, strict=True)]
+
+    def _answers(self, rng: np.random.Generator, known: Floats, cut: float) -> Floats:
+        """Mean answers of one arm, given the part of the latent values that is known without it."""
+        s = self.shares
+        if self.samples == 1:
+            noise = np.float32((s.own_item + s.draw) ** 0.5) * rng.standard_normal(known.shape, dtype=np.float32)
+            return (known + noise < np.float32(cut)).astype(np.float32)
+        item = known + np.float32(s.own_item**0.5) * rng.standard_normal(known.shape, dtype=np.float32)
+        chance = special.ndtr((np.float32(cut) - item) / np.float32(s.draw**0.5))
+        desired = np.zeros(known.shape, dtype=np.float32)
+        for _ in range(self.samples):
+            desired += rng.random(known.shape, dtype=np.float32) < chance
+        return desired / np.float32(self.samples)

@@ -1,0 +1,56 @@
+"""Simulates cases, in this process or several; the figures do not depend on how many."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+from reports.calibration.case import Case, Outcome
+
+Progress = Callable[[int, str], None]  # cases finished, name of the last
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progress) -> list[Outcome]:
+    """The outcomes in the order of the cases."""
+    if workers == 1:
+        outcomes = []
+        for done, case in enumerate(cases):
+            progress(done, case.name)
+            outcomes.append(_outcome(case, seed))
+        return outcomes
+    with _one_thread_each(), ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return _collect(pool, cases, seed, progress)
+
+
+def _collect(pool: ProcessPoolExecutor, cases: Sequence[Case], seed: int, progress: Progress) -> list[Outcome]:
+    futures = {pool.submit(_outcome, case, seed): number for number, case in enumerate(cases)}
+    try:
+        for done, future in enumerate(as_completed(futures), start=1):
+            progress(done, future.result().case.name)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    return [future.result() for future in futures]
+
+
+def _outcome(case: Case, seed: int) -> Outcome:
+    started = time.perf_counter()
+    rates = case.rates(seed)
+    return Outcome(case, rates, time.perf_counter() - started)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes started inside take one thread each for linear algebra, unless the user has said otherwise."""
+    added = [name for name in _THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -1,0 +1,108 @@
+"""The acceptance table: every check's cases, simulated, against what was asked of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from reports.calibration.case import NOT_ASKED, Case, Figure, Outcome, Scale
+from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
+from reports.calibration.run import Progress, simulate
+from reports.calibration.sources import source_hashes
+
+SCHEMA = 1
+
+
+class Check(NamedTuple):
+    """What to simulate and how to sum it up."""
+
+    cases: Callable[[Scale], Sequence[Case]]
+    figures: Callable[[Sequence[Outcome], Scale], list[Figure]]
+
+
+CHECKS = tuple(
+    Check(module.cases, module.figures)
+    for module in (intervals, templates, families, recipes, judges, peeking, doses, power)
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of one run of the table; ``seconds`` is what passed, ``simulations`` what was drawn."""
+
+    scale: str
+    seed: int
+    workers: int
+    seconds: float
+    simulations: int
+    figures: tuple[Figure, ...]
+    sources: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every figure keeps to its number."""
+        return all(figure.ok for figure in self.figures)
+
+
+def all_cases(scale: Scale) -> list[Case]:
+    """The cases of every check."""
+    return [case for check in CHECKS for case in check.cases(scale)]
+
+
+def calibrate(scale: Scale, *, seed: int, workers: int, progress: Progress) -> Calibration:
+    """Simulate every check."""
+    started = time.perf_counter()
+    outcomes = simulate(all_cases(scale), seed=seed, workers=workers, progress=progress)
+    return Calibration(
+        scale=scale.name,
+        seed=seed,
+        workers=workers,
+        seconds=time.perf_counter() - started,
+        simulations=sum(outcome.case.simulations for outcome in outcomes),
+        figures=tuple(figure for check in CHECKS for figure in check.figures(outcomes, scale)),
+        sources=source_hashes(),
+    )
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """What calibration.json holds; rates are rounded to seven digits, seconds to tenths."""
+    c = calibration
+    return {
+        "schema": SCHEMA,
+        "scale": c.scale,
+        "seed": c.seed,
+        "workers": c.workers,
+        "seconds": round(c.seconds, 1),
+        "simulations": c.simulations,
+        "ok": c.ok,
+        "stamp": _stamp(c.figures),
+        "figures": [_entry(figure) for figure in c.figures],
+        "sources": c.sources,
+    }
+
+
+def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
+    """The figures that every report quotes."""
+    by_name = {figure.what: figure for figure in figures}
+    mean, most = by_name[intervals.GATE_MEAN], by_name[intervals.GATE_MOST]
+    return {
+        "false_pass_mean": round(mean.value, 7),
+        "false_pass_max": round(most.value, 7),
+        "false_pass_simulations": mean.simulations,
+        "false_pass_designs": mean.cases,
+        "type_one_max": round(by_name[intervals.FALSE_ALARMS].value, 7),
+        "coverage_min": round(by_name[intervals.COVERAGE].value, 7),
+        "broken_templates_max": round(max(f.value for f in figures if f.row == templates.ROW), 7),
+    }
+
+
+def _entry(figure: Figure) -> dict[str, Any]:
+    entry = {**asdict(figure), "ok": None if figure.asked == NOT_ASKED else figure.ok}
+    return {
+        **entry,
+        "value": round(figure.value, 7),
+        "slack": round(figure.slack, 7),
+        "seconds": round(figure.seconds, 1),
+    }
