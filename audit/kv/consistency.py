@@ -89,11 +89,11 @@ def _decoding(gone: Tensor, rollout: Rollout, policy: Policy) -> str | None:
     for index, drawn in enumerate(_drawn(rollout).tolist()):
         run = run + 1 if drawn else 0
         steps[index + 1] = run  # decode steps in a row before the query
-    held = torch.where(steps >= policy.interval, _held(gone).amax(0), 0)
-    query = int(held.argmax())
-    if int(held[query]) < policy.budget + policy.interval:
+    held = _held(gone).amax(0)
+    late = ((steps >= policy.interval) & (held >= policy.budget + policy.interval)).nonzero()[:, 0].tolist()
+    if not late:
         return None
-    return f"{int(held[query])} entries at query {query}, budget {policy.budget} and interval {policy.interval}"
+    return f"{int(held[late[0]])} entries at query {late[0]}, budget {policy.budget} and interval {policy.interval}"
 
 
 def _held(gone: Tensor) -> Tensor:

@@ -124,6 +124,7 @@ def _from_json(path: Path) -> Recorded:
     rollouts = []
     for number, row in enumerate(table.rollouts):
         tokens = len(row.ids)
+        _require_suffix(number, row.prompt_length, tokens)
         sampled = torch.zeros(tokens, dtype=torch.bool)
         for start, stop in [(row.prompt_length, tokens)] if row.sampled is None else row.sampled:
             _require(start < stop <= tokens, number, f"has the sampled span [{start}, {stop}] in {tokens} tokens")
@@ -162,6 +163,7 @@ def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
             fits = found[name].dtype == dtype and found[name].dim() == rank
             _require(fits, number, f"has {name} of another type than {rank}-dimensional {dtype}")
         ids, query, kept = found["ids"], found["query"].tolist(), found["kept"]
+        _require_suffix(number, row.prompt_length, len(ids))
         wanted = (len(query), table.layers, table.kv_heads, len(ids))
         _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
         events = [Event(time, list(sets)) for time, sets in zip(query, kept, strict=True)]
@@ -178,7 +180,6 @@ def _rollout(
     events: Sequence[Event],
     table: _Header,
 ) -> Rollout:
-    _require(prompt_length < len(ids), number, f"has prompt_length {prompt_length} in {len(ids)} tokens")
     _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
     drawn = int(sampled.sum())
     _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
@@ -222,6 +223,10 @@ def _indices(kept: Tensor) -> list[int]:
 def _require(holds: bool, number: int, otherwise: str) -> None:
     if not holds:
         raise ValueError(f"rollout {number} {otherwise}")
+
+
+def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
+    _require(prompt_length < tokens, number, f"has prompt_length {prompt_length} in {tokens} tokens")
 
 
 def _first(error: ValidationError) -> str:

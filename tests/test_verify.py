@@ -1,0 +1,275 @@
+"""Verification: a checkpoint's own rollouts are explained, and nothing that was tampered with is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_world import config, play_for_parity, sha256, sharp, silent
+from typer.testing import CliRunner, Result
+
+from audit.cli import app
+from audit.kv.consistency import breach
+from audit.kv.layers import LayerPlan
+from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.model import load_model
+from audit.policies import parse_policy
+from audit.training import grpo
+from audit.verify import checkpoint_rollouts, verify
+
+FINAL = Path("ledgers", "final.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A compressed and a dense arm after one step; weights so sharp that one entry moves a log-prob."""
+    out, base = tmp_path_factory.mktemp("verify"), sharp(tiny_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "play", play_for_parity)
+        return {
+            arm: grpo.train(config(arm=arm, steps=1, ledger_every=1), base, out / arm, silent)
+            for arm in ("smd", "dense")
+        }
+
+
+@pytest.fixture
+def copied(trained: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(trained["smd"], tmp_path / "copy")
+
+
+def verified(*words: object) -> Result:
+    return CliRunner().invoke(app, ["verify", *map(str, words)])
+
+
+def refused(*words: object) -> str:
+    done = verified(*words)
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def rewritten(folder: Path, change: Callable[[list[Rollout]], None], policy: str | None = None) -> Path:
+    """The checkpoint with other final rollouts, its hashes made to fit."""
+    rollouts, named = load_ledgers(folder / FINAL)
+    change(rollouts)
+    save_ledgers(folder / FINAL, rollouts, parse_policy(policy or named))
+    return rehashed(folder)
+
+
+def rehashed(folder: Path, **config: Any) -> Path:
+    story = json.loads((folder / "provenance.json").read_text())
+    story["ledgers"]["final.safetensors"] = sha256(folder / FINAL)
+    story["config"] |= config
+    (folder / "provenance.json").write_text(json.dumps(story))
+    return folder
+
+
+@pytest.mark.parametrize("arm", ["smd", "dense"])
+def test_a_checkpoint_explains_its_own_final_rollouts(arm: str, trained: dict[str, Path]) -> None:
+    done = verified(trained[arm])
+    assert done.exit_code == 0, done.output
+    assert "rollouts    8 of " in done.stdout
+    assert "explained: no token is off by more than 0.001 nats" in done.stdout
+
+
+def test_the_ledger_explains_what_the_dense_view_does_not(trained: dict[str, Path]) -> None:
+    found = verify(load_model(str(trained["smd"])), checkpoint_rollouts(trained["smd"]))
+    assert found.shadow.largest < 2e-4
+    assert abs(found.shadow.kl) < 1e-5
+    assert 0 <= found.shadow.k3 < 1e-8
+    assert found.dense.largest > 0.5
+    assert found.dense.k3 > 1e-3
+
+
+def test_the_numbers_are_those_of_their_definitions(trained: dict[str, Path]) -> None:
+    """Rollout by rollout, token by token, from one plain forward of the dense arm's model."""
+    loaded, recorded = load_model(str(trained["dense"])), checkpoint_rollouts(trained["dense"])
+    shifted = [replace(r, sampler_logprobs=r.sampler_logprobs - 0.5 * r.sampled) for r in recorded.rollouts]
+    found = verify(loaded, replace(recorded, rollouts=tuple(shifted)))
+    gaps = []
+    for rollout in shifted:
+        with torch.no_grad():
+            table = loaded.model(rollout.ids[None]).logits[0].double().log_softmax(-1)
+        for token in rollout.sampled.nonzero()[:, 0].tolist():
+            gaps.append(float(rollout.sampler_logprobs[token] - table[token - 1, rollout.ids[token]]))
+    assert len(gaps) == found.tokens
+    assert found.dense.kl == pytest.approx(sum(gaps) / len(gaps), abs=1e-5) == pytest.approx(-0.5, abs=1e-4)
+    assert found.dense.mean == pytest.approx(0.5, abs=1e-4)
+    assert found.dense.largest == pytest.approx(max(map(abs, gaps)), abs=1e-4)
+    assert found.dense.k3 == pytest.approx(2.718281828**0.5 - 0.5 - 1, abs=1e-4)
+
+
+def test_a_tampered_token_is_caught_by_the_replay(copied: Path) -> None:
+    def other_token(rollouts: list[Rollout]) -> None:
+        rollouts[2].ids[rollouts[2].prompt_length + 1] ^= 1
+
+    done = verified(rewritten(copied, other_token))
+    assert done.exit_code == 3
+    assert re.search(r"not explained: rollout 2, token \d+ is recorded at -\S+ nats, the ledger gives -", done.stdout)
+
+
+def test_a_tampered_prompt_token_is_caught_by_the_replay(copied: Path) -> None:
+    def other_prompt(rollouts: list[Rollout]) -> None:
+        rollouts[5].ids[1] ^= 1
+
+    done = verified(rewritten(copied, other_prompt))
+    assert (done.exit_code, "not explained: rollout 5, token" in done.stdout) == (3, True)
+
+
+def test_a_tampered_log_prob_is_caught_and_located(copied: Path) -> None:
+    token = 0
+
+    def better(rollouts: list[Rollout]) -> None:
+        nonlocal token
+        token = rollouts[3].prompt_length + 4
+        rollouts[3].sampler_logprobs[token] -= 0.01
+
+    done = verified(rewritten(copied, better))
+    assert (done.exit_code, f"not explained: rollout 3, token {token} is recorded" in done.stdout) == (3, True)
+
+
+def test_a_tampered_mask_entry_is_caught_by_the_replay_and_by_the_count(copied: Path) -> None:
+    entry = 0
+
+    def kept(rollouts: list[Rollout]) -> None:
+        nonlocal entry
+        ledger = rollouts[1].evicted_at
+        entry = int((ledger[0, 0] == rollouts[1].prompt_length).nonzero()[-1])
+        ledger[0, 0, entry] = NEVER
+
+    done = verified(rewritten(copied, kept))
+    assert done.exit_code == 3
+    by_replay, by_count = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert "rollout 1, token" in by_replay
+    assert re.search(r"rollout 1, layer 0: head 0 keeps 97 entries after query \d+, budget 96", by_count)
+
+
+def test_two_entries_that_swap_places_are_caught_by_the_replay_alone(copied: Path) -> None:
+    def swap(rollouts: list[Rollout]) -> None:
+        ledger = rollouts[0].evicted_at[1, 0]
+        early, late = 40, rollouts[0].prompt_length - 20
+        ledger[[early, late]] = ledger[[late, early]]
+        assert ledger[early] != ledger[late]
+
+    done = verified(rewritten(copied, swap))
+    assert done.exit_code == 3
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert "rollout 0, token" in line
+
+
+TAMPERED = [
+    ("streaming:budget=95,sink=4,window=8", "rollout 0, layer 0: head 0 keeps 96 entries after query"),
+    ("streaming:budget=96,sink=4,window=93", "policy streaming: budget=96 is below sink"),
+    ("streaming:budget=96,sink=5,window=8", "layer 0: one of the first 5 entries left"),
+    ("streaming:budget=96,sink=4,window=8,phase=decode", "left after given tokens"),
+    ("streaming:budget=96,sink=4,window=8,phase=prefill", "left after a decode step"),
+    ("none", "left the cache, none keeps every entry"),
+]
+
+
+@pytest.mark.parametrize(("policy", "words"), [case for case in TAMPERED if "93" not in case[0]])
+def test_a_tampered_policy_is_caught_by_its_own_rules(policy: str, words: str, copied: Path) -> None:
+    """The provenance is made to agree, so that nothing but the ledger speaks against the name."""
+    rewritten(copied, lambda _: None, policy)
+    arm = {"arm": "dense"} if policy == "none" else {}
+    done = verified(rehashed(copied, policy=parse_policy(policy).canonical, **arm))
+    assert done.exit_code == 3
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert words in line
+
+
+def test_a_policy_that_never_came_into_action_is_caught(trained: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(trained["dense"], tmp_path / "dense")
+    policy = "streaming:budget=96,sink=4,window=8"
+    rewritten(folder, lambda _: None, policy)
+    done = verified(rehashed(folder, policy=parse_policy(policy).canonical, arm="smd"))
+    assert (done.exit_code, "entries stay after the prompt, budget 96" in done.stdout) == (3, True)
+
+
+def test_a_policy_other_than_the_trained_one_is_caught(copied: Path) -> None:
+    """Plausible for the ledger: a window of 7 where 8 entries were kept."""
+    done = verified(rewritten(copied, lambda _: None, "streaming:budget=96,sink=4,window=7"))
+    assert (done.exit_code, "the checkpoint was trained with streaming:budget=96" in done.stdout) == (3, True)
+
+
+def test_a_policy_string_that_is_not_of_its_hash_is_caught(copied: Path) -> None:
+    whole = (copied / FINAL).read_bytes()
+    (copied / FINAL).write_bytes(whole.replace(b"window=8,", b"window=7,", 1))
+    done = verified(rehashed(copied, policy="streaming:budget=96,sink=4,window=7,interval=1,phase=both,chunk=1024"))
+    assert done.exit_code == 3
+    assert re.search(r"not explained: the ledger names .*window=7,.* whose hash is \w{12}, and the hash", done.stdout)
+
+
+@pytest.mark.parametrize("name", ["ledgers/final.safetensors", "ledgers/step-1.safetensors", "model.safetensors"])
+def test_a_changed_file_is_refused_by_its_hash(name: str, copied: Path) -> None:
+    whole = (copied / name).read_bytes()
+    (copied / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert f"{name}' has sha256" in refused(copied)
+
+
+def test_a_tolerance_of_zero_calls_rounding_unexplained(trained: dict[str, Path]) -> None:
+    assert verified(trained["smd"], "--tolerance", 0).exit_code == 3
+    assert verified(trained["smd"], "--tolerance", 0.001).exit_code == 0
+
+
+def test_a_count_replays_that_many(trained: dict[str, Path]) -> None:
+    assert "rollouts    3 of " in verified(trained["smd"], "--rollouts", 3).stdout
+    assert "--rollouts is 9, the checkpoint keeps 8" in refused(trained["smd"], "--rollouts", 9)
+
+
+def test_another_temperature_explains_nothing(trained: dict[str, Path]) -> None:
+    assert verified(trained["smd"], "--temperature", 0.7).exit_code == 3
+
+
+def test_folders_without_rollouts_are_refused(tiny_folder: Path, copied: Path) -> None:
+    assert "holds no provenance.json; give the folder of a finished checkpoint" in refused(tiny_folder)
+    story = json.loads((copied / "provenance.json").read_text())
+    (copied / "provenance.json").write_text(json.dumps(story | {"ledgers": {}}))
+    assert "kept no ledgers/final.safetensors; train it with ledger_every above 0" in refused(copied)
+
+
+def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> None:
+    assert "what to verify is missing" in refused()
+    assert "what to verify is missing" in refused("--rollouts", "3", "--model", "embedded")
+    assert "by its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
+    assert "unknown dtype 'float33'" in refused(trained["smd"], "--dtype", "float33")
+
+
+def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollout:
+    """One layer, one head: entries that left, by the first query that missed them."""
+    evicted_at = torch.full((1, 1, tokens), NEVER, dtype=torch.int32)
+    for entry, query in evicted.items():
+        evicted_at[0, 0, entry] = query
+    sampled = torch.arange(tokens) >= prompt
+    return Rollout(
+        torch.zeros(tokens, dtype=torch.int64), prompt, sampled, torch.zeros(tokens), evicted_at, 0, 0, 1.0, prompt
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "evicted", "words"),
+    [
+        ("streaming:budget=4,sink=1", {1: 6, 2: 6, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11}, None),
+        ("streaming:budget=4,sink=1,interval=3", {1: 6, 2: 6, 3: 9, 4: 9, 5: 9}, None),
+        ("streaming:budget=4,sink=1,interval=3", {1: 6, 2: 6}, "7 entries at query 9, budget 4 and interval 3"),
+        ("streaming:budget=4,sink=1,interval=3", {}, "6 entries stay after the prompt, budget 4"),
+        ("streaming:budget=4,sink=1,phase=prefill", {1: 6, 2: 6}, None),
+        ("streaming:budget=4,sink=1,phase=decode", {1: 7, 2: 7, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11}, None),
+        (
+            "streaming:budget=4,sink=1,window=3,phase=prefill",
+            {1: 6, 4: 6},
+            "entry 4 left at query 6, inside the last 3",
+        ),
+        ("none", {3: 9}, "entry 3 left the cache"),
+    ],
+)
+def test_a_ledger_is_held_to_the_counts_of_its_policy(policy: str, evicted: dict[int, int], words: str | None) -> None:
+    found = breach(ledger(evicted), [LayerPlan(parse_policy(policy), None)])
+    assert (found is None) if words is None else (words in (found or ""))
