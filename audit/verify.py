@@ -30,9 +30,15 @@ from audit.training.batch import microbatches
 from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE
 from audit.training.files import read_json
 
-# Nats on the worst token. Twenty times and more what rounding was measured to leave (docs/kv.md), far below what one
-# wrong token or entry moves.
-TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5}
+# Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
+# (docs/kv.md), so that a longer context or another kernel is no alarm.
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 0.125,
+    torch.bfloat16: 1.0,
+}
+MEAN_SHARE = 10
 VIEWS: tuple[LearnerView, LearnerView] = ("shadow", "dense")
 PASS_TOKENS = 4096  # padded tokens of one pass
 _ROWS = 512  # of logits that are made double at once
@@ -76,8 +82,23 @@ class Verification:
 
     @property
     def explained(self) -> bool:
-        """Whether every gap is rounding and every ledger is one that its policy could have left."""
-        return self.shadow.largest <= self.tolerance and self.breach is None
+        """Whether every gap is rounding and every ledger is one that its policy could have left behind."""
+        return self.token_explained and self.mean_explained and self.breach is None
+
+    @property
+    def token_explained(self) -> bool:
+        """Whether the worst token is within tolerance."""
+        return self.shadow.largest <= self.tolerance
+
+    @property
+    def mean_explained(self) -> bool:
+        """Whether the mean size of the gaps is within its own, narrower tolerance."""
+        return self.shadow.mean <= self.mean_tolerance
+
+    @property
+    def mean_tolerance(self) -> float:
+        """Nats."""
+        return self.tolerance / MEAN_SHARE
 
 
 def checkpoint_rollouts(folder: Path) -> Recorded:

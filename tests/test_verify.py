@@ -219,6 +219,16 @@ def test_a_tolerance_of_zero_calls_rounding_unexplained(trained: dict[str, Path]
     assert verified(trained["smd"], "--tolerance", 0.001).exit_code == 0
 
 
+def test_a_small_gap_on_every_token_is_caught_by_the_mean(copied: Path) -> None:
+    def shifted(rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.sampler_logprobs[rollout.sampled] -= 0.0005
+
+    done = verified(rewritten(copied, shifted))
+    assert done.exit_code == 3
+    assert re.search(r"not explained: tokens are off by 5\.0e-04 nats in the mean, at most 0\.0001", done.stdout)
+
+
 def test_a_count_replays_that_many(trained: dict[str, Path]) -> None:
     assert "rollouts    3 of " in verified(trained["smd"], "--rollouts", 3).stdout
     assert "--rollouts is 9, the checkpoint keeps 8" in refused(trained["smd"], "--rollouts", 9)

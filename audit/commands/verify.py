@@ -95,10 +95,15 @@ def _verdict(found: Verification) -> list[str]:
     if found.explained:
         return [f"explained: no token is off by more than {bound}; p_s is the sampler's, numbers are in nats"]
     lines = []
-    if found.shadow.largest > found.tolerance:
+    if not found.token_explained:
         lines.append(
             f"not explained: rollout {worst.rollout}, token {worst.token} is recorded at {worst.recorded:.4f} nats, "
             f"the ledger gives {worst.replayed:.4f}; at most {bound} may lie between"
+        )
+    elif not found.mean_explained:
+        lines.append(
+            f"not explained: tokens are off by {scientific(found.shadow.mean)} nats in the mean, at most "
+            f"{found.mean_tolerance:g} is rounding; the worst is rollout {worst.rollout}, token {worst.token}"
         )
     if found.breach is not None:
         lines.append(f"not explained: {inline(found.breach)}")
