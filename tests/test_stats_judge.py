@@ -8,9 +8,10 @@ from scipy import special, stats
 
 from reports.stats.adjudication import Labelled, adjudicated, adjudicated_bounds
 from reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
+from reports.stats.clustered import cr3_variance, many_totals
 from reports.stats.judge_error import differential_bias, judge_error, judged_margin
 from reports.stats.kappa import kappa
-from reports.stats.tango import ess_tango, tango_interval
+from reports.stats.tango import design_effects, ess_tango, tango_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (7, 7), (1, 100), (37, 50), (0, 1)])
@@ -174,3 +175,37 @@ def test_adjudication_of_many_studies_equals_one_at_a_time():
     assert (found.estimate[2, 3], found.low[2, 3], found.high[2, 3]) == pytest.approx(
         (float(alone.estimate), float(alone.low), float(alone.high)), abs=1e-10
     )
+
+
+def test_adjudication_covers_and_seldom_passes_where_the_raw_judge_is_biased():
+    rng, studies, clusters, size, sample = np.random.default_rng(3), 2000, 40, 10, 100
+    items = clusters * size
+    lost, won = 0.075, 0.025  # a drift of -5 pp at a discordance of 10 %
+    change = rng.choice([-1, 0, 1], p=[lost, 1 - lost - won, won], size=(studies, items))
+    reference = np.where(change, change < 0, rng.random((studies, items)) < 0.85)
+    candidate = np.where(change, change > 0, reference)
+    raw = np.zeros((studies, items))
+    for arm, sign, specificity in ((reference, -1, 0.9), (candidate, 1, 0.8)):
+        draw = rng.random((studies, items))
+        raw += sign * np.where(arm, draw < 0.97, draw >= specificity)
+    human = candidate.astype(float) - reference
+    apart = raw != 0
+    picked = np.argsort(np.where(apart, 2.0, rng.random((studies, items))), axis=1)[:, :sample]
+    seen = np.take_along_axis(human, picked, axis=1)
+    t = many_totals(np.where(apart, human, 0.0), np.full(clusters, size))
+    deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=1.0)
+    labelled = Labelled(
+        t.losses,
+        t.gains,
+        np.float64(items),
+        deff,
+        (seen < 0).sum(axis=1),
+        (seen > 0).sum(axis=1),
+        np.float64(sample),
+        1 - apart.mean(axis=1),
+    )
+    one, two = (adjudicated_bounds(labelled, df=clusters - 1, confidence=c) for c in (0.95, 0.975))
+    assert raw.mean() + 0.05 > 0.01, "the judge alone hides part of the drop"
+    assert one.estimate.mean() == pytest.approx(-0.05, abs=0.002)
+    assert np.mean(one.low > -0.05) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / studies)
+    assert np.mean((two.low <= -0.05) & (two.high >= -0.05)) >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / studies)
