@@ -14,9 +14,10 @@ from reports.gate import Decision, Status
 from reports.pairing import CANDIDATE, REFERENCE
 from reports.plain import drift, inline, percent, points, pvalue
 from reports.readers.base import Log
+from reports.section import Section
 from reports.stats.blindspot import blind_spot
 from reports.stats.kappa import Kappa
-from reports.story import SENTENCES, Banner, Section
+from reports.story import SENTENCES, Banner
 from reports.tables import Table, table_of
 
 FILES = ("compare.html", "compare.md", "compare.json")

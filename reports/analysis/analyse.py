@@ -11,6 +11,7 @@ from reports.analysis.exploration import explore
 from reports.analysis.logit import logit_checks
 from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
+from reports.analysis.seed_spread import seed_spreads
 from reports.analysis.sensitivity import sensitivity
 from reports.gate import Verdict
 from reports.panel import Panel
@@ -29,5 +30,6 @@ def analyse(report: Report, tables: Mapping[tuple[str, int], Panel], verdict: Ve
         sensitivity=cells,
         methods=methods,
         logit=tuple(logit_checks(plan, tables, report.contrasts)),
+        seeds=tuple(seed_spreads(report.contrasts, verdict.decisions)),
         exploration=explore(plan, report.contrasts),
     )

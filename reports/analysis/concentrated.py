@@ -38,6 +38,7 @@ def _cell(found: Sides, name: CellName) -> CellConcentration:
         gini=by_template.gini,
         carrying_half=by_template.carrying_half,
         n_templates=len(by_template.clusters),
+        n_losing=len(lost),
         templates=tuple(
             TemplateLoss(str(t.label), int(t.items), t.losses, t.gains, t.share) for t in lost[:MOST_TEMPLATES]
         ),

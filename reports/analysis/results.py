@@ -123,6 +123,7 @@ class CellConcentration:
     gini: float
     carrying_half: int
     n_templates: int
+    n_losing: int
     templates: tuple[TemplateLoss, ...]  # worst first, those that lost
     dominant: tuple[str, ...]  # templates with more than half of the losses
     items: tuple[ItemLoss, ...]  # worst first
@@ -172,6 +173,18 @@ class LogitCheck:
 
 
 @dataclass(frozen=True)
+class SeedSpread:
+    """The drift of a gated cell by paired training seed; ``sd`` with its 95 % interval, None below three seeds."""
+
+    cell: CellName
+    seeds: tuple[int, ...]
+    estimates: tuple[float, ...]
+    sd: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
 class Finding:
     """A contrast outside the gate that a false discovery rate of 10 % lets stand; its interval is not adjusted."""
 
@@ -203,4 +216,5 @@ class Analysis:
     sensitivity: tuple[CellSensitivity, ...] = ()
     methods: tuple[MethodVerdict, ...] = ()
     logit: tuple[LogitCheck, ...] = ()
+    seeds: tuple[SeedSpread, ...] = ()
     exploration: Exploration | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports.figures import cache, forest, heatmap, quadrant, training
+from reports.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
 from reports.figures.canvas import Drawing, style
 from reports.gate import Verdict
 from reports.report import Report
@@ -15,6 +15,11 @@ def figures(report: Report, verdict: Verdict) -> dict[str, Drawing]:
             forest.draw(report, verdict),
             quadrant.draw(report),
             heatmap.draw(report),
+            dose.budget(report),
+            dose.length(report),
+            churn.draw(report),
+            concentration.draw(report),
+            seeds.draw(report),
             training.draw(report),
             cache.draw(report),
         )

@@ -12,7 +12,8 @@ from reports.figures.canvas import Drawing
 from reports.gate import Status, decide
 from reports.plain import clip, points, visible
 from reports.report import Report
-from reports.story import Banner, Section, banner, sections
+from reports.section import Section
+from reports.story import Banner, banner, sections
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}

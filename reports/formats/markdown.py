@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from reports.gate import decide
 from reports.plain import clip, inline, points, visible
 from reports.report import Example, Report
-from reports.story import Banner, Section, banner, sections
+from reports.section import Section
+from reports.story import Banner, banner, sections
 from reports.tables import Table
 
 FILE = "report.md"

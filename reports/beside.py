@@ -1,0 +1,127 @@
+"""The sections beside the gate: safe budget, dose, churn, concentration, seeds, displacement, other analyses."""
+
+from __future__ import annotations
+
+from reports import analysis_tables as tables
+from reports.report import Report
+from reports.section import Section
+
+
+def dose_sections(report: Report) -> list[Section]:
+    """How far down behaviour holds, and how fast it goes."""
+    reference = report.plan.reference
+    return [
+        Section(
+            "safe",
+            "Safe budget",
+            "The smallest budget at which an arm is non-inferior within its margin to the uncompressed reference.",
+            tables=(tables.safe(report, "budget"), tables.safe(report, "length")),
+            notes=(
+                "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
+                "full level, until the first that does not pass; later ones are not tested. FLOOR: the reference "
+                "itself has too little to lose there.",
+            )
+            if report.analysis.safe
+            else (),
+        ),
+        Section(
+            "dose",
+            "Dose and response",
+            "How the rate changes with the cache budget and with the context length, on a log scale.",
+            figures=("doses", "lengths") if report.analysis.doses else (),
+            tables=(tables.slopes(report, "budget"), tables.slopes(report, "length")),
+            notes=(
+                "Points: rates with pointwise 95 % score intervals. Lines: isotonic, drawn and not tested. Slope: pp "
+                f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero is a "
+                "training that made the arm more sensitive.",
+            )
+            if report.analysis.doses
+            else (),
+        ),
+    ]
+
+
+def loss_sections(report: Report) -> list[Section]:
+    """What moved behind the net drift, and where it sits."""
+    return [
+        Section(
+            "churn",
+            "Churn",
+            "Losses and gains cancel in a drift; this is what moved before they did.",
+            figures=("churn",) if report.analysis.churn else (),
+            tables=(tables.churn(report),),
+            notes=(
+                "Lost, gained, churn: of item means over samples and seeds. One draw against one: how often a single "
+                "answer changes; only what it has beyond two draws of one arm is change.",
+            )
+            if report.analysis.churn
+            else (),
+            folded=True,
+        ),
+        Section(
+            "concentration",
+            "Where the losses sit",
+            "Whether a drop is spread over templates or is a few templates that broke.",
+            figures=("concentration",) if report.analysis.concentration else (),
+            tables=(tables.concentration(report), tables.losing_items(report)),
+            notes=tables.concentration_notes(report),
+            folded=True,
+        ),
+    ]
+
+
+def seed_section(report: Report) -> Section:
+    """The drift seed by seed, or that nothing is claimed of the recipe."""
+    training = report.plan.mode == "training"
+    few = any(s.sd is None for s in report.analysis.seeds)
+    return Section(
+        "seeds",
+        "Seeds",
+        "The same drift seed by seed: how much of it depends on the training run.",
+        figures=("seeds",) if training and report.analysis.seeds else (),
+        tables=(tables.seed_spread(report),) if training else (),
+        notes=("Recipe claim not supported: it takes 3 paired seeds.",) if training and few else (),
+        folded=True,
+    )
+
+
+def displacement_section(report: Report) -> Section:
+    """Token distributions against the reference's; never gated."""
+    floors = any(d.floor for d in report.displacement)
+    note = "The floor is the reference run again: what other batches, kernels or seeds do by themselves."
+    return Section(
+        "displacement",
+        "Displacement of token distributions",
+        "How far next-token probabilities moved on the reference's own text. Not part of the verdict: near the "
+        "reference it does not tell the direction of behaviour.",
+        tables=(tables.displacement(report),),
+        notes=((note if floors else "No A/A floor was measured: there is nothing to hold these numbers against."),)
+        if report.displacement
+        else (),
+        folded=True,
+    )
+
+
+def method_sections(report: Report) -> list[Section]:
+    """Other ways to analyse the same cells, and the contrasts outside the gate."""
+    flips = [m.method for m in report.analysis.methods if m.flips]
+    note = f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
+    notes = (note + " The verdict stays the pre-declared one; the t interval and the bootstrap pass too easily.",)
+    return [
+        Section(
+            "methods",
+            "Other ways to analyse",
+            "Would another analysis of the same cells have said something else?",
+            tables=(tables.methods(report), tables.sensitivity(report), tables.logit(report)),
+            notes=notes if report.analysis.methods else (),
+            folded=not flips,
+        ),
+        Section(
+            "exploratory",
+            "Exploratory",
+            "Every contrast outside the gate: where to look next, not what was shown.",
+            tables=(tables.exploration(report),),
+            notes=tables.exploration_notes(report),
+            folded=True,
+        ),
+    ]
