@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from reports.advice import short_suites
 from reports.gate import AT_FLOOR, FLOOR, Decision, Status, Verdict
-from reports.plain import drift, inline, percent
+from reports.plain import drift, inline, percent, points
 from reports.report import Report
+from reports.rules import DEFAULT_ESTIMANDS
 from reports.stats.blindspot import blind_spot
-from reports.tables import against
+from reports.tables import against, named
 
 INVALID_SHOWN = 4  # cells in the banner
 
@@ -24,10 +25,12 @@ def about(report: Report, verdict: Verdict, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against the same model under none"
     churn = percent((effect.losses + effect.gains) / effect.n_items)
     deciding = "This is the cell that decides the verdict."
-    if d.status is not verdict.status:
+    if d.waiver:
+        deciding = f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
+    elif d.status is not verdict.status:
         deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
     return inline(
-        f"{d.suite} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % interval, "
+        f"{named(report, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % interval, "
         f"{effect.n_items} items in {effect.n_clusters} templates, churn {churn}. "
         f"{deciding}"
     )
@@ -35,7 +38,7 @@ def about(report: Report, verdict: Verdict, d: Decision) -> str:
 
 def asides(report: Report, verdict: Verdict, head: Decision | None) -> list[str]:
     """What stands under the number: reasons, the other side of the cell, what the run cannot show."""
-    lines = [f"{reason.code}: {reason.text}" for reason in verdict.reasons]
+    lines = [f"{reason.code}: {reason.text}" for reason in verdict.reasons] + list(verdict.annotations)
     invalid = [d for d in verdict.decisions if d.gated and d.status is Status.INVALID]
     lines += [
         f"{d.arm}, {d.suite} @ {report.plan.labels.get(d.policy, d.policy)}: {d.reasons[0].code}: {d.reasons[0].text}"
@@ -45,11 +48,8 @@ def asides(report: Report, verdict: Verdict, head: Decision | None) -> list[str]
         lines.append(f"and {len(invalid) - INVALID_SHOWN} more invalid cells in the gate table")
     if head is not None:
         lines += [_other_side(report, d) for d in verdict.decisions if d.effect and _is_other_side(d, head)]
-        if head.effect:
-            spot = percent(blind_spot(head.effect.n_clusters, report.plan.alpha))
-            lines.append(
-                f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled."
-            )
+        lines += _unscored(head)
+    lines += _blind_spot(report, head)
     lines += short_suites(report)
     floors = [d for d in verdict.decisions if d.gated and d.at_floor]
     if floors:
@@ -60,10 +60,28 @@ def asides(report: Report, verdict: Verdict, head: Decision | None) -> list[str]
     return [inline(line) for line in lines]
 
 
+def _unscored(head: Decision) -> list[str]:
+    """The number with every unscored answer counted against the candidate, and for it; nothing where all are scored."""
+    if head.worst is None or head.best is None or head.worst == head.best:
+        return []
+    against_it, for_it = points(head.worst), points(head.best)
+    return [f"Unscored answers: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
+
+
+def _blind_spot(report: Report, head: Decision | None) -> list[str]:
+    """Of the cell that is quoted; without one, of the suite with the fewest templates."""
+    have = [head.effect.n_clusters] if head and head.effect else sorted(c.n_clusters for c in report.cells)[:1]
+    spots = [percent(blind_spot(clusters, report.plan.alpha)) for clusters in have]
+    return [
+        f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled."
+        for spot in spots
+    ]
+
+
 def _is_other_side(d: Decision, head: Decision) -> bool:
     """Whether a decision is the same cell against the reference served another way."""
     same = (d.arm, d.policy, d.suite, d.context_tokens) == (head.arm, head.policy, head.suite, head.context_tokens)
-    return same and d.estimand != head.estimand
+    return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
 
 
 def _other_side(report: Report, d: Decision) -> str:

@@ -2,7 +2,7 @@
 
 Estimands (statistics: weights over cells, seeds and samples averaged inside the item first):
 E1 candidate - reference under the same policy; E2 candidate as deployed - uncompressed reference;
-E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4.
+E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4; selectivity where it is gated.
 """
 
 from __future__ import annotations
@@ -17,30 +17,38 @@ from audit.records import Outcome
 from reports.columns import ROLES
 from reports.contrast import SeedPair, contrast
 from reports.curves import curves
+from reports.gate_file import Asked, declared_plan, waivers_for
 from reports.load import RunData
 from reports.panel import CellKey, Panel
-from reports.plan import DENSE_POLICY, Plan, read_plan
+from reports.plan import DENSE_POLICY, Plan
 from reports.report import Cell, Contrast, Report
-from reports.validity import run_reasons
+from reports.selectivity import selectivity
+from reports.validity import pin_reasons, run_reasons
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
-def drift_report(data: RunData) -> Report:
-    """The report of a run without its examples. Raises SpecError when the spec's gate section cannot be used."""
-    plan = read_plan(data.spec, data.records, data.provenance)
+def drift_report(data: RunData, asked: Asked | None = None) -> Report:
+    """The report of a run without its examples, decided by its spec or as ``asked``.
+
+    Raises SpecError when the gate section, the gate file or the waivers cannot be used.
+    """
+    asked = asked or Asked()
+    plan = declared_plan(data, asked)
     tables = data.panels
+    found = tuple(contrasts(plan, tables))
     return Report(
         run=str(data.spec.get("name", data.run.name)),
         plan=plan,
-        reasons=tuple(run_reasons(data, plan)),
+        reasons=(*run_reasons(data, plan), *pin_reasons(data, plan, asked.pin)),
         cells=tuple(cells(data.records, tables, plan)),
-        contrasts=tuple(contrasts(plan, tables)),
+        contrasts=(*found, *selectivity(plan, found)),
         curves=curves(data.telemetry, plan.arms),
         examples=(),
         problems=tuple(_problems(data)),
         n_records=len(data.records),
         provenance=dict(data.provenance),
+        waivers=waivers_for(plan, asked),
     )
 
 

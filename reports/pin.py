@@ -17,6 +17,7 @@ from audit.errors import DataError
 
 PIN_FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_REMEDY = "make it with: kvaudit pin CHECKPOINT"
 _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 
@@ -61,28 +62,38 @@ def weights_identity(weights: Iterable[tuple[str, int, str]]) -> str:
 
 def load_pin(path: Path) -> Pin:
     """The pin in a file; raises DataError when it is missing or was not written by ``kvaudit pin``."""
-    remedy = "make it with: kvaudit pin CHECKPOINT"
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"pin {str(path)!r} cannot be read ({error.strerror}); {remedy}") from None
+        raise DataError(f"pin {str(path)!r} cannot be read ({error.strerror}); {_REMEDY}") from None
     except (ValueError, RecursionError):
-        raise DataError(f"pin {str(path)!r} is not JSON; {remedy}") from None
+        raise DataError(f"pin {str(path)!r} is not JSON; {_REMEDY}") from None
+    return parse_pin(table, path.name)
+
+
+def parse_pin(table: Any, name: str) -> Pin:
+    """The pin in a parsed file; ``name`` names it in errors and in the report."""
     if not isinstance(table, dict) or table.get("format") != PIN_FORMAT:
-        raise DataError(f"pin {str(path)!r} is not of format {PIN_FORMAT}; {remedy}")
+        raise DataError(f"pin {name!r} is not of format {PIN_FORMAT}; {_REMEDY}")
     rows, date = table.get("checkpoints"), table.get("date")
     if not isinstance(rows, list) or not rows or not isinstance(date, str):
-        raise DataError(f"pin {str(path)!r} lists no checkpoints or no date; {remedy}")
-    return Pin(tuple(_pinned(row, path, remedy) for row in rows), date, path.name)
+        raise DataError(f"pin {name!r} lists no checkpoints or no date; {_REMEDY}")
+    return Pin(tuple(_pinned(row, name) for row in rows), date, name)
 
 
-def _pinned(row: Any, path: Path, remedy: str) -> Pinned:
+def pin_from(provenance: Mapping[str, Any]) -> Pin:
+    """The pin that was kept when the run began; raises DataError where none was."""
+    kept = provenance.get("gate_pin")
+    if kept is None:
+        raise DataError("the gate names a pin, but provenance.json keeps none; start another run with --out")
+    return parse_pin(kept, "gate_pin in provenance.json")
+
+
+def _pinned(row: Any, name: str) -> Pinned:
     fields = row if isinstance(row, Mapping) else {}
     whole = isinstance(fields.get("seed"), int) and not isinstance(fields.get("seed"), bool)
     if not whole or not all(isinstance(fields.get(key), str) for key in _TEXT):
-        raise DataError(
-            f"pin {str(path)!r} holds a checkpoint without arm, seed, sha256, base_sha256, policy; {remedy}"
-        )
+        raise DataError(f"pin {name!r} holds a checkpoint without {', '.join(_TEXT)} or seed; {_REMEDY}")
     if not all(_SHA256.fullmatch(fields[key]) for key in ("sha256", "base_sha256")):
-        raise DataError(f"pin {str(path)!r} holds a sha256 that is not 64 hex digits; {remedy}")
+        raise DataError(f"pin {name!r} holds a sha256 that is not 64 hex digits; {_REMEDY}")
     return Pinned(fields["arm"], fields["seed"], fields["sha256"], fields["base_sha256"], fields["policy"])

@@ -60,6 +60,11 @@ class Plan:
     estimand_margins: dict[str, float]  # of selectivity, and of parity where it has one of its own
 
     @property
+    def base(self) -> str:
+        """The estimand that is the drift itself: candidate against reference served alike, or a policy against none."""
+        return "E1" if self.mode == "training" else "E4"
+
+    @property
     def safety(self) -> tuple[str, ...]:
         """The suites that do not measure capability."""
         return tuple(suite for suite in self.suites if suite not in self.capability)

@@ -12,7 +12,6 @@ from reports.plain import clip, drift, inline, percent, points, pvalue
 from reports.plan import DENSE_POLICY
 from reports.report import Contrast, Report
 from reports.stats.blindspot import blind_spot, clusters_required
-from reports.stats.seeds import SEEDS_NEEDED
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def _deciding(report: Report, verdict: Verdict, arm: str) -> str:
     rank = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.PASS_NOTED, Status.PASS)
     own = [d for d in verdict.decisions if d.gated and d.arm == arm]
     d = min(own, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
-    where = f"{d.estimand}, {d.suite} @ {report.plan.labels.get(d.policy, d.policy)}"
+    where = f"{d.estimand}, {named(report, d)} @ {report.plan.labels.get(d.policy, d.policy)}"
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
@@ -89,14 +88,15 @@ def gate(report: Report, decisions: Sequence[Decision], *, gated: bool) -> Table
     recipe = any(d.recipe for d in shown)
     headers = ["candidate", "against", "suite", "verdict", *(["with seed variance"] if recipe else [])]
     headers += ["rates", "drift, 95 % interval", "one-sided bounds, margin"]
-    headers += ["lost / gained", "deff", "p (Holm)", "note"]
+    headers += ["lost / gained", "deff", f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
     return table_of(headers, [_gate_row(report, d, recipe=recipe) for d in shown], words=4 + recipe)
 
 
 def _gate_row(report: Report, d: Decision, *, recipe: bool) -> list[str]:
-    suite = d.suite if len(report.plan.contexts) == 1 else f"{d.suite}, {d.context_tokens}"
+    suite = named(report, d) if len(report.plan.contexts) == 1 else f"{named(report, d)}, {d.context_tokens}"
     labels = report.plan.labels
-    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", against(report, d), suite, d.status.value]
+    found = f"{d.status.value}, waived" if d.waiver else d.status.value
+    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", against(report, d), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
     row.append(f"{100 * d.rates.reference:.1f} to {percent(d.rates.candidate)}" if d.rates else "-")
     margin = f"{100 * d.margin:g}" if d.margin else "-"
@@ -110,13 +110,23 @@ def _gate_row(report: Report, d: Decision, *, recipe: bool) -> list[str]:
         f"{e.losses:.3g}/{e.gains:.3g}",
         f"{e.deff:.2f}",
         pvalue(d.pvalue_drop),
-        note(d),
+        "; ".join(text for text in (note(d), d.statement) if text),
     ]
+
+
+def named(report: Report, d: Decision) -> str:
+    """The suite of a cell, with what is asked of it where that is more than its drift."""
+    if d.estimand == "selectivity":
+        return f"{d.suite} minus {', '.join(report.plan.capability)}"
+    if d.policies:
+        return f"{d.suite}, worst of {len(d.policies)} policies"
+    return f"{d.suite}, parity" if d.estimand == "parity" else d.suite
 
 
 def against(report: Report, d: Decision) -> str:
     """The other side of a difference: which arm, under which policy."""
-    policy = d.policy if d.estimand == "E1" else DENSE_POLICY
+    alike = report.plan.mode == "training" and d.estimand != "E2"
+    policy = d.policy if alike else DENSE_POLICY
     return f"{report.plan.reference} @ {report.plan.labels.get(policy, policy)}"
 
 
@@ -134,7 +144,8 @@ def gate_notes(report: Report) -> tuple[str, ...]:
         f"be broken and entirely unsampled): {spots}.",
         "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. "
         "Lost/gained: summed score that moved, in items. deff: how much templates shrink the "
-        "effective sample (below 1 where samples or seeds are averaged). p: one-sided for a drop, Holm-adjusted.",
+        "effective sample (below 1 where samples or seeds are averaged). p: one-sided for a drop, adjusted over the "
+        "gated cells; max-T flips the sign of a whole template in all cells at once.",
     )
 
 
@@ -156,27 +167,6 @@ def _text(c: Contrast) -> str:
 
 def _recipe(c: Contrast) -> str:
     return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
-
-
-def seeds(report: Report) -> Table:
-    """Per-seed drift of the gated estimand where there is more than one seed."""
-    found = [
-        c
-        for c in report.contrasts
-        if c.estimand == report.plan.estimands[0] and len(c.seed_estimates) > 1 and c.policy in report.plan.primary
-    ]
-    rows = [
-        [
-            c.arm,
-            report.plan.labels.get(c.policy, c.policy),
-            c.suite,
-            ", ".join(f"{seed}: {points(v)}" for seed, v in zip(c.seeds, c.seed_estimates, strict=True)),
-            _text(c),
-            _recipe(c) if len(c.seeds) >= SEEDS_NEEDED else "needs 3 seeds",
-        ]
-        for c in found
-    ]
-    return table_of(["arm", "policy", "suite", "drift by seed, pp", "averaged", "with seed variance"], rows, words=3)
 
 
 def outcomes(report: Report) -> Table:
@@ -204,7 +194,8 @@ def limits(report: Report, verdict: Verdict) -> tuple[str, ...]:
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
         "Items are sampled templates: a failure outside them is not seen (blind spot above).",
         "Grading is by program; answers a person would grade otherwise are not corrected here.",
-        "FAIL uses Holm over the gated cells; every interval outside the gate is unadjusted and exploratory.",
+        f"FAIL uses {verdict.adjustment.method} over the gated cells; every interval outside the gate is unadjusted "
+        "and exploratory.",
     ]
     if open_cells:
         total = sum(d.gated for d in verdict.decisions)

@@ -9,6 +9,7 @@ import pandas as pd
 
 from audit.records import Outcome
 from reports.load import RunData
+from reports.pin import Pin, pin_from
 from reports.plan import Plan
 from reports.report import Reason
 
@@ -90,6 +91,22 @@ def _unpinned(data: RunData, plan: Plan) -> Iterator[Reason]:
         yield Reason("REFHASH", f"provenance lists other weights, or none, for {_some(strange)}: {remedy}")
     if unpinned:
         yield Reason("REFHASH", f"the reference is not the one that provenance pins, {_some(unpinned)}: {remedy}")
+
+
+def pin_reasons(data: RunData, plan: Plan, pin: Pin | None) -> Iterator[Reason]:
+    """Reference weights that are not those of the pin the gate names; without ``pin`` the one kept with the run."""
+    if plan.rules.pin is None:
+        return
+    pin = pin or pin_from(data.provenance)
+    known = pin.weights(plan.reference)
+    records = data.records[data.records["arm"] == plan.reference]
+    strange = [
+        f"{plan.reference} seed {seed}"
+        for seed, part in records.groupby("train_seed", observed=True)
+        if set(part["checkpoint"]) != {known.get(int(str(seed)))}
+    ]
+    if strange:
+        yield Reason("REFHASH", f"{pin.name} pins other weights, or none, for {_some(strange)}: gate with its own pin")
 
 
 def _table(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:

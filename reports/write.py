@@ -15,17 +15,18 @@ from reports.displacement import load_displacement
 from reports.drift import drift_report
 from reports.examples import largest_losses
 from reports.gate import decide
+from reports.gate_file import Asked
 from reports.load import RunData, load_run
 from reports.report import Report
 
 
-def write_report(run: Path) -> Report:
-    """Read the run, write every format into ``run/report`` and return the report.
+def write_report(run: Path, asked: Asked | None = None) -> Report:
+    """Read the run, write every format into ``run/report`` and return the report, decided by its spec or as ``asked``.
 
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
     """
     data = load_run(Path(run))
-    report = with_details(data, drift_report(data))
+    report = with_details(data, drift_report(data, asked))
     folder = Path(run) / "report"
     for name, render in formats().items():
         write_whole(folder / name, render(report))

@@ -70,7 +70,8 @@ def test_precedence_and_exit_codes():
     assert worst([Status.PASS, Status.INCONCLUSIVE, Status.FAIL]) is Status.FAIL
     assert worst([Status.PASS, Status.INCONCLUSIVE]) is Status.INCONCLUSIVE
     assert worst([Status.PASS, Status.PASS_NOTED]) is Status.PASS_NOTED
-    assert [EXIT_CODES[s] for s in everything] == [0, 0, 3, 4, 5]
+    assert worst([Status.WAIVED, Status.PASS_NOTED]) is Status.WAIVED
+    assert [EXIT_CODES[s] for s in everything] == [0, 0, 3, 4, 5, 0]
 
 
 def report_of(tmp_path, **more):
@@ -124,9 +125,9 @@ def test_a_spec_may_gate_end_to_end_only(tmp_path):
 
 def test_the_family_of_fail_spans_all_gated_cells(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.08})
-    both = {key(d): d.pvalue_drop for d in decide(report).decisions if d.gated}
+    both = {key(d): d.pvalue_holm for d in decide(report).decisions if d.gated}
     one = dataclasses.replace(report, plan=dataclasses.replace(report.plan, estimands=("E1",)))
-    alone = {key(d): d.pvalue_drop for d in decide(one).decisions if d.gated}
+    alone = {key(d): d.pvalue_holm for d in decide(one).decisions if d.gated}
     smallest = min(alone, key=alone.get)
     assert len(both) == 6
     assert both[smallest] == pytest.approx(alone[smallest] * 6 / 4)

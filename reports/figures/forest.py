@@ -20,12 +20,13 @@ LOOK = {  # colour, marker, filled
     Status.INVALID: (UNDECIDED, "v", True),  # a number without a margin
 }
 COLUMNS = 3
-_ENDS = {"E2": ", end to end"}
+_ENDS = {"E2": ", end to end", "E3": ", worst policy"}
+_DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
 
 def draw(report: Report, verdict: Verdict) -> Drawing | None:
     """One panel per suite and length; None without a single number."""
-    known = [d for d in verdict.decisions if d.gated and d.effect]
+    known = [d for d in verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
     if not known:
         return None
     groups = list(dict.fromkeys((d.suite, d.context_tokens) for d in known))
