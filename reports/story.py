@@ -15,6 +15,7 @@ SENTENCES = {
     Status.PASS: "Non-inferior within the declared margin in every gated cell.",
     Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
     Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
+    Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
     Status.INCONCLUSIVE: "The data cannot tell: some gated cell is neither within its margin nor shown to be worse.",
     Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
 }
