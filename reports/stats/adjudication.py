@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 from reports.stats.clustered import totals
 from reports.stats.effect import LEVEL, Effect
@@ -92,6 +92,8 @@ def adjudicated_bounds(labelled: Labelled, *, df: float, confidence: float) -> B
 
 def _drop_pvalue(labelled: Labelled, df: float) -> float:
     """The one-sided level at which the bound on the far side of 0 reaches it."""
+    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+
     estimate = float(adjudicated_bounds(labelled, df=df, confidence=0.75).estimate)
     if estimate == 0:
         return 0.5

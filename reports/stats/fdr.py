@@ -22,7 +22,7 @@ class Fdr:
 
 def benjamini_hochberg(pvalues: Sequence[float], *, q: float = 0.10, dependent: bool = False) -> Fdr:
     """False discovery rate at ``q``; ``dependent`` takes Benjamini-Yekutieli, valid under any dependence."""
-    from scipy.stats import false_discovery_control  # half a second to import, and only this function needs it
+    from scipy.stats import false_discovery_control  # slow to import, and only this needs it
 
     assert 0 < q < 1, q
     method = "by" if dependent else "bh"

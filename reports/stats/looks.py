@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 Array = npt.NDArray[np.float64]
 
@@ -55,6 +55,8 @@ def alpha_per_look(alpha: float, looks: int) -> float:
 
 def pocock_alpha(alpha: float, looks: int) -> float:
     """The one-sided level of each of ``looks`` looks after equal amounts of new data (Pocock 1977)."""
+    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+
     assert 0 < alpha < 0.5, alpha
     assert looks >= 1, looks
     lowest, highest = special.ndtri(1 - alpha), special.ndtri(1 - alpha / looks)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
@@ -56,6 +55,8 @@ def isotonic(
     x: npt.ArrayLike, y: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, increasing: bool = True
 ) -> Isotonic:
     """Monotone fit of rates y [D] at doses x [D] in any order; equal doses are averaged first."""
+    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+
     doses, rates = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     mass = np.ones(len(doses)) if weights is None else np.asarray(weights, dtype=np.float64)
     assert doses.shape == rates.shape == mass.shape, (doses.shape, rates.shape, mass.shape)
