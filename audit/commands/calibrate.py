@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from audit.commands.console import check_seed, say, wide_console
+from audit.errors import SpecError
 from audit.launchers.local import idle_cores
 from audit.progress import Meter
 from reports.calibration.case import FAST, FULL, NOT_ASKED, Figure
@@ -22,7 +23,7 @@ def run(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
     check_seed(seed)
     scale = FAST if fast else FULL
     total = len(all_cases(scale))
-    out.touch()  # an unwritable place is found out before the minutes, not after
+    _check_writable(out)
     with Meter(Console(stderr=True), "calibrate", total) as meter:
         done = calibrate(scale, seed=seed, workers=workers or idle_cores(), progress=meter.at)
         meter.at(total, "all cases")
@@ -30,6 +31,19 @@ def run(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
     _print(done)
     say(wide_console(), f"written: {out}")
     return 0 if done.ok else FAILED
+
+
+def _check_writable(out: Path) -> None:
+    """Raise SpecError for a place that cannot be written: before the minutes, not after."""
+    is_new = not out.exists()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a"):
+            pass
+    except OSError as error:
+        raise SpecError(f"--out is {str(out)!r} ({error.strerror}), wanted a file that can be written") from None
+    if is_new:
+        out.unlink()
 
 
 def _print(done: Calibration) -> None:

@@ -1,0 +1,150 @@
+"""The gate keeps what is asked of it in simulation, and one that is broken on purpose does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from reports.calibration.broken import BrokenTemplates
+from reports.calibration.case import Case, Figure, Outcome, Scale
+from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
+from reports.calibration.probit import Probit
+from reports.gate import Status, decide_cell
+from reports.stats.clustered import cr1_variance, many_totals, t_bounds
+from reports.stats.effect import Bounds, Effect
+from reports.stats.rule import Call, calls
+from reports.stats.seeds import many_recipe_effects
+from reports.stats.tango import ess_tango, many_ess_tango
+
+SEED = 20_260
+SMALL = Scale("test", 0.15, every_case=False, slack=3.0)
+
+
+def simulated(cases: list[Case], *, seed: int = SEED) -> list[Outcome]:
+    return [Outcome(case, case.rates(seed), 0.0) for case in cases]
+
+
+def missed(figures: list[Figure]) -> list[str]:
+    return [f"{f.what}: {f.value:.4f}, asked {f.asked} +- {f.slack:.4f}" for f in figures if not f.ok]
+
+
+@pytest.mark.parametrize(
+    "check", [intervals, templates, families, recipes, judges, peeking, doses, power], ids=lambda m: m.__name__[28:]
+)
+def test_every_figure_keeps_to_what_is_asked(check):
+    figures = check.figures(simulated(check.cases(SMALL)), SMALL)
+    assert figures
+    assert not missed(figures)
+
+
+def test_an_interval_of_cr1_and_z_quantiles_is_found_out(monkeypatch):
+    """Inspect's formula, as a gate."""
+
+    def normal(z, counts, *, samples=1, alpha):
+        t = many_totals(z, counts)
+        return t_bounds(t.mean, cr1_variance(t.residuals, t.counts), 1e9, alpha=alpha)
+
+    monkeypatch.setattr(intervals, "many_ess_tango", normal)
+    found = missed(intervals.figures(simulated(intervals.cases(SMALL)), SMALL))
+    assert any("clears a drift at the margin, any design" in line for line in found)
+    assert any("coverage" in line for line in found)
+
+
+def test_item_level_tango_is_found_out(monkeypatch):
+    """Every item in a cluster of its own: what McNemar and an unclustered score interval do."""
+
+    def unclustered(z, counts, *, samples=1, alpha):
+        return many_ess_tango(z, np.ones(z.shape[-1], dtype=np.int64), samples=samples, alpha=alpha)
+
+    monkeypatch.setattr(intervals, "many_ess_tango", unclustered)
+    assert len(missed(intervals.figures(simulated(intervals.cases(SMALL)), SMALL))) >= 3
+
+
+def test_a_gate_without_c_min_is_found_out(monkeypatch):
+    monkeypatch.setattr("reports.stats.rule.clusters_required", lambda margin, alpha: 1)
+    outcomes = simulated(templates.cases(SMALL))
+    (line,) = [line for line in missed(templates.figures(outcomes, SMALL)) if "C < C_min" in line]
+    assert "asked exactly 0" in line
+    twenty = next(o for o in outcomes if o.case.clusters == 20 and o.case.alpha == 0.05)
+    assert twenty.rates["passed"] > 0.2  # no broken template is drawn in .95^20 = 36 % of the simulations
+
+
+def test_a_sequence_that_goes_on_after_a_failure_is_found_out(monkeypatch):
+    monkeypatch.setattr(doses, "cleared", lambda passed: passed.shape[-1] - np.argmax(passed[..., ::-1], axis=-1))
+    assert missed(doses.figures(simulated(doses.cases(SMALL)), SMALL))
+
+
+def test_looks_at_the_full_level_are_found_out(monkeypatch):
+    monkeypatch.setattr(peeking, "alpha_per_look", lambda alpha, looks: alpha)
+    outcomes = simulated([replace(case, simulations=4000) for case in peeking.cases(SMALL)])
+    assert missed(peeking.figures(outcomes, SMALL))
+
+
+def test_two_seeds_are_refused():
+    with pytest.raises(AssertionError, match="needs 3 seeds"):
+        many_recipe_effects(np.zeros((4, 2, 30)), np.full(10, 3), alpha=0.05)
+
+
+def test_a_figure_is_the_same_for_the_same_seed_and_another_for_another():
+    case = intervals.cases(SMALL)[0]
+    assert case.rates(1) == case.rates(1)
+    assert case.rates(1) != case.rates(2)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_many_samples_at_once_are_one_sample_many_times(samples):
+    rng = np.random.default_rng(3)
+    counts = rng.integers(2, 9, 25)
+    z = Probit(-0.03, 0.1, 0.3, samples).draw(rng, 40, counts)
+    z[0] = 0
+    z[1] = -1
+    together = many_ess_tango(z, counts, samples=samples, alpha=0.025)
+    for i, row in enumerate(z):
+        effect = ess_tango(row, np.repeat(np.arange(25), counts), samples=samples, alpha=0.025)
+        alone = [getattr(effect, name) for name in Bounds._fields]
+        assert [field[i] for field in together] == pytest.approx(alone, abs=1e-12)
+
+
+STATUS = {
+    Call.PASS: Status.PASS,
+    Call.PASS_NOTED: Status.PASS_NOTED,
+    Call.FAIL: Status.FAIL,
+    Call.INCONCLUSIVE: Status.INCONCLUSIVE,
+    Call.CLUSTERS: Status.INCONCLUSIVE,
+}
+
+
+@pytest.mark.parametrize("clusters", [6, 58, 59, 200])
+def test_the_gate_decides_as_the_simulated_rule(clusters):
+    template = ess_tango(np.zeros(60), np.repeat(np.arange(20), 3))
+    for lower in (-0.2, -0.05, -0.04, 0.01):
+        for upper in (-0.06, -0.01, 0.0, 0.02):
+            for pvalue in (0.001, 0.05, 0.5):
+                if lower > upper:
+                    continue
+                effect: Effect = replace(template, lower=lower, upper=upper, n_clusters=clusters)
+                call = Call(int(calls(lower, upper, pvalue, clusters=clusters, margin=0.05, alpha=0.05)))
+                status, reasons = decide_cell(effect, 0.05, pvalue)
+                assert status is STATUS[call]
+                assert (call is Call.CLUSTERS) == any(reason.code == "CLUSTERS" for reason in reasons)
+
+
+def test_the_rule_of_known_bounds():
+    lower, upper = np.array([-0.04, -0.04, -0.06, -0.06, -0.06]), np.array([0.01, -0.01, -0.01, -0.01, 0.01])
+    pvalue = np.array([0.3, 0.01, 0.01, 0.06, 0.01])
+    found = calls(lower, upper, pvalue, clusters=59, margin=0.05, alpha=0.05)
+    assert found.tolist() == [Call.PASS, Call.PASS_NOTED, Call.FAIL, Call.INCONCLUSIVE, Call.INCONCLUSIVE]
+    assert calls(-0.04, 0.0, 0.5, clusters=58, margin=0.05, alpha=0.05) == Call.CLUSTERS
+
+
+def test_broken_templates_lose_a_share_of_whole_clusters():
+    rng, counts = np.random.default_rng(5), np.full(40, 5)
+    model = BrokenTemplates(0.05, 0.02)
+    z = model.draw(rng, 4000, counts)
+    assert model.discordance == pytest.approx(0.05 + 0.95 * 0.02)
+    assert z.mean() == pytest.approx(-0.05, abs=0.0025)
+    assert np.abs(z).mean() == pytest.approx(model.discordance, abs=0.0025)
+    lost = (z.reshape(4000, 40, 5) == -1).all(axis=2)
+    assert lost.mean() == pytest.approx(0.05, abs=0.0022)  # 4 standard errors of 160,000 clusters
