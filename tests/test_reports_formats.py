@@ -257,7 +257,7 @@ def test_a_line_that_begins_like_markup_stays_text(text):
 def test_the_gate_table_shows_both_rates(written):
     text = (written[0] / "report" / "report.md").read_text()
     assert "| rates |" in text
-    assert "| naive @ snapkv 96 | dense @ snapkv 96 | refusal | INCONCLUSIVE | 95.8 to 58.3 % |" in text
+    assert "| naive @ snapkv 96 | dense @ snapkv 96 | refusal | FAIL | 95.8 to 58.3 % |" in text
     assert "| naive @ snapkv 96 | dense @ none | refusal | INCONCLUSIVE | 100.0 to 58.3 % |" in text
 
 
