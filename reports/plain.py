@@ -46,7 +46,14 @@ def points(value: float) -> str:
 
 def drift(effect: Effect) -> str:
     """-1.8 pp [-4.6, +0.9]."""
-    return f"{points(effect.estimate)} pp [{points(effect.low)}, {points(effect.high)}]"
+    return drift_of(effect.estimate, effect.low, effect.high)
+
+
+def drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
+    """The same from three numbers, "no number" without them."""
+    if estimate is None or low is None or high is None:
+        return "no number"
+    return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
 
 
 def percent(value: float | None) -> str:
