@@ -10,6 +10,7 @@ from scipy import stats
 from reports.stats.clustered import cr3, totals
 from reports.stats.signflip import (
     drop_pvalues,
+    flip_moments,
     flip_statistics,
     max_t,
     max_t_groups,
@@ -200,3 +201,10 @@ def test_family_wise_error_and_power_over_holm():
     ours = np.mean(max_t_pvalues(observed, flipped, exact=False)[:, 0] < 0.05)
     bonferroni = np.mean(drop_pvalues(observed, flipped, exact=False)[:, 0] < 0.05 / cells)
     assert ours > bonferroni + 0.02
+
+
+def test_moments_without_a_flip_are_the_mean_and_the_cr3_variance():
+    z, labels = uneven(17, 19)
+    t = totals(z[0], labels)
+    found = flip_moments(t.sums, t.counts, np.ones((1, 19)))
+    assert (found.mean[0], found.variance[0]) == pytest.approx((t.mean, cr3(t)), abs=1e-12)

@@ -61,6 +61,14 @@ class Signs(NamedTuple):
     exact: bool
 
 
+class Moments(NamedTuple):
+    """Means [..., B] of flipped cells, their CR3 variances [..., B] and the scale [..., 1] of those variances."""
+
+    mean: Array
+    variance: Array
+    scale: Array
+
+
 class _Cells(NamedTuple):
     """Cells of one panel, summed inside the clusters they share; ``turned`` is what gets flipped."""
 
@@ -124,7 +132,13 @@ def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
     if clusters <= EXHAUSTIVE_CLUSTERS:
         bits: Array = (np.arange(2**clusters)[:, None] >> np.arange(clusters) & 1).astype(np.float64)
         return Signs(1 - 2 * bits, True)
-    return Signs(_random_signs(np.random.default_rng(seed), draws, clusters), False)
+    return Signs(random_signs(np.random.default_rng(seed), draws, clusters), False)
+
+
+def random_signs(rng: np.random.Generator, draws: int, clusters: int) -> Array:
+    """Random sign patterns [B, C]."""
+    patterns: Array = rng.integers(0, 2, size=(draws, clusters)).astype(np.float64)
+    return 2 * patterns - 1
 
 
 def studentised(sums: Array, counts: Array) -> Array:
@@ -140,8 +154,15 @@ def studentised(sums: Array, counts: Array) -> Array:
 def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
     """CR3 t statistics [..., K, B] of cluster sums [..., K, C] under sign patterns [B, C] common to all K cells.
 
-    ``counts`` are [C] or broadcast against ``sums``. A flip leaves the squared sums alone, so the variance of every
-    pattern follows from two matrix products.
+    ``counts`` are [C] or broadcast against ``sums``.
+    """
+    return _ratio(*flip_moments(sums, counts, patterns))
+
+
+def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
+    """What the statistics of ``flip_statistics`` are made of, for cells that are weighted sums over several panels.
+
+    A flip leaves the squared sums alone, so the variance of every pattern follows from two matrix products.
     """
     total = counts.sum(axis=-1, keepdims=True)
     weights = (total - counts) ** -2.0
@@ -150,7 +171,7 @@ def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
     cross = (weights * counts * sums) @ patterns.T
     clusters = counts.shape[-1]
     spread = squares - 2 * mean * cross + mean**2 * (weights * counts**2).sum(axis=-1, keepdims=True)
-    return _ratio(mean, (clusters - 1) / clusters * spread, squares)
+    return Moments(mean, np.maximum((clusters - 1) / clusters * spread, 0.0), squares)
 
 
 def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
@@ -190,9 +211,9 @@ def _share(flipped: Array, observed: Array, exact: bool) -> Array:
     return share
 
 
-def _ratio(mean: Array, variance: Array, squares: Array) -> Array:
+def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
     """mean / sqrt(variance), infinite where the variance is nothing but rounding."""
-    flat = variance <= 1e-12 * squares
+    flat = variance <= 1e-12 * scale
     t = mean / np.sqrt(np.where(flat, 1.0, variance))
     return np.where(flat, np.copysign(np.where(mean == 0, 0.0, np.inf), mean), t)
 
@@ -225,10 +246,5 @@ def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool
     rng = np.random.default_rng([seed, stream])
     rows = max(1, BLOCK // clusters)
     blocks = [min(rows, draws - start) for start in range(0, draws, rows)]
-    parts = [flip_statistics(cells.turned, cells.counts, _random_signs(rng, block, clusters)) for block in blocks]
+    parts = [flip_statistics(cells.turned, cells.counts, random_signs(rng, block, clusters)) for block in blocks]
     return np.concatenate(parts, axis=-1), False
-
-
-def _random_signs(rng: np.random.Generator, draws: int, clusters: int) -> Array:
-    patterns: Array = rng.integers(0, 2, size=(draws, clusters)).astype(np.float64)
-    return 2 * patterns - 1
