@@ -76,7 +76,7 @@ def parse_spec(text: str, source: str) -> RunSpec:
 
 def dump_spec(spec: RunSpec) -> str:
     """The complete spec as YAML, every default written out; reads back to an equal spec."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _number_lines(node: Any, place: Place, lines: dict[Place, int], left: dict[int, bool]) -> None:
