@@ -183,6 +183,31 @@ def gate(run: Run) -> None:
 
 
 @app.command()
+def adjudicate(
+    run: Run,
+    *,
+    out: Annotated[Path, typer.Option(help="The sheet to write; its key is written beside it.")] = Path("sheet.csv"),
+    read: Annotated[
+        Path | None, typer.Option(help="A labelled sheet to read back, with its key beside it.", show_default=False)
+    ] = None,
+    concordant: Annotated[int, typer.Option(min=1, help="Random pairs of a cell that the judge calls equal.")] = 100,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these gated cells: suite=, arm=, policy=, estimand=, context=.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a blind sheet of a run's answers for a person to label, or read it back for the corrected drift."""
+    with user_errors():
+        from audit.commands.adjudicate import read_sheet, write_sheet
+
+        if read is not None:
+            read_sheet(run, read)
+        else:
+            write_sheet(run, out, tuple(select or ()), concordant=concordant, seed=seed)
+
+
+@app.command()
 def compare(
     reference: Annotated[Path, typer.Argument(metavar="A", help="The reference's result file.", show_default=False)],
     candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate's result file.", show_default=False)],
