@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from reports.analysis.results import CellName, DoseCurve, SafeBudget
-from reports.plain import drift, percent, points, pvalue
+from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
+from reports.plain import clip, drift, inline, percent, points, pvalue
 from reports.report import Report
 from reports.tables import Table, table_of
 
 MOST_ROWS = 20
+FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone
 
 
 def cell_name(report: Report, name: CellName) -> str:
-    """smd @ snapkv 96, refusal; the length where the run has several."""
-    where = f"{name.arm} @ {report.plan.labels.get(name.policy, name.policy)}, {name.suite}"
+    """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
+    end = " end to end" if name.estimand == "E2" else ""
+    where = f"{name.arm} @ {report.plan.labels.get(name.policy, name.policy)}{end}, {name.suite}"
     return where if len(report.plan.contexts) == 1 else f"{where}, {name.context_tokens}"
 
 
@@ -40,8 +42,9 @@ def _cleared(s: SafeBudget | None) -> str:
 
 
 def slopes(report: Report, axis: str) -> Table:
-    """Rates by dose, the slope per doubling, and the slope minus the reference's."""
-    found = [c for c in report.analysis.doses if c.axis == axis]
+    """Rates by dose, the slope per doubling, and the slope minus the reference's, of families with a gated policy."""
+    every = [c for c in report.analysis.doses if c.axis == axis]
+    found = [c for c in every if any(d.policy in report.plan.primary for d in c.doses)] or every
     what = "budget" if axis == "budget" else "length"
     headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {what}"]
     headers += ["slope per doubling, 95 % interval", f"minus {report.plan.reference}'s"]
@@ -85,7 +88,7 @@ def concentration(report: Report) -> Table:
             str(c.carrying_half),
             f"{c.gini:.2f}",
             c.templates[0].template,
-            percent(c.templates[0].share) + (" (over half)" if c.dominant else ""),
+            percent(c.templates[0].share) + (" (over half)" if c.dominant and c.losses >= FEWEST_LOST else ""),
         ]
         for c in found
     ]
@@ -93,21 +96,28 @@ def concentration(report: Report) -> Table:
 
 
 def losing_items(report: Report) -> Table:
-    """The items that lost most over all gated cells."""
-    found = [(item, c.cell) for c in report.analysis.concentration for item in c.items]
-    found.sort(key=lambda pair: (-pair[0].loss, pair[0].item_id, pair[1].arm))
+    """The items that lost most, once each, with the cell that lost them most."""
+    found: dict[tuple[str, str], list[tuple[ItemLoss, CellName]]] = {}
+    for c in report.analysis.concentration:
+        for item in c.items:
+            found.setdefault((c.cell.suite, item.item_id), []).append((item, c.cell))
+    worst = [(max(losses, key=lambda entry: entry[0].loss), len(losses)) for losses in found.values()]
+    worst.sort(key=lambda entry: (-entry[0][0].loss, -entry[1], entry[0][0].item_id))
     rows = [
-        [item.item_id, item.template, cell_name(report, cell), points(-item.loss)] for item, cell in found[:MOST_ROWS]
+        [item.item_id, item.template, cell_name(report, cell), points(-item.loss), str(count)]
+        for (item, cell), count in worst[:MOST_ROWS]
     ]
-    return table_of(["item", "template", "cell", "change, pp"], rows, words=3)
+    return table_of(["item", "template", "lost most by", "change, pp", "cells that lost it"], rows, words=3)
 
 
 def concentration_notes(report: Report) -> tuple[str, ...]:
-    """The templates that carry more than half of a cell's losses, named."""
+    """The templates that carry more than half of a cell's losses, named; not where next to nothing was lost."""
     return tuple(
-        f"{cell_name(report, c.cell)}: more than half of the losses sit in template {', '.join(c.dominant)}."
+        inline(
+            f"{cell_name(report, c.cell)}: more than half of the losses sit in one template, {clip(c.dominant[0], 80)}."
+        )
         for c in report.analysis.concentration
-        if c.dominant
+        if c.dominant and c.losses >= FEWEST_LOST
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports import run_tables, tables
+from reports import beside, run_tables, tables
 from reports.about import about, asides
 from reports.gate import Status, Verdict
 from reports.plain import drift, inline
 from reports.report import Report
-from reports.tables import Table
+from reports.section import Section
 
 SENTENCES = {
     Status.PASS: "Non-inferior within the declared margin in every gated cell.",
@@ -19,20 +19,6 @@ SENTENCES = {
     Status.INCONCLUSIVE: "The data cannot tell: some gated cell is neither within its margin nor shown to be worse.",
     Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
 }
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, one sentence for a stranger, then figures, tables and notes. ``folded`` starts closed on screen."""
-
-    anchor: str
-    title: str
-    explain: str
-    figures: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    notes: tuple[str, ...] = ()
-    examples: bool = False
-    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,12 @@ def banner(report: Report, verdict: Verdict) -> Banner:
 
 def sections(report: Report, verdict: Verdict) -> list[Section]:
     """Every section that has something to say."""
-    parts = [*_verdict_sections(report, verdict), *_detail_sections(report), *_closing_sections(report, verdict)]
+    parts = [
+        *_verdict_sections(report, verdict),
+        *_detail_sections(report),
+        *_run_sections(report),
+        *_closing_sections(report, verdict),
+    ]
     return [part for part in parts if any(part.tables) or part.figures or part.notes or part.examples]
 
 
@@ -122,7 +113,7 @@ def _detail_sections(report: Report) -> list[Section]:
             + (", against policy none." if serving else ", candidate and reference served alike."),
             figures=("heatmap",),
             notes=(
-                "Hatched: undecided, neither within the margin nor a detectable drop (intervals not adjusted here).",
+                "Hatched: the data cannot tell. Gated cells as decided; all others by the same rule, not adjusted.",
             ),
         ),
         Section(
@@ -140,13 +131,16 @@ def _detail_sections(report: Report) -> list[Section]:
             tables=(tables.estimand(report, "E4"),) if not serving else (),
             folded=True,
         ),
-        Section(
-            "seeds",
-            "Seeds",
-            "The same drift seed by seed: how much of it depends on the training run.",
-            tables=(tables.seeds(report),),
-            folded=True,
-        ),
+        *beside.dose_sections(report),
+        *beside.loss_sections(report),
+        beside.seed_section(report),
+        beside.displacement_section(report),
+        *beside.method_sections(report),
+    ]
+
+
+def _run_sections(report: Report) -> list[Section]:
+    return [
         Section(
             "outcomes",
             "Rates and outcomes",

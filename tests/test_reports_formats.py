@@ -121,7 +121,7 @@ def test_ids_of_the_page_are_unique(written):
 
 def test_every_figure_is_on_the_page(written):
     text = (written[0] / "report" / "report.html").read_text()
-    for name in ("forest", "quadrant", "heatmap", "training", "cache"):
+    for name in ("forest", "quadrant", "heatmap", "churn", "concentration", "seeds", "training", "cache"):
         assert f'id="{name}-figure_1"' in text
 
 
@@ -258,7 +258,7 @@ def test_the_gate_table_shows_both_rates(written):
     text = (written[0] / "report" / "report.md").read_text()
     assert "| rates |" in text
     assert "| naive @ snapkv 96 | dense @ snapkv 96 | refusal | FAIL | 95.8 to 58.3 % |" in text
-    assert "| naive @ snapkv 96 | dense @ none | refusal | INCONCLUSIVE | 100.0 to 58.3 % |" in text
+    assert "| naive @ snapkv 96 | dense @ none | refusal | FAIL | 100.0 to 58.3 % |" in text
 
 
 def test_the_largest_gap_of_any_step_stands_beside_the_rounding_of_the_dense_arm(tmp_path):

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from reports.analysis.results import CellName
 from reports.contrast import ESTIMANDS, broken_contract
 from reports.drift import seed_pairs
-from reports.gate import Decision
 from reports.panel import CellKey, Panel
 from reports.plan import Plan
+from reports.verdict import Decision
 
 Array = npt.NDArray[np.float64]
 

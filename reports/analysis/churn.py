@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reports.analysis.cells import name_of, sides, two_sided
 from reports.analysis.results import CellChurn
-from reports.gate import Decision
 from reports.panel import Panel
 from reports.plan import Plan
 from reports.stats.churn import churn
+from reports.verdict import Decision
 
 
 def cell_churn(

@@ -53,11 +53,16 @@ def shown_arms(plan: Plan) -> tuple[str, ...]:
 
 def _budget_curves(plan: Plan, tables: Tables) -> Iterator[DoseCurve]:
     for family in families(plan.policies):
-        for (_, context), panel in tables.items():
+        for (_, context), panel in sorted(tables.items(), key=lambda entry: _order(plan, entry[0])):
             x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
             if x:
                 for arm in shown_arms(plan):
                     yield _budget_curve(plan, panel, family, arm, x)
+
+
+def _order(plan: Plan, key: tuple[str, int]) -> tuple[int, int]:
+    """Shortest length first, suites as the plan lists them."""
+    return key[1], plan.suites.index(key[0])
 
 
 def _budget_curve(plan: Plan, panel: Panel, family: Family, arm: str, x: list[float]) -> DoseCurve:

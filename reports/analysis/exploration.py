@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from reports.analysis.results import CellName, Exploration, Finding
-from reports.gate import is_gated
+from reports.gated import is_gated
 from reports.plan import DENSE_POLICY, Plan
 from reports.report import Contrast
 from reports.stats.fdr import benjamini_hochberg

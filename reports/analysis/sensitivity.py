@@ -15,16 +15,15 @@ import numpy.typing as npt
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.contrast import FEWEST_CLUSTERS
-from reports.gate import Decision, Status, Verdict, worst
 from reports.panel import Panel
 from reports.plan import Plan
 from reports.stats.blindspot import clusters_required
 from reports.stats.bootstrap import cluster_bootstrap
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import LEVEL, Effect
-from reports.stats.holm import holm
-from reports.stats.signflip import sign_flip
+from reports.stats.signflip import max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
+from reports.verdict import Decision, Status, Verdict, worst
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -38,21 +37,29 @@ METHODS = (T_INTERVAL, SIGN_FLIP, BOOTSTRAP, WITHOUT_UNSCORED, CLUSTER_MEANS)
 
 
 class Reading(NamedTuple):
-    """A method's reading of a cell: what is printed, and what the rule reads."""
+    """A method's reading of a cell: what is printed, and what the rule reads.
+
+    ``values`` with ``clusters`` are tested jointly over the family where the method changes them; None where they are
+    the declared ones, whose joint p-value stands.
+    """
 
     estimate: float
     low: float | None
     high: float | None
     within: bool  # shown to lie above minus the margin, one-sided
     below: bool  # shown to lie below 0, one-sided
-    pvalue_drop: float
-    clusters: int
+    pvalue_drop: float | None  # of this cell alone
+    n_clusters: int
+    values: Array | None = None
+    clusters: Codes | None = None
 
 
 class Known(NamedTuple):
     """A gated cell and its reading by every method, None where too few templates are left."""
 
     decision: Decision
+    difference: Array
+    clusters: Codes
     readings: dict[str, Reading | None]
 
 
@@ -82,7 +89,7 @@ def _known(plan: Plan, tables: Mapping[tuple[str, int], Panel], decisions: Itera
         if two_sided(d) and d.margin is not None:
             found = sides(tables[d.suite, d.context_tokens], plan, name_of(d))
             if found is not None:
-                yield Known(d, readings(found, d.margin, plan.alpha))
+                yield Known(d, found.difference, found.clusters, readings(found, d.margin, plan.alpha))
 
 
 def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | None]:
@@ -97,8 +104,9 @@ def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | N
     }
 
 
-def _of_effect(e: Effect, margin: float) -> Reading:
-    return Reading(e.estimate, e.low, e.high, e.lower > -margin, e.upper < 0, e.pvalue_drop, e.n_clusters)
+def _of_effect(e: Effect, margin: float, values: Array | None = None, clusters: Codes | None = None) -> Reading:
+    within, below = e.lower > -margin, e.upper < 0
+    return Reading(e.estimate, e.low, e.high, within, below, e.pvalue_drop, e.n_clusters, values, clusters)
 
 
 def _of_signs(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
@@ -109,20 +117,20 @@ def _of_signs(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading
 
 
 def _of_bootstrap(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+    """Percentiles are no test: there is no p-value."""
     shown = cluster_bootstrap(z, clusters, level=LEVEL)
     read = cluster_bootstrap(z, clusters, level=1 - 2 * alpha)
-    below = read.high < 0
-    # percentiles are no test: the p-value only says on which side of alpha the upper bound fell
-    pvalue = 0.0 if below else 1.0
-    return Reading(shown.estimate, shown.low, shown.high, read.low > -margin, below, pvalue, shown.n_clusters)
+    return Reading(shown.estimate, shown.low, shown.high, read.low > -margin, read.high < 0, None, shown.n_clusters)
 
 
 def _of_scored(found: Sides, margin: float, alpha: float) -> Reading | None:
     kept, reference, candidate = scored(found)
-    clusters = found.clusters[kept]
+    z, clusters = candidate - reference, found.clusters[kept]
     if len(np.unique(clusters)) < FEWEST_CLUSTERS:
         return None
-    return _of_effect(ess_tango(candidate - reference, clusters, samples=found.draws, alpha=alpha), margin)
+    effect = ess_tango(z, clusters, samples=found.draws, alpha=alpha)
+    same = bool(kept.all()) and bool(np.array_equal(z, found.difference))
+    return _of_effect(effect, margin) if same else _of_effect(effect, margin, z, clusters)
 
 
 def scored(found: Sides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
@@ -137,17 +145,47 @@ def _of_cluster_means(z: Array, clusters: Codes, margin: float, alpha: float) ->
     """Every template one value: where sizes differ, large templates no longer speak louder."""
     _, codes = np.unique(clusters, return_inverse=True)
     means = np.bincount(codes, weights=z) / np.bincount(codes)
-    return _of_effect(cr3_effect(means, np.arange(len(means)), alpha=alpha), margin)
+    rows = np.arange(len(means))
+    return _of_effect(cr3_effect(means, rows, alpha=alpha), margin, means, rows)
 
 
 def _statuses(known: Sequence[Known], method: str, alpha: float) -> list[Status]:
-    """The statuses of all cells under one method, drops by Holm over them."""
+    """The statuses of all cells under one method."""
     found = [k.readings[method] for k in known]
-    adjusted = iter(holm([r.pvalue_drop for r in found if r]))
+    joint = _joint(known, found)
     return [
-        status_of(r, next(adjusted), k.decision, alpha) if r else Status.INVALID
-        for k, r in zip(known, found, strict=True)
+        status_of(r, pvalue, k.decision, alpha) if r else Status.INVALID
+        for k, r, pvalue in zip(known, found, joint, strict=True)
     ]
+
+
+def _joint(known: Sequence[Known], found: Sequence[Reading | None]) -> list[float]:
+    """p-values of a drop over the family: the declared ones, or max-T again where the method changed the values.
+
+    Cells on the same rows share their signs; a cell whose rows differ gets signs of its own, which is valid and no
+    sharper.
+    """
+    joint = [1.0 if k.decision.pvalue_drop is None else k.decision.pvalue_drop for k in known]
+    groups: dict[tuple[str, int, bytes], list[int]] = {}
+    for i, (k, r) in enumerate(zip(known, found, strict=True)):
+        values, clusters = (r.values, r.clusters) if r else (None, None)
+        if values is None or clusters is None:
+            values, clusters = k.difference, k.clusters
+        groups.setdefault((k.decision.suite, k.decision.context_tokens, clusters.tobytes()), []).append(i)
+    if all(r is None or r.values is None for r in found):
+        return joint
+    tables = [
+        (np.array([_values(known[i], found[i]) for i in members]), np.frombuffer(key[2], dtype=np.int64))
+        for key, members in groups.items()
+    ]
+    order = [i for members in groups.values() for i in members]
+    for i, pvalue in zip(order, max_t_groups(tables).pvalues, strict=True):
+        joint[i] = float(pvalue)
+    return joint
+
+
+def _values(k: Known, r: Reading | None) -> Array:
+    return k.difference if r is None or r.values is None else r.values
 
 
 def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
@@ -155,7 +193,7 @@ def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
     assert d.margin is not None
     if not r.within:
         return Status.FAIL if r.below and pvalue < alpha else Status.INCONCLUSIVE
-    if d.at_floor or r.clusters < clusters_required(d.margin, alpha):
+    if d.at_floor or r.n_clusters < clusters_required(d.margin, alpha):
         return Status.INCONCLUSIVE
     return Status.PASS_NOTED if r.below else Status.PASS
 
@@ -169,7 +207,7 @@ def _declared(d: Decision) -> Variant:
 def _variant(method: str, r: Reading | None, status: Status) -> Variant:
     if r is None:
         return Variant(method, 0.0, None, None, None, status.value)
-    return Variant(method, r.estimate, r.low, r.high, None if method == BOOTSTRAP else r.pvalue_drop, status.value)
+    return Variant(method, r.estimate, r.low, r.high, r.pvalue_drop, status.value)
 
 
 def _verdict(

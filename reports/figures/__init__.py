@@ -14,7 +14,7 @@ def figures(report: Report, verdict: Verdict) -> dict[str, Drawing]:
         drawn = (
             forest.draw(report, verdict),
             quadrant.draw(report),
-            heatmap.draw(report),
+            heatmap.draw(report, verdict),
             dose.budget(report),
             dose.length(report),
             churn.draw(report),

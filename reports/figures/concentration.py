@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from reports.analysis.results import CellConcentration
-from reports.analysis_tables import cell_name
+from reports.analysis_tables import FEWEST_LOST, cell_name
 from reports.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
 from reports.plain import clip, inline
 from reports.report import Report
@@ -40,12 +40,13 @@ def draw(report: Report) -> Drawing | None:
 
 def _bar(panel: Axes, y: int, c: CellConcentration) -> None:
     start = 0.0
+    dominant = c.dominant if c.losses >= FEWEST_LOST else ()
     for place, t in enumerate(c.templates[:APART]):
-        hatch = "///" if t.template in c.dominant else None
+        hatch = "///" if t.template in dominant else None
         look = {"facecolor": LOSS, "alpha": 0.9 if place % 2 == 0 else 0.55, "hatch": hatch, "edgecolor": INK}
         panel.barh(y, t.losses, left=start, height=0.68, linewidth=0.3, **look)
         start += t.losses
     panel.barh(y, c.losses - start, left=start, height=0.68, color=UNDECIDED, alpha=0.6, linewidth=0)
-    if c.dominant:
-        name = inline(clip(c.dominant[0], 40))
+    if dominant:
+        name = inline(clip(dominant[0], 40))
         panel.text(c.losses, y, f" {name}", va="center", fontsize=7)

@@ -14,7 +14,7 @@ from reports.report import Report
 
 COLUMNS = 3
 MOST_LINES = 4  # rows of panels
-APART = 0.05  # doublings between the points of two arms at one dose
+APART = 0.16  # of the range of doses, from the first arm at a dose to the last
 
 
 def budget(report: Report) -> Drawing | None:
@@ -61,13 +61,15 @@ def _panel(panel: Axes, report: Report, curves: Sequence[DoseCurve]) -> None:
     cleared = {
         (s.axis, s.arm, s.family, s.suite, s.context_tokens): s.cleared for s in report.analysis.safe if s.cleared
     }
+    doses = curves[0].doses
+    spread = APART * (doses[-1].x - doses[0].x)
     for i, curve in enumerate(curves):
         hue, marker, line = colour(report.plan.arms, curve.arm)
-        shift = (i - (len(curves) - 1) / 2) * APART
+        shift = spread * (i / (len(curves) - 1) - 0.5) if len(curves) > 1 else 0.0
         for dose in curve.doses:
             panel.plot([dose.x + shift] * 2, [100 * dose.low, 100 * dose.high], color=hue, alpha=0.5, linewidth=1)
             panel.plot([dose.x + shift], [100 * dose.rate], marker=marker, color=hue, markersize=4.5, linestyle="")
-        xs = [dose.x for dose in curve.doses]
+        xs = [dose.x + shift for dose in curve.doses]
         panel.plot(xs, [100 * dose.fitted for dose in curve.doses], color=hue, linestyle=line, linewidth=1.3)
         last = cleared.get((curve.axis, curve.arm, curve.family, curve.suite, curve.context_tokens))
         for dose in curve.doses:
@@ -79,7 +81,6 @@ def _panel(panel: Axes, report: Report, curves: Sequence[DoseCurve]) -> None:
         margin = report.plan.margins.get(curves[0].suite)
         if margin is not None:
             panel.axhspan(100 * (reference - margin), 100 * reference, color=UNDECIDED, alpha=0.16, linewidth=0)
-    doses = curves[0].doses
     panel.set_xticks([dose.x for dose in doses], [str(dose.amount) for dose in doses])
     panel.set_xticks([], minor=True)
     panel.set_ylim(-2, 106)

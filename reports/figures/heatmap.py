@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from reports.cell import decide_cell
 from reports.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.plain import inline, points
 from reports.report import Contrast, Report
+from reports.verdict import Status, Verdict
 
+Key = tuple[str, str, str, int]  # arm, policy, suite, length
 FULL = 0.20  # drift with the strongest colour
 COLUMNS = 2
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(report: Report, verdict: Verdict) -> Drawing | None:
     """Training: E1, arms by policies, a panel per suite. Serving: E4, one row per suite."""
     plan = report.plan
     estimand = "E1" if plan.mode == "training" else "E4"
@@ -23,6 +28,9 @@ def draw(report: Report) -> Drawing | None:
     if not any(c.effect for c in known):
         return None
     policies = [p for p in plan.policies if any(c.policy == p for c in known)]
+    statuses = {
+        (d.arm, d.policy, d.suite, d.context_tokens): d.status for d in verdict.decisions if d.estimand == estimand
+    }
     groups: dict[str, list[Contrast]] = {}
     for c in known:
         title = f"{c.suite}, {c.context_tokens} tokens" if plan.mode == "training" else f"{c.arm}, drift from none"
@@ -35,7 +43,7 @@ def draw(report: Report) -> Drawing | None:
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for place, (panel, (title, group)) in enumerate(zip(panels.flat, groups.items(), strict=False)):
-        _panel(panel, report, group, policies)
+        _panel(panel, report, group, policies, statuses)
         panel.tick_params(labelbottom=place + columns >= len(groups))
         panel.set_title(inline(title))
     key = [
@@ -47,11 +55,15 @@ def draw(report: Report) -> Drawing | None:
     return save(figure, "heatmap", "Drift of every arm under every serving policy; hatched cells are undecided.")
 
 
-def undecided(c: Contrast, margin: float | None) -> bool:
-    """Neither shown within the margin nor a detectable drop."""
+def undecided(c: Contrast, margin: float | None, decided: Status | None = None) -> bool:
+    """Whether a cell says nothing: by the verdict where it was decided, else by the same rule without adjustment."""
+    if decided is not None:
+        return decided is Status.INCONCLUSIVE
     if c.effect is None or margin is None:
         return True
-    return not (c.effect.lower > -margin or c.effect.upper < 0)
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop)[0]
+    floor = c.rates is not None and c.rates.reference_lower <= margin
+    return status is Status.INCONCLUSIVE or (floor and status is not Status.FAIL)
 
 
 def _rows(report: Report, group: list[Contrast]) -> list[str]:
@@ -62,12 +74,15 @@ def _row(report: Report, c: Contrast) -> str:
     return c.arm if report.plan.mode == "training" else f"{c.suite}, {c.context_tokens}"
 
 
-def _panel(panel: Axes, report: Report, group: list[Contrast], policies: list[str]) -> None:
+def _panel(
+    panel: Axes, report: Report, group: list[Contrast], policies: list[str], statuses: Mapping[Key, Status]
+) -> None:
     rows = _rows(report, group)
     for c in group:
         x, y = policies.index(c.policy), rows.index(_row(report, c))
         value = c.effect.estimate if c.effect else 0.0
-        hatch = "///" if undecided(c, report.plan.margins.get(c.suite)) else None
+        decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
+        hatch = "///" if undecided(c, report.plan.margins.get(c.suite), decided) else None
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if hatch:
