@@ -11,9 +11,10 @@ from audit.degenerate import degenerate
 from audit.errors import SpecError
 from audit.kv.ledger import Rollout
 from audit.records import Grade, Item, Message, Outcome, Role
-from audit.sampler import Completion, Decoding, Episode, Sampler, ServedModel
+from audit.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
 from suites.base import Suite
 
+NOTHING = Rendered((), ())
 OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
 
 
@@ -52,7 +53,8 @@ def play(
     prompts = [chat.opening(item.messages) for _, item in suite_items]
     for (suite, item), prompt in zip(suite_items, prompts, strict=True):
         check_fits(sampler.model, suite, item, len(prompt.ids))
-    episode = sampler.open([prompt.ids for prompt in prompts], list(seeds), group=group)
+    roles = [prompt.roles for prompt in prompts]
+    episode = sampler.open([prompt.ids for prompt in prompts], list(seeds), group=group, roles=roles)
     rows = [
         _Row(suite, item, prompt, member, sampler.model)
         for (suite, item), prompt in zip(suite_items, prompts, strict=True)
@@ -73,15 +75,15 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
         )
 
 
-def _run(episode: Episode, rows: list[_Row], decoding: Decoding) -> None:
+def _run(episode: Episode | MixedEpisode, rows: list[_Row], decoding: Decoding) -> None:
     while any(row.open for row in rows):
         completions = episode.decode(decoding, [row.suite.max_new_tokens if row.open else 0 for row in rows])
         for row, completion in zip(rows, completions, strict=True):
             if completion is not None:
                 row.answer(completion)
         chunks = [row.take_pending() for row in rows]
-        if any(chunks):
-            episode.extend(chunks)
+        if any(chunk.ids for chunk in chunks):
+            episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
 
 
 class _Row:
@@ -93,7 +95,7 @@ class _Row:
         self._prompt_tokens = len(prompt.ids)
         self._transcript = item.messages
         self._roles = list(prompt.roles)
-        self._pending: tuple[int, ...] = ()
+        self._pending = NOTHING
         self._turns = self._new_tokens = 0
         self._finish = ""
         self._broken: str | None = None  # why the answer is degenerate
@@ -115,9 +117,9 @@ class _Row:
         else:
             self._continue(completion, messages)
 
-    def take_pending(self) -> tuple[int, ...]:
-        """The tokens to append now, () when the row is over."""
-        chunk, self._pending = self._pending, ()
+    def take_pending(self) -> Rendered:
+        """The tokens to append now, none when the row is over."""
+        chunk, self._pending = self._pending, NOTHING
         return chunk
 
     def played(self, rollout: Rollout, seconds: float) -> Played:
@@ -143,7 +145,7 @@ class _Row:
             return
         self._transcript += messages
         self._roles += reply.roles
-        self._pending = reply.ids
+        self._pending = reply
 
     def _grade(self) -> Grade:
         if self._finish == "error":

@@ -6,18 +6,23 @@ in serving" mean the same code. Batches are right-padded, so that the chunk a to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from audit.draws import uniforms
+from audit.decoding import Completion, Decoding, draw, nucleus
 from audit.errors import SpecError
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import Rollout
-from audit.policies import Policy
+from audit.kv.rotary import rotary_for
+from audit.policies import Mixture, Policy
+from audit.records import Role
+
+T = TypeVar("T")
+__all__ = ["Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "ServedModel", "nucleus"]
 
 
 class ServedModel(Protocol):
@@ -29,33 +34,6 @@ class ServedModel(Protocol):
 
     @property
     def chat(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 keeps the whole distribution."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise SpecError(
-                f"decoding {self}: wanted max_new_tokens >= 1, temperature >= 0 (0 is greedy), 0 < top_p <= 1"
-            )
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled turn. ``ids`` include the stop token if one was drawn.
-
-    ``logprobs`` are nats under the whole temperature-scaled distribution (greedy: temperature 1), before top-p.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str  # "stop" | "length"
 
 
 class _Row:
@@ -80,25 +58,50 @@ class Sampler:
     def __init__(self, model: ServedModel, policy: Policy) -> None:
         self.model, self.policy = model, policy
 
-    def open(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, group: int = 1) -> Episode:
-        """Prefill each prompt once and give it ``group`` rows; one seed per row. Raises SpecError for a bad prompt."""
+    def open(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        group: int = 1,
+        roles: Sequence[Sequence[str]] | None = None,
+    ) -> Episode | MixedEpisode:
+        """Prefill each prompt once and give it ``group`` rows; one seed per row.
+
+        ``roles`` name the role of every prompt token, which a policy that pins roles needs. Under a mixture the rows
+        share no prefill: each draws its own policy. Raises SpecError for a bad prompt.
+        """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
         assert len(seeds) == len(prompts) * group, (len(seeds), len(prompts), group)
-        return Episode(self.model, self.policy, prompts, seeds, group)
+        if self.policy.pinned_roles and roles is None:
+            raise SpecError(f"policy {self.policy.canonical!r} pins roles; sample with the roles of the tokens")
+        assert roles is None or [len(r) for r in roles] == [len(p) for p in prompts]
+        if isinstance(self.policy, Mixture):
+            each = [n for n in range(len(prompts)) for _ in range(group)]
+            own = None if roles is None else [roles[n] for n in each]
+            return MixedEpisode(self.model, self.policy, [prompts[n] for n in each], seeds, own)
+        return Episode(self.model, self.policy, prompts, seeds, group, roles)
 
 
 class Episode:
     """A batch of rows with one living cache: given tokens and drawn tokens are compressed as they come."""
 
     def __init__(
-        self, model: ServedModel, policy: Policy, prompts: Sequence[Sequence[int]], seeds: Sequence[int], group: int
+        self,
+        model: ServedModel,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        group: int,
+        roles: Sequence[Sequence[str]] | None,
     ) -> None:
         self._model = model
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
-        self._cache = EvictingCache(model.model.config, policy, self._seeds[::group])
+        rotary = rotary_for(model.model, policy)
+        self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary)
         self._rows = [_Row(p) for p in prompts for _ in range(group)]
-        logits = self._prefill([list(p) for p in prompts])
+        logits = self._prefill([list(p) for p in prompts], roles)
         self._cache.expand(group)
         self._cache.row_keys = self._seeds
         self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
@@ -122,7 +125,7 @@ class Episode:
         wanted, logits = list(running), self._logits
         start = torch.tensor([len(row.ids) for row in self._rows], device=logits.device)
         for step in range(max(most)):
-            tokens, logprobs = self._draw(logits, start + step, decoding)
+            tokens, logprobs = draw(logits, self._seeds, start + step, decoding)
             for n, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
                 if running[n]:
                     drawn[n].append((token, logprob))
@@ -141,25 +144,40 @@ class Episode:
             self._pending = [[] if t >= 0 else p for t, p in zip(tokens, self._pending, strict=True)]
 
     @torch.no_grad()
-    def extend(self, chunks: Sequence[Sequence[int]]) -> None:
-        """Append given tokens to each row (() = nothing); they attend causally, then the policy evicts."""
+    def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
+        """Append given tokens, with their roles, to each row (() = nothing); they attend, then the policy evicts."""
         assert len(chunks) == self.rows
         feed = [self._pending[n] + list(chunk) if chunk else [] for n, chunk in enumerate(chunks)]
+        if roles is not None:
+            drawn = str(Role.ASSISTANT)
+            roles = [[drawn] * (len(f) - len(r)) + list(r) if f else [] for f, r in zip(feed, roles, strict=True)]
         for n, chunk in enumerate(chunks):
             self._rows[n].add(chunk)
             if chunk:
                 self._pending[n] = []
         if not any(feed):
             return
-        logits = self._prefill(feed)
+        logits = self._prefill(feed, roles)
         fed = torch.tensor([bool(f) for f in feed], device=logits.device)
         self._logits = torch.where(fed[:, None], logits, self._logits)
 
     def rollouts(self) -> list[Rollout]:
         """Every row as it stands, with its ledger."""
         longest = max(len(row.ids) for row in self._rows)
-        ledger = self._cache.ledger(longest)
-        return [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
+        ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
+        codec = self._cache.policy.quantiser
+        rows = [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
+        if codec is None or times is None:
+            return rows
+        return [
+            replace(
+                row,
+                codec=codec.canonical,
+                keys_quantised_at=times[0][n, : len(row.ids)].clone(),
+                values_quantised_at=times[1][n, : len(row.ids)].clone(),
+            )
+            for n, row in enumerate(rows)
+        ]
 
     @property
     def _stops(self) -> frozenset[int]:
@@ -186,25 +204,22 @@ class Episode:
         self._pending[n] = ids[-1:]
         return Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] in self._stops else "length")
 
-    def _draw(self, logits: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
-        """One token per row from logits [B, V], and its log-prob in nats; ``index`` [B] numbers the draw."""
-        logprobs = (logits.double() / (decoding.temperature or 1.0)).log_softmax(-1)
-        if decoding.temperature == 0:
-            tokens = logprobs.argmax(-1)
-        else:
-            probabilities = nucleus(logprobs.exp(), decoding.top_p)
-            cumulative = probabilities.cumsum(-1)
-            threshold = uniforms(self._seeds, index)[:, None] * cumulative[:, -1:]
-            tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-        return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
         ids = torch.tensor(tokens)[:, None]
         positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)
-        return self._forward(ids.clamp(min=0), positions, decoding=True, columns=None)[:, -1]
+        self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * self.rows, 1))
+        return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
-    def _prefill(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _pinned(self, roles: Sequence[Sequence[str]] | None, width: int) -> Tensor | None:
+        """Which given tokens [B, width] the policy pins, None where it pins none."""
+        pinned = self._cache.policy.pinned_roles
+        if not pinned:
+            return None
+        assert roles is not None, "a policy that pins roles needs the roles of what is given"
+        return torch.tensor([[role in pinned for role in row] + [False] * (width - len(row)) for row in roles])
+
+    def _prefill(self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None) -> Tensor:
         """Feed whole token lists chunk by chunk; logits [B, V] after each row's last token."""
         lengths = torch.tensor([len(r) for r in rows])
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -217,14 +232,15 @@ class Episode:
                 f"context of {int(positions.max()) + 1} tokens is longer than the model's {self._model.max_positions} "
                 "positions; ask for a shorter context"
             )
-        chunk = self._cache.policy.chunk
+        chunk, pinned = self._cache.policy.chunk, self._pinned(roles, ids.shape[1])
         result = None
         for start in range(0, ids.shape[1], chunk):
             part = slice(start, start + chunk)
             last = lengths - 1 - start  # column of each row's last token within this chunk
             ending = (last >= 0) & (last < ids[:, part].shape[1])
             wanted, inverse = torch.unique(last[ending], return_inverse=True)
-            logits = self._forward(ids[:, part], positions[:, part], decoding=False, columns=wanted)
+            self._cache.begin(positions[:, part], decoding=False, pinned=None if pinned is None else pinned[:, part])
+            logits = self._forward(ids[:, part], positions[:, part], columns=wanted)
             if result is None:
                 result = logits.new_zeros(len(rows), logits.shape[-1])
             rows_ending = ending.nonzero()[:, 0].to(logits.device)
@@ -233,9 +249,8 @@ class Episode:
         return result
 
     @torch.no_grad()
-    def _forward(self, ids: Tensor, positions: Tensor, *, decoding: bool, columns: Tensor | None) -> Tensor:
-        """One forward; logits [B, n, V] at ``columns`` (None: the last one)."""
-        self._cache.begin(positions, decoding=decoding)
+    def _forward(self, ids: Tensor, positions: Tensor, *, columns: Tensor | None) -> Tensor:
+        """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
         device = self._model.device
         output = self._model.model(
             input_ids=ids.to(device),
@@ -248,10 +263,43 @@ class Episode:
         return logits
 
 
-def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020): [B, V]."""
-    if top_p >= 1:
-        return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))
+class MixedEpisode:
+    """A batch whose rows were each served under a policy they drew: one ``Episode`` per policy."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        policy: Mixture,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        roles: Sequence[Sequence[str]] | None,
+    ) -> None:
+        self.rows = len(prompts)
+        chosen = [policy.drawn(seed) for seed in seeds]
+        self._parts: list[tuple[list[int], Episode]] = []
+        for part in dict.fromkeys(chosen):
+            rows = [n for n, own in enumerate(chosen) if own == part]
+            own = None if roles is None else [roles[n] for n in rows]
+            episode = Episode(model, part, [prompts[n] for n in rows], [seeds[n] for n in rows], 1, own)
+            self._parts.append((rows, episode))
+
+    def decode(self, decoding: Decoding, limits: Sequence[int] | None = None) -> list[Completion | None]:
+        """See ``Episode.decode``."""
+        most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
+        return self._gather(lambda rows, episode: episode.decode(decoding, [most[n] for n in rows]))
+
+    def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
+        """See ``Episode.extend``."""
+        for rows, episode in self._parts:
+            episode.extend([chunks[n] for n in rows], None if roles is None else [roles[n] for n in rows])
+
+    def rollouts(self) -> list[Rollout]:
+        """See ``Episode.rollouts``."""
+        return self._gather(lambda _, episode: episode.rollouts())
+
+    def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
+        """Results of every part, in the order of the rows."""
+        found: dict[int, T] = {}
+        for rows, episode in self._parts:
+            found |= dict(zip(rows, work(rows, episode), strict=True))
+        return [found[n] for n in range(self.rows)]

@@ -237,17 +237,9 @@ class RunSpec(Part):
 
 
 def canonical_policy(value: Any) -> str:
-    """The canonical string of a policy written as a string or as a mapping with a ``name``."""
+    """The canonical string of a policy written as text or as a mapping (see ``audit.policies.parse``)."""
     from audit.policies import parse_policy
 
-    if isinstance(value, dict):
-        fields = {key: str(v).lower() if isinstance(v, bool) else v for key, v in value.items()}
-        name = fields.pop("name", None)
-        if name is None:
-            raise SpecError(f"policy {value!r} has no name; write name: snapkv, budget: 96 or 'snapkv:budget=96'")
-        value = f"{name}:" + ",".join(f"{key}={v}" for key, v in fields.items())
-    if not isinstance(value, str):
-        raise SpecError(f"policy {value!r} is no text; write none, or 'snapkv:budget=96,window=8'")
     return parse_policy(value).canonical
 
 

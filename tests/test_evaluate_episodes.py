@@ -64,7 +64,14 @@ class Scripted:
     def model(self) -> Any:
         return self
 
-    def open(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, group: int = 1) -> Any:
+    def open(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        group: int = 1,
+        roles: Sequence[Sequence[str]],
+    ) -> Any:
         self.seeds, self.group = list(seeds), group
         self.ids = [list(prompt) for prompt in prompts for _ in range(group)]
         self.starts = [0] * len(self.ids)
@@ -84,7 +91,7 @@ class Scripted:
         self.ids[row] += ids
         return Completion(ids, (0.0,) * len(ids), "length" if cut else "stop")
 
-    def extend(self, chunks: Sequence[tuple[int, ...]]) -> None:
+    def extend(self, chunks: Sequence[tuple[int, ...]], roles: Sequence[Sequence[str]]) -> None:
         self.chunks.append(chunks)
         for row, chunk in enumerate(chunks):
             self.ids[row] += chunk

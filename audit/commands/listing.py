@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from audit.commands.console import wide_console
+from audit.commands.console import say, wide_console
 from audit.commands.plugins import load_plugins
-from audit.policies import POLICIES
+from audit.policies import POLICIES, Policy
+from audit.policies.base import OPTIONAL
 from audit.training.arms import ARMS
 from suites.base import SUITES
 
@@ -17,8 +18,24 @@ from suites.base import SUITES
 def policies(plugins: Sequence[Path]) -> None:
     """Every policy with its defaults."""
     load_plugins(plugins)
-    rows = [[name, cls.keeps, cls().canonical.partition(":")[2], cls.paper] for name, cls in POLICIES.all().items()]
-    _print(["policy", "keeps", "fields and defaults", "paper"], rows)
+    rows = [_row(name, cls) for name, cls in POLICIES.all().items()]
+    _print(["policy", "keeps", "fields and defaults", "phase", "replay", "paper"], rows)
+    say(
+        wide_console(),
+        "a+b evicts by a and quantises by b; a|b lets every request draw one; pin=system never lets a role's tokens go",
+    )
+
+
+def _row(name: str, cls: type[Policy]) -> list[str]:
+    policy = cls()
+    optional = [f"{field}={getattr(policy, field) or '-'}" for field in OPTIONAL if field in cls.field_names()]
+    fields = [part for part in (policy.canonical.partition(":")[2], *optional) if part]
+    phase = policy.phase if cls.evicts else "both" if cls.quantises else "-"
+    # a field that a policy lists as optional may switch replay off
+    replay = (
+        "no" if not policy.replayable else "yes, unless repositioned" if "reposition" in cls.field_names() else "yes"
+    )
+    return [name, cls.keeps, ",".join(fields).lower(), phase, replay, cls.paper]
 
 
 def suites(plugins: Sequence[Path]) -> None:

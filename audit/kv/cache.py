@@ -1,4 +1,4 @@
-"""The evicting cache: every query attends, then the policy evicts, and the ledger is written.
+"""The compressing cache: every query attends, then the policy evicts or quantises, and the ledger is written.
 
 Entries keep their rotary positions; the position of the next token is the number of tokens seen. Rows never mix:
 padding is never an entry, and when a row is compressed depends on its own tokens alone.
@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from audit.errors import SpecError
 from audit.kv.attention import causal_attention, grouped_attention
+from audit.kv.evict import only_victim, retained, visibility
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
+from audit.kv.moments import QueryMoments
+from audit.kv.quantised import QuantisedStore
+from audit.kv.reposition import MovingSinks
+from audit.kv.rotary import Rotary
+from audit.kv.schedule import Pins, Times
 from audit.kv.store import Store
 from audit.policies import Policy, View
 
@@ -24,23 +31,28 @@ class EvictingCache:
     """A cache for one batch that compresses by ``policy``; pass it to a model's forward as ``kv=``.
 
     Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (-1 = padding),
-    then the forward itself with ``position_ids=positions.clamp(min=0)``.
+    then the forward itself with ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's (``rotary_for``),
+    where the policy asks for it. Raises SpecError for a mixture: one is drawn per request.
     """
 
-    def __init__(self, config: Any, policy: Policy, row_keys: Tensor) -> None:
-        self.policy = policy
+    def __init__(self, config: Any, policy: Policy, row_keys: Tensor, *, rotary: Rotary | None = None) -> None:
+        if policy.drawn(0) is not policy:
+            raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
+        assert rotary or not policy.evictor.needs_rotary, policy.canonical
+        self.policy, self.row_keys = policy, row_keys
         self.plans: list[LayerPlan] = layer_plans(config, policy)
-        self.stores = [
-            Store(accumulates=p.policy.accumulates, observed_queries=p.policy.observed_queries) for p in self.plans
-        ]
-        self.row_keys = row_keys
+        self.stores = [_store(plan) for plan in self.plans]
+        self._moments = [_query_moments(plan, rotary) for plan in self.plans]
+        self._sinks = [_moving_sinks(plan, rotary) for plan in self.plans]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
         self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries held per row
+        self._pins = Pins(policy.evictor, len(row_keys), row_keys.device) if policy.pinned_roles else None
+        self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
         self.bytes_peak = 0
 
-    def begin(self, positions: Tensor, *, decoding: bool) -> None:
-        """Announce the next forward: CPU row positions [B, Q], -1 for padding."""
+    def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
+        """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
         new = (positions >= 0).sum(1)
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
@@ -53,6 +65,11 @@ class EvictingCache:
         self._causal = (
             bool((self.seen == new).all()) and bool((positions[:, 0] == 0).all()) and not self.stores[0].length
         )
+        if self._pins and pinned is not None:
+            self._pins.add(self._positions, pinned.to(device))
+        if self._times:
+            self._times.advance(self.seen, new)
+            self._until = tuple(t.to(device) for t in self._times.until())
 
     @property
     def announced(self) -> Tensor:
@@ -60,101 +77,137 @@ class EvictingCache:
         return self._positions
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        """Append, attend, evict. Shapes as in ``audit.kv.attention.Attends``."""
-        plan, store, new = self.plans[layer], self.stores[layer], key.shape[2]
-        bounded = plan.policy.evicts and not (self._decoding and plan.policy.phase == "prefill")
-        limit = plan.policy.budget + max(new, plan.policy.interval) if bounded else None
+        """Append, attend, evict, quantise. Shapes as in ``audit.kv.attention.Attends``."""
+        store, evictor = self.stores[layer], self.plans[layer].policy.evictor
+        bounded = evictor.evicts and not (self._decoding and evictor.phase == "prefill")
+        limit = evictor.budget + max(key.shape[2], evictor.interval) if bounded else None
         store.append(key, value, self._positions, limit=limit)
         self._counts[layer] += self._new
         out = self._attention(layer, query, scaling)
-        store.observe(query, self._positions)
-        if store.mass is not None:
-            self._accumulate(store, query, scaling)
-        self.bytes_peak = max(self.bytes_peak, sum(s.bytes for s in self.stores))
+        self._remember(layer, query, scaling)
+        self.bytes_peak = max(self.bytes_peak, self.bytes)
         due = self._due(layer)
         if bool(due.any()):
             self._evict(layer, due, scaling)
+        if isinstance(store, QuantisedStore):
+            store.flush(*self._until)
         return out
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(store.bytes for store in self.stores) + sum(m.bytes for m in self._moments if m)
 
     def _attention(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         store, window = self.stores[layer], self.plans[layer].sliding_window
-        keys, values = store.keys[:, :, : store.length], store.values[:, :, : store.length]
-        if self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window):
-            return causal_attention(query, keys, values, scaling)
-        visible = None
-        if query.shape[2] > 1 or window is not None or bool((self._counts[layer] != store.length).any()):
-            visible = visibility(self._positions, store.positions[:, :, : store.length], window)
-        return grouped_attention(query, keys, values, visible, scaling)
+        whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
+        padded = bool((self._counts[layer] != store.length).any())
+        out = []
+        for rows, keys, values in store.read():
+            if whole:
+                out.append(causal_attention(query[rows], keys, values, scaling))
+                continue
+            visible = None
+            if query.shape[2] > 1 or window is not None or padded:
+                visible = visibility(self._positions[rows], store.positions[rows], window)
+            out.append(grouped_attention(query[rows], keys, values, visible, scaling))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _remember(self, layer: int, query: Tensor, scaling: float) -> None:
+        """Keep of the new queries what the policy asks for."""
+        store, moments = self.stores[layer], self._moments[layer]
+        store.observe(query, self._positions)
+        if store.mass is not None:
+            self._accumulate(store, query, scaling)
+        if moments:
+            moments.add(query, self._positions)
 
     def _accumulate(self, store: Store, query: Tensor, scaling: float) -> None:
         """Add the softmax mass of the new queries, in float32 and in blocks of queries: memory O(block * K)."""
         assert store.mass is not None
-        keys = store.keys[:, :, : store.length].float()
-        positions = store.positions[:, :, : store.length]
-        groups = query.shape[1] // keys.shape[1]
-        for start in range(0, query.shape[2], QUERY_BLOCK):
-            block = query[:, :, start : start + QUERY_BLOCK].float()
-            at = self._positions[:, start : start + QUERY_BLOCK]
-            logits = (
-                torch.einsum("bhgqd,bhkd->bhgqk", block.reshape(len(block), -1, groups, *block.shape[2:]), keys)
-                * scaling
-            )
-            logits = logits.masked_fill(~visibility(at, positions, None)[:, :, None], float("-inf"))
-            mass = logits.softmax(-1) * (at >= 0)[:, None, None, :, None]
-            store.mass[:, :, : store.length] += mass.sum((2, 3))
+        for rows, held, _ in store.read():
+            keys = held.float()
+            groups = query.shape[1] // keys.shape[1]
+            for start in range(0, query.shape[2], QUERY_BLOCK):
+                block = query[rows, :, start : start + QUERY_BLOCK].float()
+                at = self._positions[rows, start : start + QUERY_BLOCK]
+                packed = block.reshape(len(block), -1, groups, *block.shape[2:])
+                logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
+                visible = visibility(at, store.positions[rows], None)
+                logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
+                mass = logits.softmax(-1) * (at >= 0)[:, None, None, :, None]
+                store.mass[rows] += mass.sum((2, 3))
 
     def _due(self, layer: int) -> Tensor:
         """Rows [B] that compress now; a function of each row's own token count."""
-        policy = self.plans[layer].policy
-        if not policy.evicts:
+        evictor = self.plans[layer].policy.evictor
+        if not evictor.evicts:
             return torch.zeros_like(self.seen, dtype=torch.bool)
         # a row that was given nothing is left as it is, whatever the others of its batch do
-        over = (self._counts[layer] > policy.budget) & (self._new > 0)
+        over = (self._counts[layer] > evictor.budget) & (self._new > 0)
         if not self._decoding:
-            return over & (policy.phase != "decode")
+            return over & (evictor.phase != "decode")
         self._since[layer] += self._new
-        return over & (self._since[layer] >= policy.interval) & (policy.phase != "prefill")
+        return over & (self._since[layer] >= evictor.interval) & (evictor.phase != "prefill")
 
     def _evict(self, layer: int, due: Tensor, scaling: float) -> None:
-        policy, store = self.plans[layer].policy, self.stores[layer]
-        if bool((self._counts[layer] != store.length).any()):
-            # neighbours in the cache must be neighbours in the view: padding of other rows leaves no gaps
-            store.keep(store.positions[:, :, : store.length] >= 0, int(self._counts[layer].max()), self._seen_device)
-        rows = due.nonzero()[:, 0].to(self.row_keys.device)
-        view = self._view(layer, rows, scaling)
-        importance = policy.importance(view).float()
-        assert importance.shape == view.positions.shape, (policy.name, importance.shape)
-        kept = store.positions[:, :, : store.length] >= 0
-        kept[rows] = retained(importance, view.positions, view.seen, policy)
-        self._counts[layer][due] = policy.budget
+        evictor, store, counts = self.plans[layer].policy.evictor, self.stores[layer], self._counts[layer]
+        full = bool((counts == store.length).all())
+        every = bool(due.all())
+        single = every and full and store.length == evictor.budget + 1
+        rows = slice(None) if every else due.nonzero()[:, 0].to(self.row_keys.device)
+        if single and not evictor.ordered and not isinstance(store, QuantisedStore):
+            view = self._view(layer, rows, scaling)
+            importance = evictor.importance(view).float()
+            store.replace(
+                only_victim(importance, view.positions, view.seen, evictor, self._pinned(view, rows)), view.seen
+            )
+        else:
+            if not (full and store.ordered):
+                # neighbours in the cache must be neighbours in the view: padding of other rows leaves no gaps
+                store.keep(store.positions >= 0, int(counts.max()), self._seen_device)
+            view = self._view(layer, rows, scaling)
+            importance = evictor.importance(view).float()
+            assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
+            kept = store.positions >= 0
+            kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(view, rows))
+            counts[due] = evictor.budget
+            store.keep(kept, int(counts.max()), self._seen_device)
+        counts[due] = evictor.budget
         self._since[layer][due] = 0
-        store.keep(kept, int(self._counts[layer].max()), self._seen_device)
+        sinks = self._sinks[layer]
+        if sinks:
+            sinks.move(store, rows, by=self._seen_device[rows] - evictor.budget)
 
-    def _view(self, layer: int, rows: Tensor, scaling: float) -> View:
-        store = self.stores[layer]
-        keys, slots = store.keys[rows, :, : store.length], slice(0, store.length)
-        nothing = keys.new_zeros(len(rows), keys.shape[1], 0, keys.shape[3])
+    def _pinned(self, view: View, rows: Tensor | slice) -> Tensor | None:
+        return self._pins.at(view.positions, rows) if self._pins else None
+
+    def _view(self, layer: int, rows: Tensor | slice, scaling: float) -> View:
+        store, moments = self.stores[layer], self._moments[layer]
+        keys, values = store.entries(rows)
+        nothing = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3])
+        absent = self._positions.new_zeros(len(keys), 0)
         return View(
             layer=layer,
             keys=keys,
-            values=store.values[rows, :, slots],
-            positions=store.positions[rows, :, slots],
+            values=values,
+            positions=store.positions[rows],
             seen=self._seen_device[rows],
             queries=nothing if store.queries is None else store.queries[rows],
-            query_positions=rows.new_zeros(len(rows), 0)
-            if store.query_positions is None
-            else store.query_positions[rows],
-            mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows, :, slots],
+            query_positions=absent if store.query_positions is None else store.query_positions[rows],
+            mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows],
             scaling=scaling,
             row_keys=self.row_keys[rows],
+            moments=moments.of(rows) if moments else None,
         )
 
     def expand(self, group: int) -> None:
         """Repeat every row ``group`` times: the members of a group share one prefill."""
         if group == 1:
             return
-        for store in self.stores:
-            store.expand(group)
+        for part in (*self.stores, *self._moments, *self._sinks, self._pins, self._times):
+            if part is not None:
+                part.expand(group)
         self.row_keys, self.seen = self.row_keys.repeat_interleave(group), self.seen.repeat_interleave(group)
         self._since = [s.repeat_interleave(group) for s in self._since]
         self._counts = [c.repeat_interleave(group) for c in self._counts]
@@ -167,10 +220,7 @@ class EvictingCache:
 
     def dense_bytes(self, tokens: int) -> int:
         """Bytes of keys and values that one row of ``tokens`` tokens takes in an uncompressed cache."""
-        return sum(
-            s.keys.shape[1] * (s.keys.shape[3] + s.values.shape[3]) * s.keys.element_size() * tokens
-            for s in self.stores
-        )
+        return sum(store.dense_bytes_per_token for store in self.stores) * tokens
 
     def ledger(self, tokens: int) -> Tensor:
         """``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""
@@ -181,25 +231,23 @@ class EvictingCache:
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))
         return torch.stack(rows, 1)
 
-
-def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
-    """Which slots each query sees: bool [B, H, Q, K] from query positions [B, Q] and slot positions [B, H, K].
-
-    A padding query sees everything, empty slots included: its output is never used, but must stay finite.
-    """
-    q, k = at[:, None, :, None], positions[:, :, None]
-    visible = (k >= 0) & (k <= q)
-    if sliding_window is not None:
-        visible &= q - k < sliding_window
-    return visible | (q < 0)
+    def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Times of keys and values [B, tokens] int32, where the policy quantises."""
+        return self._times.tables(tokens) if self._times else None
 
 
-def retained(importance: Tensor, positions: Tensor, seen: Tensor, policy: Policy) -> Tensor:
-    """The slots that stay: sink and window first, then the highest importance, ties to the earlier position.
+def _store(plan: LayerPlan) -> Store:
+    evictor, codec = plan.policy.evictor, plan.policy.quantiser
+    if codec is None:
+        return Store(accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
+    return QuantisedStore(codec, accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
 
-    All [B, H, K]; returns bool with exactly ``policy.budget`` True per head.
-    """
-    protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
-    rank = importance.masked_fill(protected, float("inf")).masked_fill(positions < 0, float("-inf"))
-    best = torch.sort(rank, dim=-1, descending=True, stable=True).indices[..., : policy.budget]
-    return torch.zeros_like(protected).scatter_(-1, best, True)
+
+def _query_moments(plan: LayerPlan, rotary: Rotary | None) -> QueryMoments | None:
+    evictor = plan.policy.evictor
+    return QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
+
+
+def _moving_sinks(plan: LayerPlan, rotary: Rotary | None) -> MovingSinks | None:
+    evictor = plan.policy.evictor
+    return MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None

@@ -1,16 +1,19 @@
 """The ledger: when each cache entry left. One integer per entry replays a whole compressed rollout.
 
-Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``.
+Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``. Where the cache was
+quantised too, queries from ``keys_quantised_at[j]`` on saw key j as the codec stores it, values alike.
 
-File format 1: safetensors with, per rollout n, ``n.ids`` int64 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
-float32 [T] (nats), ``n.evicted_at`` int32 [L, H, T]; metadata key ``kvaudit`` holds JSON of the rest.
+File format 2: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
+float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 where T fits (the largest number means never), an int32
+otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding. Metadata key
+``kvaudit`` holds JSON of the rest. Format 1 (all int32, ids int64, no codec) is still read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from audit.errors import DataError
+from audit.errors import DataError, SpecError
 from audit.policies import Policy
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
 NEVER = 2**31 - 1
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
+_TIMES = ("evicted_at", "keys_quantised_at", "values_quantised_at")
+_SHORT, _SHORT_NEVER = torch.uint16, 2**16 - 1
 _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", "retention")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
+
+    A quantised cache names its ``codec`` (a canonical policy) and since when keys and values are codes: int32 [B, T].
+    """
+
+    evicted_at: Tensor
+    codec: str = ""
+    keys_quantised_at: Tensor | None = None
+    values_quantised_at: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,8 @@ class Rollout:
 
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
-    entries at that moment, over compressed layers; bytes are this row's share of allocated tensors.
+    entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
+    names its ``codec`` (a canonical policy) and gives two more tables [T] int32, else they are "" and None.
     """
 
     ids: Tensor
@@ -47,18 +67,52 @@ class Rollout:
     kv_bytes_dense: int
     retention: float
     answer_start: int
+    codec: str = ""
+    keys_quantised_at: Tensor | None = None
+    values_quantised_at: Tensor | None = None
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
-    """Write the rollouts to ``path`` and return the file's sha256."""
-    tensors = {f"{n}.{name}": getattr(r, name).contiguous() for n, r in enumerate(rollouts) for name in _TENSORS}
-    scalars = [{name: getattr(r, name) for name in _SCALARS} for r in rollouts]
+    """Write the rollouts to ``path`` and return the file's sha256. Raises SpecError for a policy without replay."""
+    if not policy.replayable:
+        raise SpecError(f"policy {policy.canonical!r} cannot be replayed, so there is no ledger to keep")
+    tensors = {f"{n}.{name}": tensor for n, rollout in enumerate(rollouts) for name, tensor in _tensors(rollout)}
+    scalars = [_scalars(rollout) for rollout in rollouts]
     header = {"format": FORMAT, "policy": policy.canonical, "policy_hash": policy.hash, "rollouts": scalars}
     # one key only: safetensors writes several in no fixed order, and equal ledgers must have equal hashes
     metadata = {"kvaudit": json.dumps(header)}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata=metadata)
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
+    yield "ids", rollout.ids.to(torch.int32)
+    yield "sampled", rollout.sampled
+    yield "sampler_logprobs", rollout.sampler_logprobs
+    for name in _TIMES:
+        times = getattr(rollout, name)
+        if times is not None:
+            yield name, _shortened(times.contiguous())
+
+
+def _scalars(rollout: Rollout) -> dict[str, Any]:
+    codec = {"codec": rollout.codec} if rollout.codec else {}
+    return {name: getattr(rollout, name) for name in _SCALARS} | codec
+
+
+def _shortened(times: Tensor) -> Tensor:
+    """Half the bytes where every time fits."""
+    if times.shape[-1] >= _SHORT_NEVER - 1:
+        return times
+    return times.clamp(max=_SHORT_NEVER).to(_SHORT)
+
+
+def _lengthened(times: Tensor) -> Tensor:
+    if times.dtype is not _SHORT:
+        return times
+    wide = times.to(torch.int32)
+    return torch.where(wide == _SHORT_NEVER, NEVER, wide)
 
 
 def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], str]:
@@ -70,14 +124,23 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
     try:
         with safe_open(path, framework="pt") as file:
             header = _header(path, file.metadata() or {})
-            scalars = header["rollouts"]
-            rows = [{name: file.get_tensor(f"{n}.{name}") for name in _TENSORS} for n in range(len(scalars))]
+            rollouts = [_rollout(file, n, scalars) for n, scalars in enumerate(header["rollouts"])]
+            policy = str(header["policy"])
     except SafetensorError as error:
         raise DataError(f"ledger {str(path)!r} is not a readable safetensors file ({error})") from None
-    rollouts = [Rollout(**row, **scalar) for row, scalar in zip(rows, scalars, strict=True)]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"ledger {str(path)!r} has a damaged header ({error}); sample it again") from None
     for rollout in rollouts:
         _check(path, rollout)
-    return rollouts, header["policy"]
+    return rollouts, policy
+
+
+def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
+    names = (*_TENSORS, *_TIMES[1:]) if scalars.get("codec") else _TENSORS
+    tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
+    tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
+    tensors["ids"] = tensors["ids"].long()
+    return Rollout(**tensors, **scalars)
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -85,16 +148,18 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         header = json.loads(metadata.get("kvaudit", "null"))
     except ValueError:
         header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise DataError(f"file {str(path)!r} is not a ledger of format {FORMAT}")
+    if not isinstance(header, dict) or header.get("format") not in READABLE:
+        raise DataError(f"file {str(path)!r} is not a ledger of format {' or '.join(map(str, READABLE))}")
     return header
 
 
 def _check(path: Path, rollout: Rollout) -> None:
     tokens = rollout.ids.shape[0]
-    if not (rollout.evicted_at.dim() == 3 and rollout.evicted_at.shape[-1] == tokens == rollout.sampled.shape[0]):
+    along = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs]
+    along += [t for t in (rollout.keys_quantised_at, rollout.values_quantised_at) if t is not None]
+    if rollout.evicted_at.dim() != 3 or any(t.shape[-1] != tokens for t in along):
         raise DataError(
             f"ledger {str(path)!r}: evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
         )
-    if (rollout.evicted_at <= torch.arange(tokens, dtype=torch.int32)).any():
+    if any((t <= torch.arange(tokens, dtype=torch.int32)).any() for t in [rollout.evicted_at, *along[3:]]):
         raise DataError(f"ledger {str(path)!r}: an entry left before its own query saw it; the file is damaged")

@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from audit.errors import DataError
 from audit.kv.attention import causal_attention, grouped_attention
+from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.policies import parse_policy
@@ -29,7 +31,8 @@ class Replay:
 
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own;
     ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
-    pass stand before the new ones, each of its rows repeated ``group`` times.
+    pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
+    were seen quantised.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Replay:
         keys: Tensor,
         evicted_at: Tensor | None,
         *,
+        codes: Codes | None = None,
         prefix: Replay | None = None,
         group: int = 1,
     ) -> None:
+        self._codes = codes
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
         self._prefix, self._group = prefix, group
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -53,19 +58,32 @@ class Replay:
             before = [t.repeat_interleave(self._group, 0) for t in self._prefix.held[layer]]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         window = self._plans[layer].sliding_window
+        if self._codes and window is None:
+            return self._quantised(layer, query, key, value, scaling)
         if self._evicted_at is None and self._prefix is None and (window is None or query.shape[2] <= window):
             return causal_attention(query, key, value, scaling)
         heads = 1 if self._evicted_at is None else key.shape[1]
-        block = max(1, MASK_ELEMENTS // (len(query) * heads * key.shape[2]))
         parts = [
-            grouped_attention(query[:, :, s : s + block], key, value, self._visible(layer, s, s + block), scaling)
-            for s in range(0, query.shape[2], block)
+            grouped_attention(query[:, :, part], key, value, self._visible(layer, part), scaling)
+            for part in _blocks(query.shape[2], len(query) * heads * key.shape[2])
         ]
         return torch.cat(parts, 2)
 
-    def _visible(self, layer: int, start: int, stop: int) -> Tensor:
-        """Bool [B, 1 or H, stop - start, K]: j <= i < evicted_at[j], padding queries see everything."""
-        q, k = self._queries[:, None, start:stop, None], self._keys[:, None, None]
+    def _quantised(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        codes = self._codes
+        assert codes is not None
+        gone = None if self._evicted_at is None else self._evicted_at[:, layer]
+        stored = fake_keys(key, self._keys, gone, codes), fake_values(value, codes.codec)
+        parts = []
+        for part in _blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
+            at = self._queries[:, part, None]
+            late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
+            parts.append(two_precisions(query[:, :, part], key, value, self._visible(layer, part), late, scaling))
+        return torch.cat(parts, 2)
+
+    def _visible(self, layer: int, part: slice) -> Tensor:
+        """Bool [B, 1 or H, part, K]: j <= i < evicted_at[j], padding queries see everything."""
+        q, k = self._queries[:, None, part, None], self._keys[:, None, None]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
         if window is not None:
@@ -75,15 +93,23 @@ class Replay:
         return visible | (q < 0)
 
 
-def replay_logits(model: Any, ids: Tensor, positions: Tensor, evicted_at: Tensor | None) -> Tensor:
+def _blocks(queries: int, elements: int) -> list[slice]:
+    """Slices of queries whose mask of ``elements`` per query stays within MASK_ELEMENTS."""
+    step = max(1, MASK_ELEMENTS // elements)
+    return [slice(start, start + step) for start in range(0, queries, step)]
+
+
+def replay_logits(
+    model: Any, ids: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes | None = None
+) -> Tensor:
     """Logits [B, T, V] of one pass over padded rows: ids and positions [B, T] (-1 = padding, any side).
 
-    ``evicted_at`` int32 [B, L, H, T] lies along the columns of ``ids``; None is the dense pass.
+    ``evicted_at`` int32 [B, L, H, T] lies along the columns of ``ids``, as do ``codes``; None is the dense pass.
     """
     plans = layer_plans(model.config, parse_policy("none"))
     if evicted_at is None:
         evicted_at = torch.full((1, len(plans), 1, 1), NEVER, device=ids.device)  # padding may be on the left
-    context = Replay(plans, positions, positions, evicted_at)
+    context = Replay(plans, positions, positions, evicted_at, codes=codes)
     logits: Tensor = model(input_ids=ids, position_ids=positions.clamp(min=0), use_cache=False, kv=context).logits
     return logits
 
@@ -109,14 +135,16 @@ def suffix_logits(model: Any, rollouts: Sequence[Rollout], *, group: int, view: 
     prefix = None
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
-        prefix = Replay(plans, before, before, gone)
+        codes = _codes(leaders, prompts.shape[1], 0, device) if shadow else None
+        prefix = Replay(plans, before, before, gone, codes=codes)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
-    gone = None
+    gone, codes = None, None
     if shadow:
+        codes = _codes(rollouts, prompts.shape[1], suffixes.shape[1], device)
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
-    context = Replay(plans, after, keys, gone, prefix=prefix, group=group)
+    context = Replay(plans, after, keys, gone, codes=codes, prefix=prefix, group=group)
     output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
     return output.logits, after >= 0
 
@@ -132,8 +160,24 @@ def _columns(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
     for rollout in rollouts:
         cut = rollout.prompt_length - 1
         part = rollout.evicted_at[:, :, :cut] if prompt else rollout.evicted_at[:, :, cut:-1]
-        parts.append(torch.nn.functional.pad(part, (0, width - part.shape[2]), value=NEVER))
+        parts.append(pad(part, (0, width - part.shape[2]), value=NEVER))
     return torch.stack(parts).to(device)
+
+
+def _codes(rollouts: Sequence[Rollout], prompt: int, suffix: int, device: torch.device) -> Codes | None:
+    """Quantisation times along ``prompt`` prompt columns and ``suffix`` suffix columns; None where there are none."""
+    if not rollouts[0].codec:
+        return None
+    tables = []
+    for name in ("keys_quantised_at", "values_quantised_at"):
+        rows = []
+        for rollout in rollouts:
+            times, cut = getattr(rollout, name), rollout.prompt_length - 1
+            before = pad(times[:cut], (0, prompt - cut), value=NEVER)
+            own = times[cut:-1] if suffix else times[:0]
+            rows.append(torch.cat([before, pad(own, (0, suffix - len(own)), value=NEVER)]))
+        tables.append(torch.stack(rows).to(device))
+    return Codes(codec_named(rollouts[0].codec), *tables)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
@@ -144,6 +188,21 @@ def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], 
         got = tuple(rollout.evicted_at.shape[:2])
         if got != wanted:
             raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
-        leader = rollouts[n - n % group]
-        if not torch.equal(rollout.ids[: rollout.prompt_length], leader.ids[: leader.prompt_length]):
-            raise DataError(f"rollout {n} does not share its group's prompt")
+        _check_leader(n, rollout, rollouts[n - n % group])
+        if rollout.codec != rollouts[0].codec:
+            raise DataError(
+                f"rollout {n} was quantised by {rollout.codec or 'nothing'}, the first of its batch was not"
+            )
+
+
+def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
+    """A group's prompt is passed once, so its members must agree on it and on what its queries saw."""
+    length = leader.prompt_length
+    if rollout.prompt_length != length or not torch.equal(rollout.ids[:length], leader.ids[:length]):
+        raise DataError(f"rollout {number} does not share its group's prompt")
+    # times after the prompt's last query may differ: they are the suffix's own
+    theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
+    if not torch.equal(theirs, own):
+        raise DataError(
+            f"rollout {number} has another prompt ledger than its group: its prompt was compressed otherwise"
+        )

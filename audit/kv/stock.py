@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from audit.errors import RunError, SpecError
+from audit.errors import DataError, RunError, SpecError
 from audit.kv.attention import NAME
 from audit.kv.cache import EvictingCache
+from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import layer_plans
-from audit.kv.ledger import NEVER
+from audit.kv.ledger import NEVER, Ledger
+from audit.kv.rotary import rotary_for
 from audit.kv.shadow import Replay
 from audit.policies import Policy, parse_policy
 
@@ -61,28 +63,42 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 class CompressedCache(Cache):  # type: ignore[misc]
     """A transformers cache that keeps what ``policy`` keeps; one batch, one conversation."""
 
-    def __init__(self, config: Any, policy: Policy, *, seed: int = 0) -> None:
-        plans = layer_plans(config, policy)
+    def __init__(self, model: Any, policy: Policy, *, seed: int = 0, pinned: Tensor | None = None) -> None:
+        plans = layer_plans(model.config, policy)
         super().__init__(layers=[_Layer() for _ in plans])
-        self._config, self._policy, self._seed = config, policy, seed
+        self._config, self._policy, self._seed = model.config, policy, seed
+        self._rotary, self._pinned = rotary_for(model, policy), pinned
         self._evicting: EvictingCache | None = None
 
     @classmethod
-    def for_model(cls, model: Any, policy: str | Policy, *, seed: int = 0) -> CompressedCache:
-        """A fresh cache for ``model``, whose attention is switched to ``kvaudit`` (dense calls are unchanged by it)."""
+    def for_model(
+        cls, model: Any, policy: str | Policy, *, seed: int = 0, pinned: Tensor | None = None
+    ) -> CompressedCache:
+        """A fresh cache for ``model``, whose attention is switched to ``kvaudit`` (dense calls are unchanged by it).
+
+        ``pinned`` bool [B, P] says which tokens of the prompt never leave; a policy with ``pin`` needs it, because
+        token ids alone do not tell roles. Raises SpecError for what does not fit, RunError for a model that cannot.
+        """
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
+        if bool(parsed.pinned_roles) != (pinned is not None):
+            raise SpecError("pin=... and pinned=<bool tensor, True at the tokens to keep> go together; give both")
         prepare(model)
-        return cls(model.config, parsed, seed=seed)
+        return cls(model, parsed, seed=seed, pinned=pinned)
 
     @property
-    def ledger(self) -> Tensor:
-        """``evicted_at`` int32 [B, L, H, T] in row positions: padding is not counted. Raises SpecError before use."""
-        return self._used().ledger(int(self._used().seen.max()))
+    def ledger(self) -> Ledger:
+        """The record so far, in row positions: padding is not counted. Raises SpecError before use."""
+        cache = self._used()
+        tokens = int(cache.seen.max())
+        codec, times = cache.policy.quantiser, cache.quantised_at(tokens)
+        if codec is None or times is None:
+            return Ledger(cache.ledger(tokens))
+        return Ledger(cache.ledger(tokens), codec.canonical, *times)
 
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return sum(store.bytes for store in self._used().stores)
+        return self._used().bytes
 
     @property
     def retention(self) -> Tensor:
@@ -99,10 +115,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
         batch, new = ids.shape
         if self._evicting is None:
             rows = torch.arange(batch, device=ids.device) + self._seed
-            self._evicting = EvictingCache(self._config, self._policy, rows)
+            self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
-        self._evicting.begin(_row_positions(attention_mask, self._evicting.seen, new), decoding=new == 1)
+        positions = _row_positions(attention_mask, self._evicting.seen, new)
+        pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
+        if pinned is not None and pinned.shape != ids.shape:
+            raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
+        self._evicting.begin(positions, decoding=new == 1, pinned=pinned)
         return self._evicting
 
 
@@ -142,23 +162,29 @@ def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @contextmanager
-def shadow(model: Any, ledger: Tensor) -> Iterator[None]:
-    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw; ``ledger`` int32 [B, L, H, T].
+def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
+    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
 
     The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says.
     """
     prepare(model)
     plans = layer_plans(model.config, parse_policy("none"))
+    text = model.config.get_text_config(decoder=True)
+    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), text.num_key_value_heads)
+    if got != wanted:
+        raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ids = _ids(args, kwargs)
+        if len(ids) != len(ledger.evicted_at):
+            raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)
         positions = _row_positions(kwargs.get("attention_mask"), zeros, ids.shape[1])
-        context = Replay(
-            plans, positions.to(ids.device), positions.to(ids.device), _along(ledger, positions, ids.device)
-        )
+        at = positions.to(ids.device)
+        codes = _codes(ledger, positions, ids.device)
+        context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
-        return args, {**kwargs, **more, "position_ids": positions.clamp(min=0).to(ids.device)}
+        return args, {**kwargs, **more, "position_ids": at.clamp(min=0)}
 
     handle = model.register_forward_pre_hook(replay, with_kwargs=True)
     try:
@@ -167,10 +193,20 @@ def shadow(model: Any, ledger: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def _along(ledger: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """Lay a ledger over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
-    batch, layers, heads, length = ledger.shape
-    padded = torch.nn.functional.pad(ledger.cpu(), (0, 1), value=NEVER)
+def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
+    if ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
+        return None
+    keys, values = (
+        _along(times[:, None, None], positions, device)[:, 0, 0]
+        for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
+    )
+    return Codes(codec_named(ledger.codec), keys, values)
+
+
+def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+    """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
+    batch, layers, heads, length = times.shape
+    padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
     index = torch.where((positions >= 0) & (positions < length), positions, length)
     index = index[:, None, None].expand(batch, layers, heads, -1)
     return padded.gather(3, index).to(device)

@@ -1,5 +1,8 @@
-"""Compression policies: one file each. ``parse_policy`` turns a spec string into a frozen object."""
+"""Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
-from audit.policies.base import POLICIES, Policy, View, parse_policy
+from audit.policies.base import POLICIES, Moments, Policy, View
+from audit.policies.compose import Composed, Mixture
+from audit.policies.parse import parse_policy
+from audit.policies.quantiser import Quantiser
 
-__all__ = ["POLICIES", "Policy", "View", "parse_policy"]
+__all__ = ["POLICIES", "Composed", "Mixture", "Moments", "Policy", "Quantiser", "View", "parse_policy"]

@@ -9,22 +9,40 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from audit.errors import SpecError, UnknownName
+from audit.records import Role
 from audit.registry import Registry
 
+if TYPE_CHECKING:
+    from audit.policies.quantiser import Quantiser
+
 PHASES = ("prefill", "decode", "both")
+OPTIONAL = ("pin", "reposition")  # fields that stand in the canonical form only where they are set
+
+
+class Moments(NamedTuple):
+    """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotation, and how rotation goes on.
+
+    ``turn(start, count)`` is the mean rotation [B, D, D] over positions start .. start + count - 1, start [B].
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    turn: Callable[[Tensor, int], Tensor]
 
 
 class View(NamedTuple):
     """What a policy sees of one layer's cache when it ranks. K is the number of slots, W of remembered queries.
 
-    Slots are ordered by position; a slot whose position is -1 is empty and its importance is ignored.
+    Slots are in order of position unless the policy does not care (`ordered`); a slot whose position is -1 is empty
+    and its importance is ignored.
     """
 
     layer: int
@@ -37,6 +55,7 @@ class View(NamedTuple):
     mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy asks (`accumulates`)
     scaling: float
     row_keys: Tensor  # [B] int64, one number per row, for seeded draws
+    moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
 
     def attention(self) -> Tensor:
         """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].
@@ -59,15 +78,19 @@ class Policy:
 
     ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of given tokens (prefill and
     later messages), while decoding, or both. ``chunk``: given tokens enter the cache this many at a time, each chunk
-    attending before it is evicted from; memory is bounded by budget + max(chunk, interval).
+    attending before it is evicted from; memory is bounded by budget + max(chunk, interval). ``pin``: roles whose tokens
+    never leave, such as ``system`` or ``system/tool``; they count towards the budget.
     """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""
-    replayable: ClassVar[bool] = True
     evicts: ClassVar[bool] = True
+    quantises: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False  # wants `View.mass`
+    moments: ClassVar[bool] = False  # wants `View.moments`
+    ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
+    uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter, None for all
 
     budget: int = 512
     sink: int = 4
@@ -75,6 +98,7 @@ class Policy:
     interval: int = 1
     phase: str = "both"
     chunk: int = 1024
+    pin: str = ""
 
     def __post_init__(self) -> None:
         for field in ("budget", "interval", "chunk"):
@@ -83,6 +107,9 @@ class Policy:
             self._at_least(field, 0)
         if self.phase not in PHASES:
             raise SpecError(f"policy {self.name}: phase={self.phase!r}, wanted one of {', '.join(PHASES)}")
+        for role in self.pinned_roles:
+            if role not in set(Role):
+                raise UnknownName(f"role in pin of policy {self.name}", role, list(Role))
         if self.evicts and self.budget < self.sink + self.window:
             raise SpecError(
                 f"policy {self.name}: budget={self.budget} is below sink + window = {self.sink} + {self.window}; "
@@ -95,9 +122,43 @@ class Policy:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
 
     @property
+    def replayable(self) -> bool:
+        """Whether one pass under the ledger reproduces what was sampled, so that a learner can use it."""
+        return True
+
+    @property
+    def repositions(self) -> bool:
+        """Whether positions are counted inside the cache."""
+        return False
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the cache must be able to turn keys and queries itself."""
+        return self.moments or self.repositions
+
+    @property
+    def evictor(self) -> Policy:
+        """The part that decides what stays."""
+        return self
+
+    @property
+    def quantiser(self) -> Quantiser | None:
+        """The part that decides how precisely it is stored, None for full precision."""
+        return None
+
+    @property
+    def pinned_roles(self) -> tuple[str, ...]:
+        """Roles whose tokens never leave."""
+        return tuple(self.pin.split("/")) if self.pin else ()
+
+    @property
     def observed_queries(self) -> int:
         """How many of the last queries the cache remembers for this policy."""
         return 0
+
+    def drawn(self, key: int) -> Policy:  # noqa: ARG002
+        """The policy of the request with this key: itself, unless it is a mixture."""
+        return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
         """The policy of layer ``layer`` of ``layers`` that it governs; the same in all unless budgets differ."""
@@ -107,9 +168,19 @@ class Policy:
         """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""
         raise NotImplementedError
 
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The fields that can be set, in order."""
+        return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
+
     def parameters(self) -> dict[str, Any]:
-        """The fields that matter to this policy, in order."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} if self.evicts else {}
+        """The fields that matter to this policy, in order; what is off by default is left out while it is off."""
+        values = {name: getattr(self, name) for name in self.field_names()}
+        return {name: value for name, value in values.items() if name not in OPTIONAL or value}
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain JSON, the same for equal policies."""
+        return {"policy": self.name, **self.parameters()}
 
     @property
     def canonical(self) -> str:
@@ -120,41 +191,11 @@ class Policy:
     @property
     def hash(self) -> str:
         """First 12 hex digits of the sha256 of the canonical JSON."""
-        row = json.dumps({"policy": self.name, **self.parameters()}, sort_keys=True, separators=(",", ":"))
+        row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 
 
 POLICIES: Registry[Policy] = Registry("policy", "audit.policies", Policy)
-
-
-def parse_policy(text: str) -> Policy:
-    """Parse ``name:field=value,...``; raises UnknownName or SpecError with the known fields."""
-    name, _, rest = text.strip().partition(":")
-    cls = POLICIES.get(name.strip())
-    types = get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)] if cls.evicts else []
-    values: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in rest.split(","))):
-        field, equals, value = (s.strip() for s in part.partition("="))
-        if not equals:
-            raise SpecError(f"policy {text!r}: {part!r} is not field=value")
-        if field not in known:
-            raise UnknownName(f"field of policy {name}", field, known)
-        if field in values:
-            raise SpecError(f"policy {text!r}: field {field} is given twice")
-        values[field] = _value(text, field, value, types[field])
-    return cls(**values)
-
-
-def _value(text: str, field: str, value: str, kind: type) -> Any:
-    if kind is bool:
-        if value not in ("true", "false"):
-            raise SpecError(f"policy {text!r}: {field}={value!r}, wanted true or false")
-        return value == "true"
-    try:
-        return kind(value)
-    except ValueError:
-        raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}") from None
 
 
 def _text(value: Any) -> str:

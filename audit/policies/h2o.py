@@ -18,6 +18,7 @@ class HeavyHitter(Policy):
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "2306.14048"
     keeps: ClassVar[str] = "the entries with the most accumulated attention, and a recent half"
+    ordered: ClassVar[bool] = False
     accumulates: ClassVar[bool] = True
 
     sink: int = 0

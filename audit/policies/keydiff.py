@@ -16,6 +16,7 @@ class KeyDiff(Policy):
     name: ClassVar[str] = "keydiff"
     paper: ClassVar[str] = "2504.15364"
     keeps: ClassVar[str] = "the entries whose keys are least like the mean key"
+    ordered: ClassVar[bool] = False
 
     sink: int = 0
     window: int = 0

@@ -18,6 +18,7 @@ class KeyNorm(Policy):
     name: ClassVar[str] = "knorm"
     paper: ClassVar[str] = "2406.11430"
     keeps: ClassVar[str] = "the entries with the smallest keys"
+    ordered: ClassVar[bool] = False
 
     sink: int = 0
     window: int = 0

@@ -15,6 +15,7 @@ class Dense(Policy):
     name: ClassVar[str] = "none"
     keeps: ClassVar[str] = "every entry"
     evicts: ClassVar[bool] = False
+    uses: ClassVar[tuple[str, ...] | None] = ()
 
     def importance(self, view: View) -> Tensor:
         raise AssertionError(f"the dense cache never evicts (layer {view.layer})")

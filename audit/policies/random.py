@@ -19,6 +19,7 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
     keeps: ClassVar[str] = "a uniform random sample, other in every row, layer and head"
+    ordered: ClassVar[bool] = False
 
     sink: int = 0
     window: int = 0

@@ -1,10 +1,11 @@
-"""StreamingLLM's attention sinks plus a sliding window, with original positions kept."""
+"""StreamingLLM's attention sinks plus a sliding window."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from audit.errors import SpecError
 from audit.policies.base import Policy, View
 
 
@@ -12,14 +13,30 @@ from audit.policies.base import Policy, View
 class Streaming(Policy):
     """Sink tokens and the most recent ones stay (Xiao 2024, arXiv:2309.17453).
 
-    Departure: entries keep the rotary positions they were computed at; the original re-assigns them by cache slot.
+    Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.
+    ``reposition=true`` is the original, which counts positions inside the cache: for serving only, not replayable.
     """
 
     name: ClassVar[str] = "streaming"
     paper: ClassVar[str] = "2309.17453"
     keeps: ClassVar[str] = "the first `sink` entries and the most recent ones"
+    ordered: ClassVar[bool] = False
 
     window: int = 0
+    reposition: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reposition and self.pin:
+            raise SpecError("policy streaming: reposition=true counts positions inside the cache and takes no pin")
+
+    @property
+    def repositions(self) -> bool:
+        return self.reposition
+
+    @property
+    def replayable(self) -> bool:
+        return not self.reposition
 
     def importance(self, view: View) -> Tensor:
         return view.positions.float()

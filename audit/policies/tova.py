@@ -15,6 +15,7 @@ class Tova(Policy):
     name: ClassVar[str] = "tova"
     paper: ClassVar[str] = "2401.06104"
     keeps: ClassVar[str] = "the entries the last query attends to, the same in every head"
+    ordered: ClassVar[bool] = False
 
     sink: int = 0
     window: int = 0

@@ -68,7 +68,11 @@ class TrainConfig:
             SUITES.get(suite)
         if self.loss not in LOSSES:
             raise UnknownName("loss", self.loss, LOSSES)
-        object.__setattr__(self, "policy", parse_policy(self.policy).canonical)
+        policy = parse_policy(self.policy)
+        _require(
+            "policy", policy.canonical, "a policy that can be replayed (see: kvaudit list policies)", policy.replayable
+        )
+        object.__setattr__(self, "policy", policy.canonical)
         self._check_numbers()
         self._check_suites()
 

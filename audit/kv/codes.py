@@ -1,0 +1,79 @@
+"""Quantised keys and values: codes packed into bytes, and the shared arithmetic of cache and shadow pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from audit.policies import Quantiser
+from audit.policies.quantiser import working
+
+INF = float("inf")
+
+
+def split(x: Tensor, size: int) -> Tensor:
+    """[..., n * size] -> [..., n, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]."""
+    if bits == 8:
+        return codes
+    parts = split(codes, 8 // bits)
+    packed: Tensor = parts[..., 0].clone()
+    for n in range(1, 8 // bits):
+        packed |= parts[..., n] << (bits * n)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of ``pack``."""
+    if bits == 8:
+        return packed
+    mask = 2**bits - 1
+    return torch.stack([(packed >> (bits * n)) & mask for n in range(8 // bits)], -1).flatten(-2)
+
+
+def encode_tokens(x: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor]:
+    """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D]."""
+    parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
+    parameters = codec.fit(parts.amin(-1), parts.amax(-1)).to(x.dtype)
+    codes = codec.encode(parts, parameters.to(parts.dtype)[..., None, :])
+    return codes.flatten(-2), parameters
+
+
+def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+    """What ``encode_tokens`` stored: [..., D]."""
+    parts = split(codes, codes.shape[-1] // parameters.shape[-2])
+    wide = parameters.to(working(parameters.dtype))[..., None, :]
+    return codec.decode(parts, wide).flatten(-2).to(parameters.dtype)
+
+
+def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
+    """Parameters [B, H, groups, D, P] per channel of keys [B, H, K, D] in groups [B, H, K]; -1 belongs to none."""
+    wide = keys.to(working(keys.dtype))
+    index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
+    shape = (*keys.shape[:2], groups + 1, keys.shape[3])
+    low = wide.new_full(shape, INF).scatter_reduce(2, index, wide, "amin")[:, :, :groups]
+    high = wide.new_full(shape, -INF).scatter_reduce(2, index, wide, "amax")[:, :, :groups]
+    absent = low > high
+    return codec.fit(low.masked_fill(absent, 0), high.masked_fill(absent, 0)).to(keys.dtype)
+
+
+def encode_keys(keys: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+    """Codes uint8 [B, H, K, D] of keys under per-channel parameters [B, H, K, D, P]."""
+    dtype = working(keys.dtype)
+    return codec.encode(keys.to(dtype), parameters.to(dtype))
+
+
+def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+    """The inverse, in the dtype of the parameters."""
+    return codec.decode(codes, parameters.to(working(parameters.dtype))).to(parameters.dtype)
+
+
+def parameters_of(group: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [B, H, G, ...] that entries of groups [B, H, K] use: [B, H, K, ...]."""
+    index = group.clamp(min=0).long()
+    rest = table.shape[3:]
+    return table.gather(2, index.reshape(*index.shape, *[1] * len(rest)).expand(*index.shape, *rest))

@@ -1,0 +1,209 @@
+"""A store whose entries become codes once they leave the residual window.
+
+Codes cover every slot; exact keys and values exist only for the last slots, the tail, from the first entry on that is
+not yet quantised in some row or head. Whether an entry is read from its codes is decided by its position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from audit.kv.codes import (
+    decode_keys,
+    decode_tokens,
+    encode_keys,
+    encode_tokens,
+    fit_groups,
+    pack,
+    parameters_of,
+    split,
+    unpack,
+)
+from audit.kv.store import Part, Store
+from audit.policies import Quantiser
+
+WIDEST = 2**15 - 1  # groups that an int16 can name
+HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
+
+
+class QuantisedStore(Store):
+    """See ``Store``; ``flush`` turns entries into codes."""
+
+    def __init__(self, codec: Quantiser, *, accumulates: bool = False, observed_queries: int = 0) -> None:
+        super().__init__(accumulates=accumulates, observed_queries=observed_queries)
+        self._codec = codec
+        self._start = 0  # first slot of the tail
+        self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
+        self._table: Tensor | None = None  # parameters of key groups [B, H, G, D * P]
+        self._keys_done = self._values_done = torch.empty(0)  # [B, 1, 1] positions below are quantised
+        self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
+
+    def _allocate(self, key: Tensor, value: Tensor) -> None:
+        batch, heads, _, size = key.shape
+        codec, bits = self._codec, self._codec.bits
+        self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
+        self._keys_done = torch.zeros(batch, 1, 1, dtype=torch.int64, device=key.device)
+        self._values_done = torch.zeros_like(self._keys_done)
+        for name, tensor in (("key", key), ("value", value)):
+            width = tensor.shape[3]
+            self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
+            if name == "value" or not codec.key_group:
+                count = width // codec.channels(width) * self._numbers(tensor)
+                self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
+        if codec.key_group:
+            self._blank["key_group"] = -1
+            self._slots["key_group"] = key.new_zeros(batch, heads, 0, dtype=torch.int16)
+            self._table = key.new_zeros(batch, heads, 0, size * self._numbers(key))
+
+    def _numbers(self, like: Tensor) -> int:
+        """Parameters of one group."""
+        nothing = like.new_zeros(1)
+        return self._codec.fit(nothing, nothing).shape[-1]
+
+    def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
+        self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
+        columns = torch.arange(start, end, device=key.device)
+        self._aligned &= bool((self._slots["positions"][:, :, start:end] == columns).all())
+
+    def read(self) -> Iterator[Part]:
+        """Row blocks of bounded size, decoded one after the other."""
+        keys = self._tail[0]
+        row = keys.shape[1] * self.length * keys.shape[3] * keys.element_size()
+        most = HOST_BLOCK if keys.device.type == "cpu" else DEVICE_BLOCK
+        step = max(1, most // max(row, 1))
+        for first in range(0, len(keys), step):
+            rows = slice(first, first + step)
+            yield Part(rows, *self.entries(rows))
+
+    def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        codec = self._codec
+        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
+        codes = unpack(tokens["value_codes"], codec.bits)
+        values = decode_tokens(codes, self._split(tokens["value_parameters"], self._tail[1]), codec)
+        return self._keys(rows, tokens), self._with_tail(values, 1, self._values_done[rows], rows)
+
+    def _keys(self, rows: Tensor | slice, tokens: dict[str, Tensor]) -> Tensor:
+        codec = self._codec
+        codes = unpack(tokens["key_codes"], codec.bits)
+        if self._table is None:
+            keys = decode_tokens(codes, self._split(tokens["key_parameters"], self._tail[0]), codec)
+            return self._with_tail(keys, 0, self._keys_done[rows], rows)
+        table = self._table[rows]
+        if self._aligned and table.shape[2]:
+            whole = min(table.shape[2] * codec.key_group, self.length)
+            runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
+            parameters = split(table, self._numbers(table))[:, :, :, None]
+            known = decode_keys(runs, parameters.expand(*runs.shape, -1), codec).flatten(2, 3)
+            keys = torch.cat([known, known.new_zeros(*known.shape[:2], self.length - whole, known.shape[3])], 2)
+        elif table.shape[2]:
+            parameters = split(parameters_of(tokens["key_group"], table), self._numbers(table))
+            keys = decode_keys(codes, parameters, codec)
+        else:
+            keys = self._tail[0].new_zeros(codes.shape)
+        return self._with_tail(keys, 0, self._keys_done[rows], rows)
+
+    def _split(self, parameters: Tensor, like: Tensor) -> Tensor:
+        """Stored parameters [..., n * P] as [..., n, P]."""
+        return split(parameters, self._numbers(like))
+
+    def _with_tail(self, decoded: Tensor, part: int, done: Tensor, rows: Tensor | slice) -> Tensor:
+        """Put the exact entries where they are still exact."""
+        if self._start < self.length:
+            exact = self.positions[rows, :, self._start :] >= done
+            tail = self._tail[part][rows]
+            decoded[:, :, self._start :] = torch.where(exact[..., None], tail, decoded[:, :, self._start :])
+        return decoded
+
+    def flush(self, keys_until: Tensor, values_until: Tensor) -> None:
+        """Quantise keys at positions below ``keys_until`` [B] and values below ``values_until`` [B]."""
+        keys_until, values_until = keys_until[:, None, None], values_until[:, None, None]
+        at = self.positions[:, :, self._start :]
+        self._flush_values((at >= self._values_done) & (at < values_until))
+        self._flush_keys((at >= self._keys_done) & (at < keys_until))
+        self._keys_done, self._values_done = keys_until, values_until
+        exact = (at >= torch.minimum(keys_until, values_until)).any(0).any(0)
+        self._cut(int(exact.int().argmax()) if bool(exact.any()) else at.shape[2])
+
+    def _cut(self, slots: int) -> None:
+        """Free the first slots of the tail."""
+        if slots:
+            self._start += slots
+            self._tail = (self._tail[0][:, :, slots:].clone(), self._tail[1][:, :, slots:].clone())
+
+    def _flush_values(self, leaving: Tensor) -> None:
+        self._store_tokens("value", self._tail[1], leaving)
+
+    def _flush_keys(self, leaving: Tensor) -> None:
+        if self._table is None:
+            self._store_tokens("key", self._tail[0], leaving)
+        elif bool(leaving.any()):
+            self._store_groups(self._table, leaving)
+
+    def _store_tokens(self, name: str, exact: Tensor, leaving: Tensor) -> None:
+        codes, parameters = encode_tokens(exact, self._codec)
+        self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
+        self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
+
+    def _store_groups(self, table: Tensor, leaving: Tensor) -> None:
+        """Runs of ``key_group`` leaving keys, by position and per head, get parameters of their own."""
+        codec, size = self._codec, self._codec.key_group
+        rank = leaving.int().cumsum(2) - 1
+        group = torch.where(leaving, rank // size, -1)
+        groups = int(group.max()) + 1
+        parameters = fit_groups(self._tail[0], group, groups, codec)  # [B, H, G, D, P]
+        codes = encode_keys(self._tail[0], parameters_of(group, parameters), codec)
+        self._write("key_codes", pack(codes, codec.bits), leaving)
+        if table.shape[2] + groups > WIDEST:
+            self._slots["key_group"] = self._slots["key_group"].int()
+        self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
+        self._table = torch.cat([table, parameters.flatten(-2)], 2)
+        if not self._aligned:
+            self._drop_empty_groups()
+
+    def _drop_empty_groups(self) -> None:
+        """Forget the parameters of groups whose keys have all left."""
+        assert self._table is not None
+        group = self._slots["key_group"][:, :, : self.length].long()
+        batch, heads, groups = self._table.shape[:3]
+        used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
+        used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
+        renamed = used.cumsum(2) - 1
+        self._slots["key_group"][:, :, : self.length] = torch.where(
+            group >= 0, renamed.gather(2, group.clamp(min=0)), -1
+        ).to(self._slots["key_group"].dtype)
+        most = int(used.sum(2).max())
+        order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :most]
+        self._table = self._table.gather(2, order[..., None].expand(-1, -1, -1, self._table.shape[3]))
+
+    def _write(self, name: str, new: Tensor, where: Tensor) -> None:
+        slots = self._slots[name][:, :, self._start : self.length]
+        mask = where if slots.dim() == 3 else where[..., None]
+        slots.copy_(torch.where(mask, new, slots))
+
+    def _pack(self, order: Tensor) -> None:
+        front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
+        start = int(front.sum(2).min())
+        index = (order[:, :, start:] - self._start).clamp(min=0)[..., None]
+        self._tail = (
+            self._tail[0].gather(2, index.expand(-1, -1, -1, self._tail[0].shape[3])),
+            self._tail[1].gather(2, index.expand(-1, -1, -1, self._tail[1].shape[3])),
+        )
+        super()._pack(order)
+        self._start, self._aligned = start, False
+
+    def expand(self, group: int) -> None:
+        super().expand(group)
+        self._tail = (self._tail[0].repeat_interleave(group, 0), self._tail[1].repeat_interleave(group, 0))
+        self._keys_done = self._keys_done.repeat_interleave(group, 0)
+        self._values_done = self._values_done.repeat_interleave(group, 0)
+        if self._table is not None:
+            self._table = self._table.repeat_interleave(group, 0)
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from super()._held()
+        yield from self._tail
+        if self._table is not None:
+            yield self._table

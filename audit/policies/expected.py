@@ -1,0 +1,53 @@
+"""What queries to come are expected to look at."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.policies.base import Policy, View
+
+
+@dataclass(frozen=True)
+class Expected(Policy):
+    """softmax(mu k s + k' Sigma k s^2 / 2) * |v|, s the attention scale (Devoto 2025, arXiv:2510.00636).
+
+    mu and Sigma are mean and covariance of the row's queries so far (sinks left out) before rotation, turned by the
+    mean rotation of the next ``future`` positions: the expected attention weight if queries are Gaussian. Softmax over
+    the entries behind the sinks, mean over the GQA group.
+
+    Departure: the authors compress a prompt once; here decoding is compressed by the same rule every ``interval``
+    tokens, with statistics that run on.
+    """
+
+    name: ClassVar[str] = "expected"
+    paper: ClassVar[str] = "2510.00636"
+    keeps: ClassVar[str] = (
+        "the entries that the next `future` queries are expected to attend to, weighted by value norm"
+    )
+    moments: ClassVar[bool] = True
+
+    window: int = 0
+    interval: int = 128
+    future: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("future", 1)
+
+    def importance(self, view: View) -> Tensor:
+        assert view.moments is not None, "the cache provides the moments this policy asks for"
+        turn = view.moments.turn(view.seen, self.future)  # [B, D, D]
+        mean = torch.einsum("bij,bnj->bni", turn, view.moments.mean)
+        covariance = turn[:, None] @ view.moments.covariance @ turn[:, None].transpose(2, 3)
+        batch, heads, _, size = view.keys.shape
+        keys = view.keys.to(mean.dtype)
+        mean = mean.reshape(batch, heads, -1, size)
+        covariance = covariance.reshape(batch, heads, -1, size, size)
+        spread = torch.einsum("bhki,bhgij,bhkj->bhgk", keys, covariance, keys)
+        logits = torch.einsum("bhgi,bhki->bhgk", mean, keys) * view.scaling + spread * view.scaling**2 / 2
+        behind = view.positions >= self.sink
+        weights = logits.masked_fill(~behind[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
+        norms: Tensor = view.values.to(mean.dtype).norm(dim=-1)
+        return weights * norms

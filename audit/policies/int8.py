@@ -1,0 +1,32 @@
+"""Eight-bit integers, one scale per token and head."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.policies.quantiser import Absmax
+
+
+@dataclass(frozen=True)
+class Int8(Absmax):
+    """Symmetric int8 codes, scale = largest magnitude / 127, per token and head; the usual form of serving engines.
+
+    An entry is exact for the query of its own token and quantised for later ones; given tokens attend to their own
+    chunk exactly.
+    """
+
+    name: ClassVar[str] = "int8"
+    keeps: ClassVar[str] = "every entry, in 8-bit integers"
+
+    @property
+    def largest(self) -> float:
+        return 127.0
+
+    def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
+        return self._scaled(x, parameters).round().to(torch.int8).view(torch.uint8)
+
+    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        scale = parameters[..., 0]
+        return codes.view(torch.int8).to(scale.dtype) * scale

@@ -1,0 +1,66 @@
+"""KIVI: keys quantised per channel, values per token, the most recent entries exact."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.errors import SpecError
+from audit.policies.quantiser import Quantiser, require_one_of
+
+
+@dataclass(frozen=True)
+class Kivi(Quantiser):
+    """Asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
+
+    scale = (max - min) / (2^bits - 1), zero = min. Keys: per channel over ``group`` consecutive tokens; they stay exact
+    until ``residual`` of them are there, then all of those are quantised. Values: per token over ``group`` channels (a
+    smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be quantised.
+
+    Departure: scale and zero are kept in the model's own precision, not always in float16.
+    """
+
+    name: ClassVar[str] = "kivi"
+    paper: ClassVar[str] = "2402.02750"
+    keeps: ClassVar[str] = "every entry, all but the last `residual` in `bits` bits"
+    uses: ClassVar[tuple[str, ...] | None] = ("bits", "group", "residual", "chunk")
+
+    residual: int = 32
+    bits: int = 4
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of(self.name, "bits", self.bits, (2, 4))
+        self._at_least("group", 1)
+        if self.residual < 1 or self.residual % self.group:
+            raise SpecError(
+                f"policy kivi: residual={self.residual} is no multiple of group={self.group}; "
+                "keys leave the residual in whole groups"
+            )
+
+    @property
+    def key_group(self) -> int:
+        return self.group
+
+    def channels(self, size: int) -> int:
+        group = min(self.group, size)
+        if size % group:
+            raise SpecError(f"policy kivi: heads of {size} channels do not split into groups of {group}; change group")
+        return group
+
+    def keys_until(self, before: int, seen: int) -> int:
+        return before + (seen - before) // self.residual * self.residual
+
+    def fit(self, low: Tensor, high: Tensor) -> Tensor:
+        return torch.stack([(high - low) / (2**self.bits - 1), low], -1)
+
+    def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
+        scale, zero = parameters.unbind(-1)
+        steps = (x - zero) / torch.where(scale > 0, scale, 1)
+        return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        scale, zero = parameters.unbind(-1)
+        return torch.addcmul(zero, codes.to(scale.dtype), scale)

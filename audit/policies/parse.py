@@ -1,0 +1,92 @@
+"""Policies as text and as YAML: both give the same frozen object.
+
+``snapkv:budget=96,window=8`` is one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises what stays, and
+``snapkv:budget=96|none`` lets every request draw one of the two. The YAML forms are ``{name: snapkv, budget: 96}``,
+``{compose: [...]}`` and ``{mixture: [...]}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from audit.errors import SpecError, UnknownName
+from audit.policies.base import POLICIES, Policy
+from audit.policies.compose import Composed, Mixture
+
+_PLAIN = (str, int, float, bool)
+
+
+def parse_policy(source: str | Mapping[str, Any]) -> Policy:
+    """The policy that text or a mapping describes; raises UnknownName or SpecError with the known fields."""
+    if isinstance(source, Mapping):
+        return _from_mapping(source)
+    if not isinstance(source, str):
+        raise SpecError(f"policy {source!r} is no text; write none, or 'snapkv:budget=96,window=8'")
+    requests = [_composed(part) for part in source.split("|")]
+    return requests[0] if len(requests) == 1 else Mixture(parts=tuple(requests))
+
+
+def _composed(text: str) -> Policy:
+    parts = tuple(_simple(part) for part in text.split("+"))
+    return parts[0] if len(parts) == 1 else Composed(parts=parts)
+
+
+def _simple(text: str) -> Policy:
+    name, _, rest = text.strip().partition(":")
+    values: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in rest.split(","))):
+        field, equals, value = (s.strip() for s in part.partition("="))
+        if not equals:
+            raise SpecError(f"policy {text!r}: {part!r} is not field=value")
+        if field in values:
+            raise SpecError(f"policy {text!r}: field {field} is given twice")
+        values[field] = value
+    return _build(name.strip(), values, text)
+
+
+def _from_mapping(source: Mapping[str, Any]) -> Policy:
+    kinds = [key for key in ("name", "compose", "mixture") if key in source]
+    if len(kinds) != 1 or (kinds[0] != "name" and len(source) != 1):
+        raise SpecError(
+            f"policy {dict(source)!r}: write name: snapkv, budget: 96, or compose: [...] alone, or mixture: [...] alone"
+        )
+    if kinds[0] == "name":
+        values = {str(key): _flat(value) for key, value in source.items() if key != "name"}
+        return _build(str(source["name"]), values, str(dict(source)))
+    entries = source[kinds[0]]
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) < 2:
+        raise SpecError(f"policy {dict(source)!r}: {kinds[0]} wants a list of two or more policies")
+    parts = tuple(parse_policy(entry) for entry in entries)
+    return Composed(parts=parts) if kinds[0] == "compose" else Mixture(parts=parts)
+
+
+def _flat(value: Any) -> Any:
+    """A list of words, as YAML users write ``pin: [system, tool]``, in the text form."""
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return "/".join(value)
+    return value
+
+
+def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
+    cls = POLICIES.get(name)
+    known, types = cls.field_names(), get_type_hints(cls)
+    for field in values:
+        if field not in known:
+            raise UnknownName(f"field of policy {name}", field, known)
+    return cls(**{field: _value(text, field, value, types[field]) for field, value in values.items()})
+
+
+def _value(text: str, field: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, _PLAIN):
+        raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}")
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise SpecError(f"policy {text!r}: {field}={value!r}, wanted true or false")
+        return str(value).lower() == "true"
+    if kind is str:
+        return str(value)
+    try:
+        return kind(str(value))
+    except ValueError:
+        raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}") from None
