@@ -1,7 +1,8 @@
 """The command line: parses options, calls ``audit.commands``, and turns what users can mend into one line.
 
 Heavy imports wait inside the commands, so that ``--help`` answers at once.
-Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 130 interrupted.
+Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 looks exhausted,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -61,6 +62,20 @@ Workers = Annotated[
 ]
 Plugins = Annotated[
     list[Path] | None, typer.Option("--plugin", help="A Python file with policies or suites.", show_default=False)
+]
+
+
+GateFile = Annotated[
+    Path | None,
+    typer.Option("--gate", help="A gate file; default: what the run's spec declares.", show_default=False),
+]
+Waivers = Annotated[
+    Path | None, typer.Option(help="A file of waivers: who, why, until when, which cells.", show_default=False)
+]
+Look = Annotated[int | None, typer.Option(min=1, help="Which of the declared looks this is.", show_default=False)]
+OnInconclusive = Annotated[
+    str | None,
+    typer.Option(help="block: exit with 4; warn: exit with 0 and a warning.", show_default=False),
 ]
 
 
@@ -165,21 +180,54 @@ def evaluate(
 
 
 @app.command()
-def report(run: Run) -> None:
+def report(
+    run: Run,
+    *,
+    gate_file: GateFile = None,
+    waivers: Waivers = None,
+    look: Look = None,
+    on_inconclusive: OnInconclusive = None,
+) -> None:
     """Write a run's report again from its records."""
     with user_errors(f"kvaudit report {run}"):
+        from audit.commands.gate_options import GateOptions
         from audit.commands.report import write
 
-        write(run)
+        write(run, GateOptions(gate_file, waivers, look, on_inconclusive))
 
 
 @app.command()
-def gate(run: Run) -> None:
-    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID."""
+def gate(
+    run: Run,
+    *,
+    gate_file: GateFile = None,
+    waivers: Waivers = None,
+    look: Look = None,
+    on_inconclusive: OnInconclusive = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="A drift ledger to append to: every drift from the pin.", show_default=False)
+    ] = None,
+) -> None:
+    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 looks exhausted."""
     with user_errors(f"kvaudit gate {run}"):
-        from audit.commands.report import decide_run
+        from audit.commands.gate import decide_run
+        from audit.commands.gate_options import GateOptions
 
-        raise typer.Exit(decide_run(run))
+        raise typer.Exit(decide_run(run, GateOptions(gate_file, waivers, look, on_inconclusive), ledger))
+
+
+@app.command("pin")
+def pin_reference(
+    checkpoint: Annotated[
+        list[Path], typer.Argument(help="A finished checkpoint, or the folder of an arm.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pin.json"),
+) -> None:
+    """Pin a reference by its weights, for the gates of every later candidate."""
+    with user_errors():
+        from audit.commands.pin import pin_checkpoints
+
+        pin_checkpoints(checkpoint, out)
 
 
 @app.command()
@@ -331,6 +379,25 @@ def generate(
 
         asked = Question(text, system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         answer(asked, model=model, dtype=dtype, policy=policy, plugins=plugin or [])
+
+
+@app.command()
+def show(
+    policy: Annotated[str, typer.Argument(help="For example snapkv:budget=24,window=8.", show_default=False)],
+    *,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt; a quarter more is decoded.")] = 64,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Default: the first that the policy governs.", show_default=False)
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="The KV head.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.", show_default=False)] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Draw what a policy keeps: which keys every query of a short text still sees."""
+    with user_errors():
+        from audit.commands.show import Asked, show_policy
+
+        show_policy(Asked(policy, length, layer, head, svg, tuple(plugin or ())))
 
 
 @app.command()
