@@ -78,8 +78,11 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     return True
 
 
-def open_run(path: Path, spec: RunSpec, *, resume: bool) -> RunFolder:
-    """Start a run in ``path``, or go on with it; raises RunError as ``check_folder`` does."""
+def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
+    """Start a run in ``path``, or go on with it; raises RunError as ``check_folder`` does.
+
+    ``kept`` is what the provenance of a new run holds besides: the gate it was declared with.
+    """
     folder = RunFolder(path, spec)
     if check_folder(path, spec, resume=resume):
         return folder
@@ -93,6 +96,7 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool) -> RunFolder:
         host={"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()},
         started=utc_now(),
         finished=None,
+        **(kept or {}),
     )
     folder.records.mkdir(exist_ok=True)
     _write_new(path / SPEC, dump_spec(spec))

@@ -1,4 +1,4 @@
-"""``kvaudit report`` and ``gate``: no model is loaded."""
+"""``kvaudit report``, and how a verdict is printed: no model is loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from audit.commands.console import say, wide_console
+from audit.commands.gate_options import GateOptions
 from audit.intact import check_checkpoints
-from reports.drift import drift_report
 from reports.gate import Verdict, decide
-from reports.load import load_run
+from reports.gate_file import Asked
 from reports.report import Report
 from reports.story import banner
 from reports.tables import Table as Rows
@@ -22,30 +22,22 @@ from reports.write import write_report
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
 
-def write(run: Path) -> None:
+def write(run: Path, options: GateOptions) -> None:
     """Write the report of a run whose checkpoints are as they were finished; raises DataError where one is not."""
     check_checkpoints(run)
-    write_checked(run)
+    write_checked(run, options.asked())
 
 
-def write_checked(run: Path) -> None:
+def write_checked(run: Path, asked: Asked | None = None) -> None:
     """Write the report, print the verdict tables and where the report lies."""
-    report = write_report(run)
+    report = write_report(run, asked)
     console = wide_console()
-    _print_verdict(console, report, decide(report))
+    print_verdict(console, report, decide(report))
     say(console, f"report: {run / 'report' / 'report.html'}")
 
 
-def decide_run(run: Path) -> int:
-    """Print the verdict of a run's records and return its exit code."""
-    check_checkpoints(run)
-    report = drift_report(load_run(run))
-    verdict = decide(report)
-    _print_verdict(wide_console(), report, verdict)
-    return verdict.exit_code
-
-
-def _print_verdict(console: Console, report: Report, verdict: Verdict) -> None:
+def print_verdict(console: Console, report: Report, verdict: Verdict) -> None:
+    """The gate table, one line per arm, and the sentences of the banner."""
     top = banner(report, verdict)
     _print_table(console, gate_table(report, verdict.decisions, gated=True), _LAST_COLUMN)
     _print_table(console, decided(report, verdict))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from audit.commands.gate_options import kept_gate
 from audit.commands.plugins import load_plugins
 from audit.errors import SpecError
 from audit.launchers.local import companions, idle_cores
@@ -105,8 +106,10 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
 def _open(asked: _Asked, threads: int | None, *, resume: bool) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed."""
     console = Console()
-    prepared = None if check_folder(asked.folder, asked.spec, resume=resume) else prepare(asked.spec)
-    run = open_run(asked.folder, asked.spec, resume=resume)
+    begun = check_folder(asked.folder, asked.spec, resume=resume)
+    kept = None if begun else kept_gate(asked.spec)
+    prepared = None if begun else prepare(asked.spec)
+    run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     _say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     if asked.plugins:
         run.note(plugins=asked.plugins)

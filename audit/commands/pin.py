@@ -1,0 +1,74 @@
+"""``kvaudit pin``: name the reference by its weights, once, for every later gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from audit.commands.console import say, wide_console
+from audit.errors import DataError, RunError
+from audit.intact import check_checkpoint
+from audit.runs import PROVENANCE, read_json
+from audit.spec import BASE_ARM
+from reports.pin import Pin, Pinned
+from reports.write import write_whole
+
+
+def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
+    """Write the pin of finished checkpoints (or of all seeds of an arm); raises RunError where ``out`` exists."""
+    if out.exists():
+        raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")
+    found = tuple(pinned for folder in folders for pinned in _pinned(folder))
+    names = [f"{p.arm} seed {p.seed}" for p in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{name} is given twice; give one checkpoint for each seed")
+    pin = Pin(found, datetime.now(UTC).date().isoformat(), out.name)
+    write_whole(out, pin.to_json())
+    console = wide_console()
+    for name, entry in zip(names, found, strict=True):
+        say(console, f"{name}: weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}")
+    say(console, f"pin: {out} ({pin.sha256[:12]})")
+
+
+def _pinned(folder: Path) -> Iterator[Pinned]:
+    """The checkpoint in a folder, or those of every seed below it, each held to the hashes it was finished with."""
+    seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
+    if (folder / PROVENANCE).is_file():
+        yield _trained(folder)
+    elif seeds:
+        yield from (_trained(path.parent) for path in seeds)
+    else:
+        yield _untrained(folder)
+
+
+def _trained(folder: Path) -> Pinned:
+    check_checkpoint(folder)
+    story, weights = read_json(folder / PROVENANCE), _weights(folder)
+    arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
+    policy = config.get("policy") if isinstance(config, dict) else None
+    texts = all(isinstance(value, str) for value in (arm, base, policy))
+    if not texts or not isinstance(seed, int) or story.get("sha256") != weights:
+        raise DataError(
+            f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "
+            "give a checkpoint that kvaudit finished"
+        )
+    return Pinned(str(arm), seed, weights, str(base), str(policy))
+
+
+def _untrained(folder: Path) -> Pinned:
+    """A model that was not trained here: the reference of a run that only serves it."""
+    if not list(folder.glob("*.safetensors")):
+        raise DataError(
+            f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "
+            "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
+        )
+    weights = _weights(folder)
+    return Pinned(BASE_ARM, 0, weights, weights, "none")
+
+
+def _weights(folder: Path) -> str:
+    from audit.model import weights_sha256  # with it comes torch
+
+    return weights_sha256(folder)
