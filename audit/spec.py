@@ -225,7 +225,7 @@ class RunSpec(Part):
         }
         if filled["reference"] not in arms:
             raise UnknownName("gate.reference", str(filled["reference"]), arms)
-        for key, policies in (("primary", filled["primary"]), ("deployable", gate.deployable)):
+        for key, policies in (("primary", gate.primary), ("deployable", gate.deployable)):
             for policy in policies:
                 if policy not in self.evaluate.policies:
                     raise UnknownName(f"policy in gate.{key}", policy, self.evaluate.policies)
