@@ -92,8 +92,12 @@ def test_more_labels_lower_the_limit_of_the_bias():
 
 
 def test_an_arm_without_negatives_leaves_the_bias_open():
-    bias = differential_bias(judge(45, 5, 0, 0), judge(45, 5, 36, 4), rate=0.5)
+    blind, seeing = judge(45, 5, 0, 0), judge(45, 5, 36, 4)
+    assert (blind.informedness, blind.informedness_low) == (None, pytest.approx(clopper_pearson(45, 50).low - 1))
+    bias = differential_bias(blind, seeing, rate=0.5)
     assert bias.bound is None
+    known = clopper_pearson(36, 40)
+    assert bias.specificity_gap == pytest.approx((known.low - 1, known.high), abs=1e-12)
     assert bias.upper > 0.45
 
 
@@ -118,6 +122,8 @@ def test_adjudicated_drift_of_a_small_example():
     wanted = found.estimate + math.hypot(whole.upper + 1 / 12, 8 / 12 * (sample.high + 1 / 3))
     assert found.upper == pytest.approx(wanted, abs=1e-10)
     assert (found.losses, found.gains) == pytest.approx((2 + 8 / 3, 1), abs=1e-12)
+    turned = adjudicated(discordant, -human, clusters)
+    assert (turned.losses, turned.gains) == pytest.approx((1, 2 + 8 / 3), abs=1e-12)
     assert found.low < found.lower < found.estimate < found.upper < found.high
 
 
@@ -145,6 +151,12 @@ def test_adjudicated_p_value_is_the_level_of_the_bound_at_zero():
     assert turned.pvalue_drop == pytest.approx(1 - found.pvalue_drop, abs=1e-9)
     assert turned.pvalue == pytest.approx(found.pvalue, abs=1e-9)
     assert (turned.lower, turned.upper) == pytest.approx((-found.upper, -found.lower), abs=1e-9)
+
+
+def test_labels_that_cancel_say_nothing_either_way():
+    found = adjudicated([True, True] + [False] * 10, [-1, 1, 0, 0] + [np.nan] * 8, np.arange(12) // 2)
+    assert (found.estimate, found.pvalue_drop, found.pvalue) == (0, 0.5, 1)
+    assert found.low < 0 < found.high
 
 
 def test_an_unlabelled_discordant_pair_is_refused():
