@@ -34,9 +34,11 @@ class Inspect(Reader):
     reads = "Inspect .eval log"
 
     def recognises(self, path: Path) -> bool:
-        """A zip with Inspect's header, or with the start of a log that was not finished."""
-        if path.is_dir() or not zipfile.is_zipfile(path):
+        """A zip with Inspect's header, or with the start of a log that was not finished; half a log too."""
+        if path.is_dir():
             return False
+        if not zipfile.is_zipfile(path):
+            return path.suffix == ".eval" and _starts_as_zip(path)
         try:
             with Archive(path) as archive:
                 return HEADER in archive or START in archive
@@ -48,7 +50,7 @@ class Inspect(Reader):
         problems: list[str] = []
         scores, failed = Scores(), list[Row]()
         with Archive(path) as archive:
-            header = archive.json(HEADER if HEADER in archive else START)
+            header = archive.json(HEADER if HEADER in archive else START)  # one of them is what it was recognised by
             for name in filter(_SAMPLE.match, archive):
                 try:
                     _add(archive.json(name), request, scores, failed, f"{path.name}:{name}")
@@ -68,6 +70,11 @@ class Inspect(Reader):
             facts={name: str(known[name])[:200] for name in ("task", "model", "created") if name in known},
             unfinished="" if status == "success" else f"Inspect's status is {status!r}",
         )
+
+
+def _starts_as_zip(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(4) == b"PK\x03\x04"
 
 
 def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: list[Row], where: str) -> None:

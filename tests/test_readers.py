@@ -1,0 +1,363 @@
+"""Readers of result files, on logs that lm-eval and Inspect wrote themselves, and on files that mean harm."""
+
+import importlib.util
+import json
+import math
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reports_synthetic import Design, build, policy
+
+from audit.errors import AuditError, DataError, SpecError
+from reports.readers import archive
+from reports.readers.base import Request, score_of
+from reports.readers.clusters import cluster_rule
+from reports.readers.find import READERS, read_log
+
+LOGS = Path(__file__).parent / "fixtures" / "logs"
+LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}
+INSPECT = {name: LOGS / f"{name}-deflated.eval" for name in ("reference", "candidate")}
+HAS_ZSTANDARD = importlib.util.find_spec("zstandard") is not None
+
+
+def read(path, cluster=None, **select):
+    return read_log(Path(path), Request(cluster_rule(cluster) if cluster else None, select))
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_every_reader_is_found_by_walking_the_folder():
+    assert list(READERS.all()) == ["csv", "inspect", "kvaudit", "lm-eval"]
+    assert all(reader.reads for reader in READERS.all().values())
+
+
+def test_lm_eval_metrics_carry_the_name_of_their_filter():
+    log = read(LM_EVAL["candidate"])
+    means = log.rows.groupby("metric")["score"].mean()
+    assert dict(means) == {"exact_match,strict": 14 / 24, "exact_match,loose": 17 / 24}
+    assert set(log.rows["item"]) == {str(i) for i in range(24)}
+    assert log.facts["task"] == "sums"
+    assert log.problems == ()
+
+
+def test_both_lm_eval_logs_asked_the_same():
+    prints = [dict(read(path).rows[["item", "fingerprint"]].to_numpy()) for path in LM_EVAL.values()]
+    assert prints[0] == prints[1]
+    assert read(LM_EVAL["reference"]).settings == read(LM_EVAL["candidate"]).settings != {}
+
+
+def test_a_field_of_the_document_names_the_cluster():
+    rows = read(LM_EVAL["reference"], "kind").rows
+    assert sorted(set(rows["cluster"])) == [f"plus-{a}" for a in range(10, 18)]
+    assert set(read(LM_EVAL["reference"], "doc.kind").rows["cluster"]) == set(rows["cluster"])
+
+
+def test_inspect_scores_are_inspects_own_and_epochs_are_repeats():
+    rows = read(INSPECT["candidate"]).rows
+    match = rows[rows["metric"] == "match"]
+    assert match["score"].mean() == pytest.approx(19 / 24)  # accuracy in the log's header
+    assert sorted(set(match["sample"])) == [1, 2]
+    assert len(match) == 24
+    assert list(rows.loc[rows["score"].isna(), ["item", "metric", "sample"]].iloc[0]) == ["q-11", "second_judge", 2]
+
+
+def test_the_header_of_an_inspect_log_agrees_with_its_samples():
+    for path in INSPECT.values():
+        with zipfile.ZipFile(path) as file:
+            header = json.loads(file.read("header.json"))
+        wanted = {s["name"]: s["metrics"]["accuracy"]["value"] for s in header["results"]["scores"]}
+        rows = read(path).rows
+        assert rows[rows["metric"] == "match"]["score"].mean() == pytest.approx(wanted["match"])
+
+
+@pytest.mark.skipif(not HAS_ZSTANDARD, reason="needs the package zstandard")
+def test_a_log_as_inspect_compresses_it_now_reads_the_same():
+    now, then = (
+        read(path).rows.sort_values(["item", "metric", "sample"])
+        for path in (LOGS / "reference.eval", INSPECT["reference"])
+    )
+    assert now.to_csv(index=False) == then.to_csv(index=False)
+
+
+@pytest.mark.skipif(HAS_ZSTANDARD, reason="the package zstandard is there")
+def test_without_zstandard_the_package_is_named():
+    with pytest.raises(DataError, match="pip install zstandard"):
+        read(LOGS / "reference.eval")
+
+
+def test_metadata_of_a_sample_names_the_cluster():
+    rows = read(INSPECT["reference"], "template").rows
+    assert set(rows["cluster"]) == {f"t-{i}" for i in range(6)}
+    assert set(read(INSPECT["reference"], "metadata.template").rows["cluster"]) == set(rows["cluster"])
+
+
+def test_a_failed_inspect_sample_has_no_score_and_its_log_is_not_whole(tmp_path):
+    path = tmp_path / "half.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("_journal/start.json", json.dumps({"eval": {"task": "t"}}))
+        file.writestr("samples/a_epoch_1.json", json.dumps({"id": "a", "epoch": 1, "scores": {"s": {"value": "C"}}}))
+        file.writestr("samples/b_epoch_1.json", json.dumps({"id": "b", "epoch": 1, "error": {"message": "no"}}))
+    log = read(path)
+    scores = dict(log.rows[["item", "score"]].to_numpy())
+    assert scores["a"] == 1.0
+    assert math.isnan(scores["b"])
+    assert "started" in log.unfinished
+
+
+def test_inspect_words_and_tables_of_scores(tmp_path):
+    path = tmp_path / "words.eval"
+    values = {"a": "C", "b": "I", "c": "P", "d": "N", "e": "yes", "f": "0.25", "g": True, "h": {"x": 1, "y": 0.5}}
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        for name, value in values.items():
+            sample = {"id": name, "epoch": 1, "scores": {"s": {"value": value}}}
+            file.writestr(f"samples/{name}_epoch_1.json", json.dumps(sample))
+    rows = read(path).rows
+    found = {(row.item, row.metric): row.score for row in rows.itertuples()}
+    assert [found[name, "s"] for name in "abcdefg"] == [1, 0, 0.5, 0, 1, 0.25, 1]
+    assert (found["h", "s.x"], found["h", "s.y"]) == (1, 0.5)
+
+
+def test_a_member_that_unpacks_to_more_than_the_limit_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "LARGEST_MEMBER", 1000)
+    path = tmp_path / "bomb.eval"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        file.writestr("samples/a.json", json.dumps({"id": "a", "epoch": 1, "scores": {"s": {"value": "C"}}}))
+        file.writestr("samples/b.json", " " * 10**6)
+    log = read(path)
+    assert list(log.rows["item"]) == ["a"]
+    assert "unpacks to more than" in log.problems[0]
+
+
+def test_a_zip_that_unpacks_to_many_times_its_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "LARGEST_TOTAL", 1000)
+    path = tmp_path / "bomb.eval"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        for i in range(3):
+            body = {"id": f"a{i}", "epoch": 1, "pad": " " * 3 * 10**5, "scores": {"s": {"value": "C"}}}
+            file.writestr(f"samples/{i}.json", json.dumps(body))
+    with pytest.raises(DataError, match="times its size"):
+        read(path)
+
+
+def test_a_truncated_log_is_one_line(tmp_path):
+    path = written(tmp_path, "cut.eval", INSPECT["reference"].read_bytes()[:20000])
+    with pytest.raises(DataError, match=r"cannot be read as a zip .*; copy the file again"):
+        read(path)
+
+
+def test_a_damaged_member_is_named_and_the_rest_kept(tmp_path):
+    body = bytearray(INSPECT["reference"].read_bytes())
+    with zipfile.ZipFile(INSPECT["reference"]) as file:
+        info = file.getinfo("samples/q-3_epoch_1.json")
+    middle = info.header_offset + 60 + info.compress_size // 2
+    body[middle : middle + 8] = bytes(8)
+    log = read(written(tmp_path, "rot.eval", bytes(body)))
+    assert len(log.problems) == 1
+    assert "q-3_epoch_1" in log.problems[0]
+    assert len(log.rows) == 46
+
+
+CSV = "item,cluster,score\na,t1,1\nb,t1,0\nc,t2,0.5\nd,t2,true\ne,t3,\n"
+
+
+def test_a_table_reads_scores_clusters_and_gaps(tmp_path):
+    rows = read(written(tmp_path, "a.csv", CSV)).rows
+    assert list(rows["score"])[:4] == [1, 0, 0.5, 1]
+    assert math.isnan(rows["score"].iloc[4])
+    assert list(rows["cluster"]) == ["t1", "t1", "t2", "t2", "t3"]
+    assert list(rows["line"]) == [2, 3, 4, 5, 6]
+
+
+def test_a_table_with_epochs_reads_repeats(tmp_path):
+    rows = read(written(tmp_path, "a.csv", "epoch,item,score\n1,a,1\n2,a,0\n")).rows
+    assert list(rows["sample"]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("x,t,2", "outside [0, 1]"),
+        ("x,t,-0.1", "outside [0, 1]"),
+        ("x,t,inf", "outside [0, 1]"),
+        ("x,t,good", "'good' is not a number"),
+        (",t,1", "no item"),
+        ("x,t", "2 fields, the header has 3"),
+        ("x,t,1,1", "4 fields, the header has 3"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named_with_its_line(tmp_path, row, said):
+    log = read(written(tmp_path, "a.csv", CSV + row + "\n"))
+    assert len(log.rows) == 5
+    assert log.problems == (f"a.csv:7: {log.problems[0].split(': ', 1)[1]}",)
+    assert said in log.problems[0]
+
+
+def test_half_a_line_is_named_and_the_rest_kept(tmp_path):
+    text = LM_EVAL["reference"].read_text()
+    log = read(written(tmp_path, "samples_sums.jsonl", text[:-200]))
+    assert len(log.rows) == 47
+    assert log.problems == ("samples_sums.jsonl:48: half-written last line, not a JSON object",)
+
+
+def test_a_metric_without_a_score_in_the_unit_interval_is_no_metric(tmp_path):
+    lines = [
+        json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc", "bits"], "acc": 1.0, "bits": 3.5})
+        for i in range(3)
+    ]
+    log = read(written(tmp_path, "s.jsonl", "\n".join(lines) + "\n"))
+    assert set(log.rows["metric"]) == {"acc"}
+    assert log.problems == ()
+
+
+def test_a_score_out_of_range_in_a_metric_that_has_scores_is_a_problem(tmp_path):
+    lines = [
+        json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc"], "acc": score})
+        for i, score in enumerate((1.0, 7.0, float("nan")))
+    ]
+    log = read(written(tmp_path, "s.jsonl", "\n".join(lines) + "\n"))
+    assert list(log.rows["score"].isna()) == [False, True]
+    assert log.problems == ("s.jsonl:2: acc: score 7.0 is outside [0, 1]",)
+
+
+@pytest.mark.parametrize("body", [b"", b"hello\n", b"\x00\x01\x02", b"[1]\n", b"PK\x03\x04junk", b"item,scores\na,1\n"])
+def test_a_foreign_file_is_one_line_that_names_what_is_known(tmp_path, body):
+    with pytest.raises(DataError, match=r"no result file that is known: CSV .*; Inspect .*; kvaudit .*; lm-eval"):
+        read(written(tmp_path, "f", body))
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        read(tmp_path / "none")
+
+
+def test_a_table_without_rows_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="holds no row"):
+        read(written(tmp_path, "a.csv", "item,score\n"))
+
+
+def test_clusters_by_pattern_and_by_table(tmp_path):
+    path = written(tmp_path, "a.csv", "item,score\nfox-1,1\nfox-2,0\nowl-1,1\n")
+    assert list(read(path, r"re:^(\w+)-").rows["cluster"]) == ["fox", "fox", "owl"]
+    table = written(tmp_path, "map.csv", "item,cluster\nfox-1,A\nfox-2,A\n")
+    assert list(read(path, f"file:{table}").rows["cluster"].fillna("-")) == ["A", "A", "-"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    design = Design(arms=("dense", "naive"), suites=("refusal", "math"), samples=2, items=64)
+    return build(tmp_path_factory.mktemp("runs") / "run", design)
+
+
+def test_selectors_choose_a_cell_of_a_run(run):
+    log = read(run, arm="naive", policy="snapkv", suite="math", seed="12")
+    assert len(log.rows) == 64 * 2
+    assert set(log.rows["suite"]) == {"math"}
+    assert log.facts == {"arm": "naive", "policy": policy("snapkv", 96), "seed": "12"}
+    assert log.settings == {"version of suite math": "1", "judge of suite math": "programmatic"}
+
+
+def test_one_record_file_reads_like_its_run(run):
+    unit = sorted((run / "records").glob("naive-seed12--*--math--*.jsonl"))[0]
+    whole = read(
+        run, arm="naive", policy=json.loads(unit.read_text().splitlines()[0])["policy"], suite="math", seed="12"
+    )
+    columns = ["item", "score", "cluster", "sample", "suite", "context", "seed"]
+    assert read(unit).rows[columns].to_csv() == whole.rows[columns].to_csv()
+
+
+@pytest.mark.parametrize(
+    ("select", "said"),
+    [
+        ({}, "choose one with arm=..., it has dense; naive"),
+        ({"arm": "naive"}, "choose one with policy=..., it has none; snapkv"),
+        ({"arm": "naif"}, "no arm 'naif'; it has dense; naive"),
+        ({"army": "naive"}, "unknown selector 'army'. Did you mean 'arm'?"),
+        ({"arm": "naive", "policy": "snapkv", "seed": "99"}, "no seed '99'; it has 11; 12; 13"),
+    ],
+)
+def test_a_selection_that_is_open_or_unknown_is_one_line(run, select, said):
+    with pytest.raises(SpecError) as caught:
+        read(run, **select)
+    assert said in str(caught.value)
+
+
+def test_selectors_are_for_runs_only():
+    with pytest.raises(DataError, match="selectors choose cells of a kvaudit run only"):
+        read(LM_EVAL["reference"], arm="naive")
+
+
+@pytest.mark.parametrize("text", ["re:(", "", " ", "file:/nowhere.csv"])
+def test_a_bad_cluster_rule_is_one_line(text):
+    with pytest.raises((SpecError, DataError), match="--cluster"):
+        cluster_rule(text)
+
+
+@pytest.mark.parametrize("value", [[], {}, "1", 1.01, -1, 10**400, float("inf")])
+def test_what_is_no_score_is_refused(value):
+    with pytest.raises(DataError):
+        score_of(value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = ["doc_id", "doc", "resps", "metrics", "acc", "filter", "doc_hash", "format", "item_id", "cluster_id", "arm"]
+ROWS = st.dictionaries(st.sampled_from([*KEYS, "policy", "arguments"]), JSON | st.just(["acc"]), max_size=9)
+FULL = st.fixed_dictionaries({"doc_id": JSON, "doc": JSON, "resps": JSON, "metrics": st.just(["acc"]), "acc": JSON})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(ROWS, FULL, JSON), max_size=6), st.binary(max_size=20))
+def test_random_lines_never_raise_anything_but_an_audit_error(tmp_path_factory, rows, tail):
+    path = tmp_path_factory.mktemp("j") / "s.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + tail)
+    try:
+        log = read(path, "kind")
+    except AuditError:
+        return
+    assert log.rows["score"].dropna().between(0, 1).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.permutations(["item", "score", "cluster", "sample", "seed", "metric", "suite"]),
+    st.lists(st.lists(st.text(max_size=5) | st.sampled_from(["1", "0", "a"]), max_size=8), max_size=6),
+    st.binary(max_size=8),
+)
+def test_random_tables_never_raise_anything_but_an_audit_error(tmp_path_factory, header, rows, tail):
+    path = tmp_path_factory.mktemp("c") / "t.csv"
+    text = ",".join(header) + "\n" + "".join(",".join(row) + "\n" for row in rows)
+    path.write_bytes(text.encode("utf-8", "surrogatepass") + tail)
+    try:
+        log = read(path)
+    except AuditError:
+        return
+    assert log.rows["score"].dropna().between(0, 1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["id", "epoch", "scores", "error", "input", "metadata"]), JSON, max_size=6), JSON
+)
+def test_random_samples_never_raise_anything_but_an_audit_error(tmp_path_factory, sample, header):
+    path = tmp_path_factory.mktemp("z") / "l.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", json.dumps(header))
+        file.writestr("samples/a.json", json.dumps({"scores": {"s": {"value": "C"}}, "id": 1, **sample}))
+        file.writestr("samples/b.json", json.dumps({"id": "b", "epoch": 1, "scores": {"s": {"value": "C"}}}))
+    try:
+        read(path, "kind")
+    except AuditError:
+        return
