@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from reports import analysis_tables as tables
+from reports.analysis.safe import sentence
+from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.report import Report
 from reports.section import Section
+
+CLEARED_SHOWN = 4  # arms and policies in the banner
 
 
 def dose_sections(report: Report) -> list[Section]:
@@ -100,6 +104,40 @@ def displacement_section(report: Report) -> Section:
         else (),
         folded=True,
     )
+
+
+def judge_section(report: Report) -> Section | None:
+    """The judge held against people; None where nobody labelled."""
+    found = report.adjudication
+    if found is None:
+        return None
+    same = "the same" if found.status is found.judged else f"{found.status.value} (by the judge {found.judged.value})"
+    return Section(
+        "judge",
+        "Judge and people",
+        "What people said of answers that the judge told apart, and the drift that their labels give.",
+        tables=(cells_table(found), errors_table(found)),
+        notes=(*panel_notes(found), f"With human labels in these cells the verdict is {same}."),
+    )
+
+
+def banner_lines(report: Report) -> list[str]:
+    """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
+    lines = []
+    best: dict[tuple[str, str], list[str]] = {}
+    for s in report.analysis.safe:
+        if s.axis == "budget" and s.cleared is not None:
+            best.setdefault((s.arm, s.family), []).append(sentence(s))
+    for (arm, family), found in list(best.items())[:CLEARED_SHOWN]:
+        lines.append(f"Safe budget, {arm} @ {family}: {'; '.join(found)}.")
+    if len(best) > CLEARED_SHOWN:
+        lines.append(f"Safe budgets of {len(best) - CLEARED_SHOWN} more arms and policies are in the table.")
+    flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
+    if flips:
+        lines.append(f"Another analysis would flip this verdict: {', '.join(flips)}. The declared one stands.")
+    if report.calibration:
+        lines.append(report.calibration.sentence)
+    return lines
 
 
 def method_sections(report: Report) -> list[Section]:

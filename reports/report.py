@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from reports.analysis.results import Analysis
+from reports.calibration.stamp import Stamp
 from reports.displacement import Displacement
 from reports.plan import Plan
 from reports.stats.effect import Effect
 from reports.waivers import Waiver
+
+if TYPE_CHECKING:
+    from reports.judge_panel import Adjudication
 
 FORMAT = 1
 
@@ -158,6 +162,8 @@ class Report:
     waivers: tuple[Waiver, ...] = ()
     analysis: Analysis = field(default_factory=Analysis)
     displacement: tuple[Displacement, ...] = ()
+    adjudication: Adjudication | None = None  # what people said of the judge's labels
+    calibration: Stamp | None = None  # how often the gate is wrong
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:

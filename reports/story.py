@@ -42,7 +42,7 @@ def banner(report: Report, verdict: Verdict) -> Banner:
         sentence=SENTENCES[verdict.status],
         number=drift(head.effect) if head and head.effect else "",
         about=about(report, verdict, head) if head else "",
-        asides=tuple(asides(report, verdict, head)),
+        asides=(*asides(report, verdict, head), *map(inline, beside.banner_lines(report))),
     )
 
 
@@ -134,6 +134,7 @@ def _detail_sections(report: Report) -> list[Section]:
         *beside.dose_sections(report),
         *beside.loss_sections(report),
         beside.seed_section(report),
+        *([judge] if (judge := beside.judge_section(report)) else []),
         beside.displacement_section(report),
         *beside.method_sections(report),
     ]

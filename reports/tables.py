@@ -193,7 +193,7 @@ def limits(report: Report, verdict: Verdict) -> tuple[str, ...]:
     lines = [
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
         "Items are sampled templates: a failure outside them is not seen (blind spot above).",
-        "Grading is by program; answers a person would grade otherwise are not corrected here.",
+        _graders(report),
         f"FAIL uses {verdict.adjustment.method} over the gated cells; every interval outside the gate is unadjusted "
         "and exploratory.",
     ]
@@ -202,7 +202,25 @@ def limits(report: Report, verdict: Verdict) -> tuple[str, ...]:
         lines.insert(0, f"{len(open_cells)} of {total} gated cells are undecided or invalid.")
     if report.plan.mode == "training" and verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
-    return tuple(lines)
+    return tuple([*lines, *_calibration(report)])
+
+
+def _graders(report: Report) -> str:
+    if report.adjudication:
+        return "Beyond the cells that people labelled, answers are graded as recorded."
+    return "Grading is by program; answers a person would grade otherwise are not corrected here."
+
+
+def _calibration(report: Report) -> list[str]:
+    """How often the gate and its intervals are wrong, from the calibration that ships with the package."""
+    c = report.calibration
+    if c is None:
+        return []
+    return [
+        f"Simulated at {c.scale} scale ({c.simulations:,} runs): {c.sentence} Two-sided false alarms at 5 %: at most "
+        f"{percent(c.type_one_max)}; coverage of 95 % intervals: at least {percent(c.coverage_min)}; with 5 % of the "
+        f"templates lost altogether the interval passed at most {percent(c.broken_templates_max)}."
+    ]
 
 
 def reproducibility(report: Report) -> tuple[Table, ...]:

@@ -8,16 +8,22 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import reports.formats
 from audit.errors import DataError, RunError
+from reports.adjudication import digest
+from reports.calibration.stamp import stamp
 from reports.displacement import load_displacement
 from reports.drift import drift_report
 from reports.examples import largest_losses
 from reports.gate import decide
 from reports.gate_file import Asked
+from reports.judge_panel import FILE, Adjudication, load_adjudication
 from reports.load import RunData, load_run
 from reports.report import Report
+
+T = TypeVar("T")
 
 
 def write_report(run: Path, asked: Asked | None = None) -> Report:
@@ -34,16 +40,39 @@ def write_report(run: Path, asked: Asked | None = None) -> Report:
 
 
 def with_details(data: RunData, report: Report) -> Report:
-    """The report with what stands beside its verdict: examples, analyses, displacement."""
+    """The report with what stands beside its verdict: examples, analyses, displacement, human labels, calibration.
+
+    A file of these that cannot be used decides nothing, so it is named among the problems and left out.
+    """
     from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
 
     verdict = decide(report)
-    examples = largest_losses(data, report, verdict)
-    report = replace(report, examples=examples, analysis=analyse(report, data.panels, verdict))
+    problems = list(report.problems)
+    return replace(
+        report,
+        examples=largest_losses(data, report, verdict),
+        analysis=analyse(report, data.panels, verdict),
+        displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
+        adjudication=_or_problem(lambda: _adjudication(data), None, problems),
+        calibration=stamp(),
+        problems=tuple(problems),
+    )
+
+
+def _adjudication(data: RunData) -> Adjudication | None:
+    """The human labels of these very records."""
+    found = load_adjudication(data.run)
+    if found is not None and found.records != digest(data.records):
+        raise DataError(f"{FILE} is about other records than these; read the sheet again (kvaudit adjudicate)")
+    return found
+
+
+def _or_problem(load: Callable[[], T], otherwise: T, problems: list[str]) -> T:
     try:
-        return replace(report, displacement=load_displacement(data.run))
-    except DataError as error:  # it decides nothing, so the report is written without it and says so
-        return replace(report, problems=(*report.problems, str(error)))
+        return load()
+    except DataError as error:
+        problems.append(str(error))
+        return otherwise
 
 
 def formats() -> dict[str, Callable[[Report], str]]:

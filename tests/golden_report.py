@@ -10,9 +10,16 @@ from reports_synthetic import build, tiny
 
 from reports.write import write_report
 
+
+def golden_text(run):
+    """report.md without the lines of the calibration, which have numbers of their own."""
+    lines = (run / "report" / "report.md").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if "simulated audits" not in line)
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         run = build(Path(folder) / "run", tiny())
         write_report(run)
         golden = Path(__file__).parent / "golden" / "tiny_report.md"
-        golden.write_text((run / "report" / "report.md").read_text(encoding="utf-8"), encoding="utf-8")
+        golden.write_text(golden_text(run), encoding="utf-8")
