@@ -1,0 +1,414 @@
+"""Two result files: the same engine as a run's report, and every way in which they cannot be compared."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reports_synthetic import Design, build, policy
+from typer.testing import CliRunner
+
+from audit.cli import app
+from audit.errors import AuditError, SpecError
+from reports.compare import Sides, compare, two_judges
+from reports.compare_page import comparison_banner, pages
+from reports.drift import drift_report
+from reports.gate import Status, decide
+from reports.load import load_run
+from reports.readers.base import Request
+from reports.readers.clusters import cluster_rule
+from reports.readers.find import read_log
+from reports.stats.tango import ess_tango
+
+LOGS = Path(__file__).parent / "fixtures" / "logs"
+LM_EVAL = [next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")]
+INSPECT = [LOGS / f"{name}-deflated.eval" for name in ("reference", "candidate")]
+
+
+def sides(a, b, cluster=None, **options):
+    rule = cluster_rule(cluster) if cluster else None
+    logs = [read_log(Path(path), Request(rule)) for path in (a, b)]
+    return Sides(*logs, own_clusters=rule is not None, **options)
+
+
+def table(path, rows, header="item,cluster,score"):
+    path.write_text(header + "\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    return path
+
+
+def rows_of(scores, size=5):
+    return [(f"i{i}", f"t{i // size}", score) for i, score in enumerate(scores)]
+
+
+def pair(tmp_path, a, b, **options):
+    return sides(table(tmp_path / "a.csv", rows_of(a)), table(tmp_path / "b.csv", rows_of(b)), **options)
+
+
+def codes(comparison):
+    cell = [reason.code for d in comparison.verdict.decisions if d.gated for reason in d.reasons]
+    return {reason.code for reason in comparison.verdict.reasons} | set(cell)
+
+
+def run_command(*words):
+    return CliRunner().invoke(app, ["compare", *map(str, words)])
+
+
+def test_the_interval_is_ess_tango_of_the_item_differences(tmp_path):
+    rng = np.random.default_rng(3)
+    a, b = (rng.random(300) < 0.9).astype(int), (rng.random(300) < 0.85).astype(int)
+    found = compare(pair(tmp_path, a, b), "score").verdict.decisions[0].effect
+    wanted = ess_tango(b - a, np.arange(300) // 5, alpha=0.05)
+    assert (found.estimate, found.low, found.high, found.lower) == (
+        wanted.estimate,
+        wanted.low,
+        wanted.high,
+        wanted.lower,
+    )
+    assert found.n_clusters == 60
+
+
+def test_a_cell_of_a_run_gets_the_verdict_of_the_runs_report(tmp_path):
+    design = Design(
+        arms=("dense", "naive"),
+        seeds=(11,),
+        suites=("refusal",),
+        drops={("naive", "refusal"): 0.12},
+        items=320,
+        primary=("none",),
+        estimands=("E1",),
+    )
+    run = build(tmp_path / "run", design)
+    wanted = decide(drift_report(load_run(run)))
+    logs = [read_log(run, Request(None, {"arm": arm, "policy": "none"})) for arm in ("dense", "naive")]
+    found = compare(Sides(*logs), "score").verdict
+    assert found.status is wanted.status is Status.FAIL
+    assert found.decisions[0].effect == wanted.decisions[0].effect
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "status", "code"),
+    [(2, 0, Status.PASS, 0), (60, 0, Status.FAIL, 3), (30, 20, Status.INCONCLUSIVE, 4)],
+)
+def test_the_exit_code_is_the_gates(tmp_path, lost, gained, status, code):
+    order = random.Random(0).sample(range(300), 300)
+    a = [int(order[i] >= gained) for i in range(300)]
+    b = [int(not gained <= order[i] < gained + lost) for i in range(300)]
+    comparison = compare(pair(tmp_path, a, b), "score")
+    assert comparison.verdict.status is status
+    done = run_command(tmp_path / "a.csv", tmp_path / "b.csv")
+    assert done.exit_code == code
+    assert f"verdict: {status.value}" in done.output
+
+
+def test_too_few_templates_cannot_pass(tmp_path):
+    done = compare(
+        sides(table(tmp_path / "a.csv", rows_of([1] * 100)), table(tmp_path / "b.csv", rows_of([1] * 100))), "score"
+    )
+    assert done.verdict.status is Status.INCONCLUSIVE
+    assert codes(done) == {"CLUSTERS"}
+    assert any("Blind spot: a failure confined to 13.9 %" in line for line in comparison_banner(done).asides)
+
+
+def test_a_wider_margin_needs_fewer_templates(tmp_path):
+    both = pair(tmp_path, [1] * 150, [1] * 150)
+    assert compare(both, "score", margin=5.0).verdict.status is Status.INCONCLUSIVE
+    assert compare(both, "score", margin=10.0).verdict.status is Status.PASS
+
+
+def test_swapping_the_files_flips_the_sign(tmp_path):
+    rng = np.random.default_rng(5)
+    a, b = (rng.random((2, 300)) < 0.8).astype(int)
+    there = compare(pair(tmp_path, a, b), "score").verdict.decisions[0].effect
+    back = compare(pair(tmp_path, b, a), "score").verdict.decisions[0].effect
+    assert there.estimate == -back.estimate
+    assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-10)
+
+
+def test_the_order_of_rows_does_not_matter(tmp_path):
+    rng = np.random.default_rng(5)
+    a, b = (rng.random((2, 300)) < 0.8).astype(int)
+    wanted = compare(pair(tmp_path, a, b), "score").verdict.decisions[0].effect
+    mixed = rows_of(b)
+    random.Random(1).shuffle(mixed)
+    found = compare(sides(tmp_path / "a.csv", table(tmp_path / "c.csv", mixed)), "score").verdict.decisions[0].effect
+    assert found == wanted
+
+
+def test_repeats_are_averaged_inside_the_item(tmp_path):
+    rng = np.random.default_rng(8)
+    a, b = (rng.random((2, 2, 300)) < 0.8).astype(int)
+
+    def repeated(name, draws):
+        rows = [(f"i{i}", f"t{i // 5}", j, draws[j, i]) for j in range(2) for i in range(300)]
+        return table(tmp_path / name, rows, "item,cluster,sample,score")
+
+    found = compare(sides(repeated("a.csv", a), repeated("b.csv", b)), "score").verdict.decisions[0].effect
+    wanted = ess_tango(b.mean(axis=0) - a.mean(axis=0), np.arange(300) // 5, samples=2, alpha=0.05)
+    assert found.n_items == 300
+    assert (found.low, found.high) == (wanted.low, wanted.high)
+
+
+def test_copies_of_a_repeat_change_nothing(tmp_path):
+    rng = np.random.default_rng(8)
+    a, b = (rng.random((2, 300)) < 0.8).astype(int)
+    wanted = compare(pair(tmp_path, a, b), "score").verdict.decisions[0].effect
+
+    def copied(name, draws):
+        rows = [(f"i{i}", f"t{i // 5}", j, draws[i]) for j in range(4) for i in range(300)]
+        return table(tmp_path / name, rows, "item,cluster,epoch,score")
+
+    found = compare(sides(copied("c.csv", a), copied("d.csv", b)), "score").verdict.decisions[0].effect
+    assert (found.estimate, found.low, found.high) == pytest.approx(
+        (wanted.estimate, wanted.low, wanted.high), abs=1e-10
+    )
+
+
+def test_lower_is_better_turns_the_score_round(tmp_path):
+    a, b = [0] * 300, [1] * 60 + [0] * 240
+    plain = compare(pair(tmp_path, a, b), "score").verdict.decisions[0].effect
+    turned = compare(pair(tmp_path, a, b, lower_is_better=True), "score")
+    assert turned.verdict.decisions[0].effect.estimate == -plain.estimate == -0.2
+    assert any("taken as 1 - score" in note for note in turned.notes)
+
+
+def test_without_clusters_every_item_is_its_own_template_and_the_page_says_so(tmp_path):
+    plain = [(f"i{i}", 1) for i in range(70)]
+    both = sides(*(table(tmp_path / name, plain, "item,score") for name in ("a.csv", "b.csv")))
+    done = compare(both, "score")
+    assert done.verdict.decisions[0].effect.n_clusters == 70
+    said = "every item is treated as its own"
+    assert any(said in line for line in comparison_banner(done).asides)
+    assert all(said in pages(done)[name] for name in ("compare.html", "compare.md", "compare.json"))
+
+
+def test_clusters_of_one_file_serve_both(tmp_path):
+    a = table(tmp_path / "a.csv", rows_of([1] * 100))
+    b = table(tmp_path / "b.csv", [(f"i{i}", 1) for i in range(100)], "item,score")
+    assert compare(sides(a, b), "score").verdict.decisions[0].effect.n_clusters == 20
+
+
+def test_a_cluster_rule_that_finds_nothing_is_one_line(tmp_path):
+    with pytest.raises(SpecError, match="--cluster names nothing"):
+        compare(pair(tmp_path, [1] * 60, [1] * 60, cluster="family"), "score")
+
+
+def test_nothing_in_common_is_invalid(tmp_path):
+    a, b = table(tmp_path / "a.csv", rows_of([1] * 60)), table(tmp_path / "b.csv", [("z", "t", 1)])
+    done = compare(sides(a, b), "score")
+    assert done.verdict.exit_code == 5
+    assert "NO_COMMON_ITEM" in codes(done)
+
+
+def test_items_of_one_file_only_are_invalid_and_named(tmp_path):
+    done = compare(
+        sides(table(tmp_path / "a.csv", rows_of([1] * 300)), table(tmp_path / "b.csv", rows_of([1] * 297))), "score"
+    )
+    assert done.verdict.exit_code == 5
+    text = next(reason.text for reason in done.verdict.reasons if reason.code == "ITEMS")
+    assert text == "3 items are only in the reference file (i297, i298, i299)"
+
+
+def test_a_lost_line_matters_where_the_other_file_has_the_item(tmp_path):
+    a = table(tmp_path / "a.csv", rows_of([1] * 300))
+    b = table(tmp_path / "b.csv", [*rows_of([1] * 299), ("i299", "t59", 1.5)])
+    done = compare(sides(a, b), "score")
+    assert done.verdict.exit_code == 5
+    assert any("b.csv:301: score 1.5 is outside [0, 1]" in note for note in done.notes)
+
+
+def test_a_lost_line_of_both_files_does_not_matter_and_is_counted(tmp_path):
+    bad = [*rows_of([1] * 300), ("i300", "t60", "x")]
+    done = compare(sides(*(table(tmp_path / name, bad) for name in ("a.csv", "b.csv"))), "score")
+    assert done.verdict.status is Status.PASS
+    assert len(done.report.problems) == 2
+
+
+def test_rows_that_stand_twice_are_invalid(tmp_path):
+    twice = [*rows_of([1] * 300), ("i0", "t0", 0)]
+    done = compare(sides(table(tmp_path / "a.csv", rows_of([1] * 300)), table(tmp_path / "b.csv", twice)), "score")
+    assert done.verdict.exit_code == 5
+    text = next(reason.text for reason in done.verdict.reasons if reason.code == "DUPLICATE")
+    assert "b.csv: 1 rows stand twice (line 302)" in text
+
+
+@pytest.mark.parametrize(("gaps", "code"), [(3, 0), (4, 5)])
+def test_unscored_answers_are_invalid_beyond_one_percent(tmp_path, gaps, code):
+    b = ["nan"] * gaps + [1] * (300 - gaps)
+    assert compare(pair(tmp_path, [1] * 300, b), "score").verdict.exit_code == code
+
+
+def test_fewer_repeats_of_some_items_are_invalid(tmp_path):
+    rows = [(f"i{i}", f"t{i // 5}", j, 1) for i in range(300) for j in range(2)]
+    a = table(tmp_path / "a.csv", rows, "item,cluster,sample,score")
+    b = table(tmp_path / "b.csv", rows[:-1], "item,cluster,sample,score")
+    assert "SAMPLES" in codes(compare(sides(a, b), "score"))
+
+
+def test_an_item_in_two_templates_is_invalid(tmp_path):
+    a, b = rows_of([1] * 300), rows_of([1] * 300)
+    b[0] = ("i0", "t9", 1)
+    done = compare(sides(table(tmp_path / "a.csv", a), table(tmp_path / "b.csv", b)), "score")
+    assert "CLUSTER_IDS" in codes(done)
+
+
+def test_items_that_ask_something_else_are_invalid(tmp_path):
+    lines = LM_EVAL[1].read_text().splitlines()
+    changed = re.sub(r'"doc_hash": "....', '"doc_hash": "0000', lines[0])
+    other = tmp_path / "samples_sums_2026-11-20T09-00-00.000000.jsonl"
+    other.write_text("\n".join([changed, *lines[1:]]) + "\n")
+    done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
+    assert done.verdict.exit_code == 5
+    assert "HASH" in codes(done)
+
+
+def test_other_decoding_settings_are_invalid(tmp_path):
+    other = tmp_path / LM_EVAL[1].name
+    other.write_text(LM_EVAL[1].read_text().replace('"do_sample": false', '"do_sample": true'))
+    done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
+    assert "the files were made with other decoding" in [reason.text for reason in done.verdict.reasons]
+
+
+def test_lm_eval_logs_compare_by_template():
+    done = compare(sides(*LM_EVAL, "kind"), "exact_match,strict")
+    effect = done.verdict.decisions[0].effect
+    assert effect.estimate == pytest.approx((14 - 21) / 24)
+    assert (effect.n_items, effect.n_clusters) == (24, 8)
+
+
+def test_inspect_logs_compare_over_epochs():
+    effect = compare(sides(*INSPECT, "template"), "match").verdict.decisions[0].effect
+    assert (effect.n_items, effect.n_clusters) == (12, 6)
+    assert effect.estimate == pytest.approx(19 / 24 - 1)
+
+
+def test_a_log_of_another_tool_pairs_with_a_table(tmp_path):
+    scores = {f"q-{i}": 1 for i in range(12)}
+    rows = [(item, epoch, score) for item, score in scores.items() for epoch in (1, 2)]
+    b = table(tmp_path / "b.csv", [(i, e, "match", s) for i, e, s in rows], "item,epoch,metric,score")
+    effect = compare(sides(INSPECT[0], b), "match").verdict.decisions[0].effect
+    assert effect.estimate == 0
+
+
+def test_several_metrics_need_a_choice_that_is_named():
+    done = run_command(*LM_EVAL)
+    assert done.exit_code == 2
+    assert "choose one with --metric: exact_match,loose, exact_match,strict" in done.output
+    wrong = run_command(*LM_EVAL, "--metric", "acc")
+    assert wrong.exit_code == 2
+    assert "unknown metric 'acc'" in wrong.output
+
+
+def test_files_without_a_common_metric_are_one_line(tmp_path):
+    done = run_command(LM_EVAL[0], INSPECT[0])
+    assert done.exit_code == 2
+    assert "the files share no metric" in done.output
+
+
+def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
+    rng = np.random.default_rng(2)
+    truth = rng.random(300) < 0.8
+    paths = []
+    for name, drop in (("a.csv", 0), ("b.csv", 60)):
+        strict = truth & ~(np.arange(300) % 5 == 0) if drop else truth
+        rows = [
+            (f"i{i}", f"t{i // 5}", m, int(s[i])) for m, s in (("kind", truth), ("strict", strict)) for i in range(300)
+        ]
+        paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
+    both = sides(*paths)
+    kind, strict = (compare(both, metric) for metric in ("kind", "strict"))
+    two = two_judges(kind, strict)
+    assert kind.verdict.status is Status.PASS
+    assert two.status is strict.verdict.status is Status.FAIL
+    assert two.exit_code == 3
+    assert two.reference.estimate == pytest.approx(1)
+    assert two.candidate.agreement == pytest.approx(float(np.mean(~(truth & (np.arange(300) % 5 == 0)))))
+    done = run_command(*paths, "--metric", "kind", "--metric", "strict")
+    assert done.exit_code == 3
+    assert "kappa 1.00" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--margin", "0"], "--margin is 0"),
+        (["--margin", "nan"], "--margin is nan"),
+        (["--margin", "100"], "--margin is 100"),
+        (["--alpha", "0.5"], "--alpha is 0.5"),
+        (["--select-a", "arm"], "--select-a 'arm' is not KEY=VALUE"),
+        (["--metric", "a", "--metric", "b", "--metric", "c"], "--metric stands 3 times"),
+        (["--cluster", "re:("], "is not a regular expression"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_2(tmp_path, words, said):
+    pair(tmp_path, [1] * 300, [1] * 300)
+    done = run_command(tmp_path / "a.csv", tmp_path / "b.csv", *words)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_foreign_file_exits_2_with_one_line(tmp_path):
+    (tmp_path / "x").write_bytes(b"\x00\x01")
+    done = run_command(tmp_path / "x", LM_EVAL[0])
+    assert done.exit_code == 2
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_pages_hold_the_verdict_the_number_and_nothing_to_run(tmp_path):
+    rows = [(f"<script>alert({i})</script>|x", f"t{i // 5}", 1) for i in range(300)]
+    paths = [table(tmp_path / name, rows) for name in ("a.csv", "b.csv")]
+    done = run_command(*paths, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    page, text, data = ((tmp_path / "out" / f"compare.{end}").read_text() for end in ("html", "md", "json"))
+    assert "<script" not in page
+    assert "PASS" in page
+    assert "PASS" in text
+    body = json.loads(data)
+    assert body["verdict"]["status"] == "PASS"
+    assert body["files"] == {"reference": str(paths[0]), "candidate": str(paths[1])}
+
+
+def test_hostile_names_are_escaped_on_the_page(tmp_path):
+    header = "item,suite,cluster,score"
+    rows = [(f"i{i}", "<b>x</b>`|", f"t{i // 5}", 1) for i in range(300)]
+    done = compare(sides(*(table(tmp_path / f"{n}.csv", rows, header) for n in "ab")), "score")
+    found = pages(done)
+    assert "<b>x</b>" not in found["compare.html"]
+    assert "<b>" not in found["compare.md"]
+
+
+def test_the_page_of_a_run_cell_is_not_confused_by_policies(tmp_path):
+    run = build(tmp_path / "run", Design(arms=("dense", "naive"), suites=("refusal", "math"), samples=2))
+    words = [run, run, "--select-a", "arm=dense", "--select-b", "arm=naive"]
+    for side in ("a", "b"):
+        words += [f"--select-{side}", f"policy={policy('snapkv', 96)}"]
+    done = run_command(*words)
+    assert done.exit_code in (0, 3, 4), done.output
+    assert "refusal at 192 tokens" in done.output
+
+
+SCORE = st.sampled_from(["0", "1", "0.5", "", "nan", "2", "x"])
+CELL = st.tuples(st.sampled_from(["a", "b", "c", ""]), st.sampled_from(["t", "u", ""]), SCORE, st.sampled_from("012x"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(CELL, max_size=12), st.lists(CELL, max_size=12), st.integers(0, 70), st.booleans())
+def test_random_tables_compare_or_give_one_line(tmp_path_factory, a, b, padding, sampled):
+    folder = tmp_path_factory.mktemp("t")
+    header = "item,cluster,score,sample" if sampled else "item,cluster,score,note"
+    shared = [(f"p{i}", f"c{i}", "1", "0") for i in range(padding)]
+    paths = [table(folder / name, [*shared, *rows], header) for name, rows in (("a.csv", a), ("b.csv", b))]
+    try:
+        done = compare(sides(*paths), "score")
+    except AuditError:
+        return
+    assert done.verdict.exit_code in (0, 3, 4, 5)
+    for text in pages(done).values():
+        assert text
+    effect = next((d.effect for d in done.verdict.decisions if d.gated and d.effect), None)
+    assert effect is None or (math.isfinite(effect.low) and effect.low <= effect.estimate <= effect.high)
