@@ -126,6 +126,8 @@ def test_logit_scale_turns_the_sign_near_the_ceiling():
     assert found.contrast == pytest.approx(0.01, abs=1e-12)
     assert found.estimate < 0
     assert found.ceiling_driven
+    assert not logit_did(cell(0.80), cell(0.90), cell(0.88), cell(0.90), clusters).ceiling_driven
+    assert not logit_did(cell(0.95), cell(0.99), cell(0.56), cell(0.60), clusters).ceiling_driven
 
 
 def test_rates_of_zero_and_one_stay_finite():

@@ -38,7 +38,7 @@ class LogitContrast:
     @property
     def ceiling_driven(self) -> bool:
         """Whether the two scales point to opposite sides."""
-        return self.estimate * self.contrast < 0
+        return abs(self.contrast) > 1e-12 and self.estimate * self.contrast < 0
 
 
 def logit_did(
