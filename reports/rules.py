@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from audit.errors import SpecError, UnknownName
+from reports.stats.looks import alpha_per_look
 from reports.yaml_file import clipped, known_keys, shown
 
 GATED_ESTIMANDS = ("E1", "E2", "E3", "selectivity", "parity")
@@ -60,7 +61,7 @@ class Rules:
     @property
     def alpha_per_look(self) -> float:
         """The level of this look."""
-        return self.alpha / self.looks
+        return alpha_per_look(self.alpha, self.looks)
 
     @property
     def exhausted(self) -> bool:

@@ -15,12 +15,12 @@ import numpy as np
 from scipy import special
 
 from reports.contrast import no_narrower
-from reports.family import flip_moments
 from reports.plan import Plan
 from reports.report import ClusterSums, Contrast, Reason
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import mover
 from reports.stats.seeds import SEEDS_NEEDED
+from reports.stats.signflip import flip_moments
 
 SELECTIVITY = "selectivity"
 SOURCE = "Zou & Donner 2008 over ESS-Tango"
@@ -118,8 +118,8 @@ def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
 
 def _spread(sums: Sequence[ClusterSums]) -> _Spread:
     """Summed CR3 variance of independent suites."""
-    parts = [(flip_moments(part, np.ones((1, len(part.counts)))), len(part.counts) - 1) for part in sums]
-    return _pooled([_Spread(float(variance[0]), df) for (_, variance), df in parts])
+    found = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
+    return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(found, sums, strict=True)])
 
 
 def _pooled(parts: Sequence[_Spread]) -> _Spread:
