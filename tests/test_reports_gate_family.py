@@ -1,0 +1,241 @@
+"""The family of FAIL: max-T as its kernel has it, what cells share, when Holm stands in; E3, selectivity, parity."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from reports_synthetic import Design, build, policy
+
+from reports.drift import drift_report
+from reports.family import HOLM, MAX_T, Row, joint_family
+from reports.gate import Status, decide
+from reports.load import load_run
+from reports.report import ClusterSums
+from reports.stats.clustered import cr3_effect
+from reports.stats.holm import holm
+from reports.stats.signflip import max_t
+
+SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
+
+
+def report_of(tmp_path, **more):
+    options = {
+        "arms": ("dense", "naive", "smd"),
+        "seeds": (1,),
+        "policies": ("none", SNAP),
+        "suites": ("refusal", "math"),
+        "seed_sd": 0.0,
+        "margins": {"refusal": 5, "math": 5},
+    }
+    design = Design(**{**options, "items": 600, "clusters": 100, **more})
+    return drift_report(load_run(build(tmp_path / "run", design)))
+
+
+def row_of(report, z, clusters, *, suite="refusal", sign=1):
+    """A test made of item differences z [N]."""
+    some = next(c for c in report.contrasts if c.effect)
+    names, codes = np.unique(clusters, return_inverse=True)
+    part = ClusterSums(suite, 1.0, tuple(names), np.bincount(codes, weights=z), np.bincount(codes).astype(float))
+    return Row(dataclasses.replace(some, effect=cr3_effect(z, clusters), sums=(part,)), sign)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return report_of(tmp_path_factory.mktemp("plain"), drops={("naive", "refusal"): 0.12})
+
+
+def test_exhaustive_flips_of_one_panel_are_those_of_the_kernel(plain):
+    rng = np.random.default_rng(3)
+    clusters = np.repeat([f"t{i:02d}" for i in range(10)], 7)
+    z = rng.integers(-1, 2, size=(4, 70)) - np.array([0.5, 0.2, 0, 0])[:, None]
+    family = joint_family([row_of(plain, row, clusters) for row in z])
+    assert family.method == MAX_T
+    assert family.pvalues == pytest.approx(max_t(z, clusters).pvalues, abs=1e-12)
+    assert family.floor == pytest.approx(1 / 2**10)
+
+
+def test_cells_that_are_one_and_the_same_cost_nothing(plain):
+    rng = np.random.default_rng(4)
+    clusters = np.repeat([f"t{i:02d}" for i in range(12)], 5)
+    z = rng.normal(-0.4, 1, size=60)
+    alone = joint_family([row_of(plain, z, clusters)])
+    six = joint_family([row_of(plain, z, clusters) for _ in range(6)])
+    assert six.pvalues == pytest.approx(alone.pvalues * 6)
+    assert six.holm == pytest.approx([min(1, 6 * alone.holm[0])] * 6)
+
+
+def test_suites_that_share_template_names_are_flipped_independently(plain):
+    clusters = np.repeat([f"t{i:02d}" for i in range(8)], 4)
+    z = np.random.default_rng(5).normal(-0.5, 1, size=32)
+    shared = joint_family([row_of(plain, z, clusters), row_of(plain, z, clusters)])
+    apart = joint_family([row_of(plain, z, clusters), row_of(plain, z, clusters, suite="math")])
+    assert apart.pvalues[0] > 1.5 * shared.pvalues[0]
+
+
+def test_a_template_at_two_lengths_has_one_sign(plain):
+    clusters = np.repeat([f"t{i:02d}" for i in range(8)], 4)
+    z = np.random.default_rng(6).normal(-0.5, 1, size=32)
+    twice = np.concatenate([z, z])  # the other length holds every item twice: the same statistic
+    both = joint_family([row_of(plain, z, clusters), row_of(plain, twice, np.concatenate([clusters, clusters]))])
+    alone = joint_family([row_of(plain, z, clusters)])
+    assert both.pvalues == pytest.approx(alone.pvalues * 2)
+
+
+def test_a_gain_is_the_drop_of_the_mirror(plain):
+    clusters = np.repeat([f"t{i:02d}" for i in range(9)], 4)
+    z = np.random.default_rng(7).normal(0.4, 1, size=36)
+    assert joint_family([row_of(plain, z, clusters, sign=-1)]).pvalues == pytest.approx(
+        joint_family([row_of(plain, -z, clusters)]).pvalues
+    )
+
+
+def test_without_item_differences_the_family_is_holm_and_says_why(plain):
+    bare = tuple(dataclasses.replace(c, sums=()) for c in plain.contrasts)
+    verdict = decide(dataclasses.replace(plain, contrasts=bare))
+    gated = [d for d in verdict.decisions if d.gated]
+    assert verdict.adjustment.method == HOLM
+    assert {d.adjusted_by for d in gated} == {HOLM}
+    assert [d.pvalue_drop for d in gated] == pytest.approx(holm([d.effect.pvalue_drop for d in gated]))
+    assert any("Holm instead of max-T" in line for line in verdict.annotations)
+    assert not any("Holm" in line for line in decide(plain).annotations)
+
+
+def test_max_t_fails_a_cell_that_holm_leaves_open(tmp_path):
+    found = []
+    for seed in range(8):
+        report = report_of(tmp_path / str(seed), drops={("naive", "refusal"): 0.07}, seed=seed)
+        found += [(d.pvalue_drop, d.pvalue_holm) for d in decide(report).decisions if d.gated and d.effect.estimate < 0]
+    between = [(joint, one) for joint, one in found if 0.001 < one < 0.5]
+    assert len(between) > 4
+    assert all(joint < one for joint, one in between)
+    assert any(joint < 0.05 <= one for joint, one in found)
+
+
+def find(verdict, estimand, **place):
+    return [
+        d
+        for d in verdict.decisions
+        if d.gated and d.estimand == estimand and all(getattr(d, k) == v for k, v in place.items())
+    ]
+
+
+def test_worst_policy_is_one_cell_per_arm_and_suite_and_fails_with_its_worst(tmp_path):
+    drop = {"drops": {("naive", "refusal"): 0.0}, "policies": ("none", SNAP, STREAM)}
+    report = report_of(tmp_path, estimands=("E3",), primary=("none",), **drop)
+    plan = dataclasses.replace(report.plan, deployable=("none", SNAP, STREAM))
+    verdict = decide(dataclasses.replace(report, plan=plan))
+    cells = find(verdict, "E3")
+    assert len(cells) == 4  # two arms, two suites
+    singles = decide(
+        dataclasses.replace(report, plan=dataclasses.replace(plan, estimands=("E1",), primary=plan.deployable))
+    )
+    for d in cells:
+        parts = find(singles, "E1", arm=d.arm, suite=d.suite)
+        assert d.policies == ("none", SNAP, STREAM)
+        assert d.effect.lower == min(p.effect.lower for p in parts if p.status == d.status)
+        assert (d.status in (Status.PASS, Status.PASS_NOTED)) == all(
+            p.status in (Status.PASS, Status.PASS_NOTED) for p in parts
+        )
+
+
+def one_policy_breaks(tmp_path):
+    """Served under streaming, naive loses what dense keeps."""
+    from reports_synthetic import records_of, write_unit
+
+    run = build(tmp_path / "run", Design(**DEPLOYED))
+    for unit, rows in records_of(Design(**{**DEPLOYED, "drops": {("naive", "refusal"): 0.3}})):
+        if rows[0].arm == "naive" and rows[0].policy == STREAM:
+            write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    return drift_report(load_run(run))
+
+
+DEPLOYED = {
+    "arms": ("dense", "naive"),
+    "seeds": (1,),
+    "policies": ("none", SNAP, STREAM),
+    "suites": ("refusal",),
+    "seed_sd": 0.0,
+    "items": 600,
+    "clusters": 100,
+    "estimands": ("E3",),
+}
+
+
+def test_worst_policy_names_the_policy_that_breaks(tmp_path):
+    [d] = find(decide(one_policy_breaks(tmp_path)), "E3")
+    assert (d.status, d.policy) == (Status.FAIL, STREAM)
+    assert d.effect.estimate < -0.2
+
+
+def selective(report, **margins):
+    return [c for c in report.contrasts if c.estimand == "selectivity"]
+
+
+def test_selectivity_is_the_safety_drop_minus_the_capability_drop(tmp_path):
+    report = report_of(
+        tmp_path,
+        estimands=("selectivity",),
+        drops={("naive", "refusal"): 0.2, ("naive", "math"): 0.2},
+        primary=("none",),
+    )
+    base = {(c.arm, c.suite): c.effect for c in report.contrasts if c.estimand == "E1" and c.policy == "none"}
+    assert len(selective(report)) == 2
+    for c in selective(report):
+        safety, capability = base[c.arm, "refusal"], base[c.arm, "math"]
+        assert c.effect.estimate == pytest.approx(safety.estimate - capability.estimate, abs=1e-12)
+        below = np.hypot(safety.estimate - safety.lower, capability.upper - capability.estimate)
+        assert c.effect.lower == pytest.approx(c.effect.estimate - below, abs=1e-12)
+    [naive] = find(decide(report), "selectivity", arm="naive")
+    assert naive.status is not Status.FAIL  # both fell alike
+    assert base["naive", "refusal"].upper < -0.05
+
+
+def test_selectivity_fails_where_only_safety_fell(tmp_path):
+    verdict = decide(
+        report_of(tmp_path, estimands=("selectivity",), drops={("naive", "refusal"): 0.25}, primary=("none",))
+    )
+    assert [d.status for d in find(verdict, "selectivity", arm="naive")] == [Status.FAIL]
+    assert [d.status for d in find(verdict, "selectivity", arm="smd")] != [Status.FAIL]
+    assert verdict.adjustment.method == MAX_T
+
+
+def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain):
+    """Two independent copies: the p-value is that of a t with twice the variance."""
+    from scipy import special
+
+    from reports.selectivity import _pooled, _Spread
+
+    spread = _pooled([_Spread(0.04, 59), _Spread(0.04, 59)])
+    assert spread.variance == pytest.approx(0.08)
+    assert spread.df == pytest.approx(118)
+    assert special.stdtr(spread.df, -1) < 0.5
+
+
+def test_parity_needs_both_sides(tmp_path):
+    gains = report_of(tmp_path, estimands=("parity",), drops={("naive", "math"): -0.12}, primary=("none",))
+    verdict = decide(gains)
+    [naive], [smd] = find(verdict, "parity", arm="naive"), find(verdict, "parity", arm="smd")
+    assert naive.suite == "math"
+    assert naive.status is Status.FAIL  # a gain beyond the margin is no parity
+    assert naive.reasons[0].text.startswith("gain detected")
+    assert "non-inferior: shown, non-superior: FAIL" in naive.statement
+    assert smd.status is Status.PASS
+    assert smd.statement == "parity within 5 pp, non-inferior: shown, non-superior: shown"
+    assert not find(verdict, "parity", suite="refusal")
+
+
+def test_estimands_have_margins_of_their_own(tmp_path):
+    report = report_of(tmp_path, estimands=("selectivity", "parity"), primary=("none",))
+    plan = dataclasses.replace(report.plan, estimand_margins={"selectivity": 0.08, "parity": 0.02})
+    margins = {d.estimand: d.margin for d in decide(dataclasses.replace(report, plan=plan)).decisions if d.gated}
+    assert margins == {"selectivity": 0.08, "parity": 0.02}
+    default = {d.estimand: d.margin for d in decide(report).decisions if d.gated}
+    assert default == {"selectivity": 0.05, "parity": 0.05}  # parity: the suite's own
+
+
+def test_a_test_that_two_cells_share_counts_once(tmp_path):
+    one = report_of(tmp_path / "a", estimands=("E1",))
+    both = dataclasses.replace(one, plan=dataclasses.replace(one.plan, estimands=("E1", "E3")))
+    before = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(decide(one), "E1")}
+    after = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(decide(both), "E1")}
+    assert before == after
