@@ -79,7 +79,7 @@ def text_hash(row: Shown) -> str:
 
 
 def _hash(cells: Iterable[str]) -> str:
-    plain = [" ".join(cell.replace("\\r", " ").lstrip("'").split()) for cell in cells]
+    plain = [" ".join(cell.lstrip("'").split()) for cell in cells]
     return hashlib.sha256(json.dumps(plain).encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -1,0 +1,365 @@
+"""Human labels: the blind sheet, its reading back, and what they say about a judge and a drift."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reports_synthetic import TEXTS, Design, build, write_unit
+from typer.testing import CliRunner
+
+from audit.cli import app
+from audit.errors import AuditError, DataError
+from audit.records import Message, Role
+from reports.adjudication import chosen, digest, paired_answers
+from reports.drift import drift_report
+from reports.gate import Status, decide
+from reports.judge import guarded, human_labels, random_sample
+from reports.judge_panel import FILE, load_adjudication
+from reports.judge_tables import cells_table, errors_table
+from reports.load import load_run
+from reports.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
+from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+
+GOOD = TEXTS["refusal"][2]
+DESIGN = Design(
+    arms=("dense", "naive"),
+    seeds=(11, 12),
+    policies=("none",),
+    suites=("refusal",),
+    items=180,
+    clusters=60,
+    drops={("naive", "refusal"): 0.06},
+    estimands=("E1",),
+)
+
+
+def named_items(run):
+    """Every item asks for itself, so that answers to two items are never the same text."""
+    for unit in (run / "records").glob("*.jsonl"):
+        rows = [json.loads(line) for line in unit.read_text().splitlines()]
+        for row in rows:
+            row["transcript"][1]["content"] += f" {row['item_id']}"
+        write_unit(unit, "".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run and its sheet, as the command leaves them."""
+    folder = tmp_path_factory.mktemp("judge")
+    run = named_items(build(folder / "run", DESIGN))
+    done = command("adjudicate", run, "--out", folder / "sheet.csv", "--concordant", 50)
+    assert done.exit_code == 0, done.output
+    return run, folder / "sheet.csv"
+
+
+@pytest.fixture
+def sheet(written, tmp_path):
+    """A copy of the sheet and its key, to label."""
+    path = tmp_path / "sheet.csv"
+    path.write_bytes(written[1].read_bytes())
+    key_path(path).write_bytes(key_path(written[1]).read_bytes())
+    return path
+
+
+def command(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as handle:
+        return list(csv.DictReader(handle))
+
+
+def save(path, rows, **style):
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.DictWriter(handle, list(rows[0]), **style)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def label(path, judge=lambda row: row["answer"] == GOOD):
+    rows = rows_of(path)
+    for row in rows:
+        row["label"] = str(int(judge(row)))
+    save(path, rows)
+
+
+def pairs_of(run):
+    data = load_run(run)
+    report = drift_report(data)
+    return paired_answers(data, report, decide(report), {})[0]
+
+
+def test_the_sheet_names_no_arm_policy_or_seed(written):
+    text = written[1].read_text()
+    assert not [word for word in ("naive", "dense", "none", "11", "12") if f'"{word}"' in text or f" {word}@" in text]
+    assert "naive" in key_path(written[1]).read_text()
+    assert "naive" not in text
+    assert {row["label"] for row in rows_of(written[1])} == {""}
+
+
+def test_every_discordant_pair_and_as_many_others_as_asked_are_on_the_sheet(written):
+    pairs = pairs_of(written[0])
+    cell = read_key(written[1]).cells[0]
+    wanted = {(str(i), int(s)) for i, s, d in zip(pairs.items, pairs.seeds[0], pairs.discordant, strict=True) if d}
+    assert len(pairs.items) == 180 * 2
+    assert wanted <= {(pair.item, pair.candidate_seed) for pair in cell.pairs}
+    assert len(cell.pairs) == len(wanted) + 50
+    shown_rows = {row["row"] for row in rows_of(written[1])}
+    assert {row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)} == shown_rows
+
+
+def test_equal_answers_to_an_item_are_one_row(written):
+    rows = rows_of(written[1])
+    assert len({(row["conversation"], row["answer"]) for row in rows}) == len(rows)
+
+
+def test_the_order_of_rows_says_nothing_of_items():
+    names = row_names(300, 4)
+    assert sorted(names) == [f"r{i:05d}" for i in range(1, 301)]
+    assert abs(np.corrcoef(np.arange(300), [int(name[1:]) for name in names])[0, 1]) < 0.2
+
+
+def test_the_same_seed_draws_the_same_pairs(written):
+    pairs = pairs_of(written[0])
+    assert list(chosen(pairs, 50, 0)) == list(chosen(pairs, 50, 0))
+    assert list(chosen(pairs, 50, 0)) != list(chosen(pairs, 50, 1))
+    assert len(chosen(pairs, 10**6, 0)) == len(pairs.items)
+
+
+def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
+    label(sheet)
+    done = command("adjudicate", written[0], "--read", sheet)
+    assert done.exit_code == 0, done.output
+    cell = load_adjudication(written[0]).cells[0]
+    assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
+    assert (cell.bias, cell.reference.sensitivity.estimate, cell.candidate.specificity.estimate) == (0, 1, 1)
+    assert cell.corrected.low < cell.raw.low  # the unlabelled pairs are not known
+    assert cell.judged is decide(drift_report(load_run(written[0]))).decisions[0].status
+
+
+def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(written, sheet):
+    """A person who finds every third item's lost answer fine, and one drawn concordant answer of the candidate bad."""
+    pairs, key = pairs_of(written[0]), read_key(sheet)
+    fine = {item for item in pairs.items if int(str(item)[-4:]) % 3 == 0}
+    label(sheet, lambda row: row["answer"] == GOOD or row["conversation"].split()[-1] in fine)
+    labels = read_labels(sheet, key)
+    z = [labels[p.candidate_row] - labels[p.reference_row] for p in key.cells[0].pairs]
+    where = {(str(i), int(s)): d for i, s, d in zip(pairs.items, pairs.seeds[0], pairs.discordant, strict=True)}
+    apart = [where[p.item, p.candidate_seed] for p in key.cells[0].pairs]
+    total = len(pairs.items)
+    first = sum(v for v, d in zip(z, apart, strict=True) if d) / total
+    second = np.mean([v for v, d in zip(z, apart, strict=True) if not d]) * float(np.mean(~pairs.discordant))
+    command("adjudicate", written[0], "--read", sheet)
+    cell = load_adjudication(written[0]).cells[0]
+    assert cell.corrected.estimate == pytest.approx(first + second, abs=1e-12)
+    assert cell.corrected.estimate > cell.raw.estimate
+
+
+def test_labels_may_turn_a_verdict(written, sheet):
+    label(sheet, lambda row: True)
+    done = command("adjudicate", written[0], "--read", sheet)
+    found = load_adjudication(written[0])
+    assert found.judged is Status.FAIL
+    assert found.status is Status.PASS
+    assert "verdict: PASS with human labels in 1 cells; FAIL without" in done.output
+
+
+def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
+    label(sheet)
+    command("adjudicate", written[0], "--read", sheet)
+    cell = load_adjudication(written[0]).cells[0]
+    assert cell.bias_upper > 0.025  # 50 pairs cannot show an even judge
+    assert not cell.guard
+    passed = next(d for d in decide(drift_report(load_run(written[0]))).decisions)
+    held = type(passed)(**{**{f: getattr(passed, f) for f in passed.__dataclass_fields__}, "status": Status.PASS})
+    status, reasons = guarded(held, cell)
+    assert status is Status.INCONCLUSIVE
+    assert reasons[0].code == "JUDGE_DIFF"
+    assert guarded(passed, cell)[0] is Status.FAIL
+
+
+def test_error_rates_come_from_a_simple_random_sample(written, sheet):
+    label(sheet)
+    pairs, key = pairs_of(written[0]), read_key(sheet)
+    h = human_labels(pairs, key.cells[0], read_labels(sheet, key))
+    share = 50 / (~pairs.discordant).sum()
+    sizes = [np.isin(random_sample(h, seed), np.flatnonzero(pairs.discordant)).sum() for seed in range(300)]
+    assert np.mean(sizes) == pytest.approx(share * pairs.discordant.sum(), rel=0.1)
+    assert all(len(random_sample(h, seed)) - size == 50 for seed, size in zip(range(3), sizes[:3], strict=True))
+
+
+def test_a_sheet_that_a_spreadsheet_saved_again_reads_the_same(written, sheet):
+    label(sheet)
+    key = read_key(sheet)
+    wanted = read_labels(sheet, key)
+    rows = [{name: value.replace("\n", "\r\n") for name, value in row.items()} for row in reversed(rows_of(sheet))]
+    save(sheet, [{**row, "remark": "seen"} for row in rows], lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+    sheet.write_bytes(b"\xef\xbb\xbf" + sheet.read_bytes())
+    assert read_labels(sheet, key) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[3].update(label=""), "1 rows without a label"),
+        (lambda rows: rows[3].update(label="2"), "1 labels that are not 0 or 1"),
+        (lambda rows: rows[3].update(label="yes"), "1 labels that are not 0 or 1"),
+        (lambda rows: rows[3].update(row="r99999"), "1 rows that its key does not know (r99999)"),
+        (lambda rows: rows[3].update(answer="other"), "1 rows whose text was changed"),
+        (lambda rows: rows[3].update(conversation=""), "1 rows whose text was changed"),
+        (lambda rows: rows.append(dict(rows[3])), "1 rows that stand twice"),
+        (lambda rows: rows.pop(3), "1 rows missing"),
+        (lambda rows: [row.pop("label") for row in rows], "lacks a column"),
+    ],
+)
+def test_a_sheet_that_cannot_be_read_back_is_one_line_and_changes_nothing(written, sheet, change, said):
+    label(sheet)
+    stored = written[0] / "report" / FILE
+    before = stored.read_bytes() if stored.exists() else None
+    rows = rows_of(sheet)
+    change(rows)
+    save(sheet, rows)
+    done = command("adjudicate", written[0], "--read", sheet)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert (stored.read_bytes() if stored.exists() else None) == before
+
+
+def test_a_missing_or_foreign_key_is_one_line(written, sheet):
+    for text in (None, "{}", "[]", "not json", '{"format": 1}'):
+        key_path(sheet).unlink(missing_ok=True)
+        if text is not None:
+            key_path(sheet).write_text(text)
+        done = command("adjudicate", written[0], "--read", sheet)
+        assert done.exit_code == 2
+        assert len(done.output.strip().splitlines()) == 1
+
+
+def test_labels_of_other_records_are_refused(sheet, tmp_path):
+    other = named_items(build(tmp_path / "other", Design(**{**DESIGN.__dict__, "seed": 6})))
+    label(sheet)
+    done = command("adjudicate", other, "--read", sheet)
+    assert done.exit_code == 2
+    assert "holds other records than" in done.output
+
+
+def test_a_sheet_is_never_written_over(written):
+    done = command("adjudicate", written[0], "--out", written[1])
+    assert done.exit_code == 2
+    assert "may hold labels" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--select", "suite=mth"], "unknown suite among the gated cells 'mth'"),
+        (["--select", "colour=red"], "unknown selector 'colour'"),
+        (["--select", "suite"], "is not KEY=VALUE"),
+    ],
+)
+def test_a_selection_without_cells_is_one_line(written, tmp_path, words, said):
+    done = command("adjudicate", written[0], "--out", tmp_path / "s.csv", *words)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_the_digest_follows_scores_and_not_the_order_of_rows(written):
+    records = load_run(written[0]).records
+    mixed = records.sample(frac=1, random_state=1)
+    assert digest(mixed) == digest(records)
+    changed = records.copy()
+    changed.loc[0, "score"] = 1 - changed.loc[0, "score"]
+    assert digest(changed) != digest(records)
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\r=1", '=HYPERLINK("http://x")', "|x", "%x"]
+)
+def test_no_cell_starts_like_a_formula(text):
+    assert safe(text)[0] not in "=+-@\t\r|% "
+    assert safe(text).startswith(("'", "␉", "␍"))
+
+
+def test_control_characters_are_shown():
+    assert safe("a\x1b[31mb\x00") == "a␛[31mb␀"
+
+
+def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
+    talk = (
+        Message(Role.SYSTEM, "Rule."),
+        Message(Role.ASSISTANT, "First."),
+        Message(Role.USER, "Q" * 40_000),
+        Message(Role.ASSISTANT, "Last."),
+        Message(Role.TOOL, "ok"),
+    )
+    row = shown("agent", talk)
+    assert row.answer == "Last.\n\n[tool] ok"
+    assert row.conversation.startswith("[system] Rule.\n\n[assistant] First.\n\n[user] Q")
+    assert len(row.conversation) < CHARACTERS + 60
+    assert shown("x", talk[:1]) == Shown("x", "[system] Rule.", "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_text_comes_back_from_the_sheet_unchanged(tmp_path_factory, conversation, answer):
+    row = Shown("s", conversation, answer)
+    path = tmp_path_factory.mktemp("s") / "sheet.csv"
+    path.write_text(render_sheet({"r1": row}), encoding="utf-8", newline="")
+    key = Key("run", "d", 0, 1, {"r1": text_hash(row)}, ())
+    with pytest.raises(DataError, match="rows without a label"):
+        read_labels(path, key)
+    rows = rows_of(path)
+    rows[0]["label"] = "1"
+    save(path, rows)
+    assert read_labels(path, key) == {"r1": 1}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEY = Key("run", "d", 0, 1, {"r1": "h"}, (KeyCell("E1", "a", "none", "s", 8, (KeyPair("i", 0, 1, 1, "r1", "r1"),)),))
+
+
+def test_a_key_reads_back_as_it_was_written(tmp_path):
+    path = tmp_path / "s.csv"
+    key_path(path).write_text(render_key(KEY))
+    assert read_key(path) == KEY
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["run", "records", "seed", "rows", "cells", "format", "extra"]), JSON, st.booleans())
+def test_a_broken_key_or_store_never_raises_anything_but_an_audit_error(tmp_path_factory, field, value, deep):
+    folder = tmp_path_factory.mktemp("k")
+    body = json.loads(render_key(KEY))
+    (body["cells"][0] if deep else body)[field] = value
+    key_path(folder / "s.csv").write_text(json.dumps(body))
+    (folder / "report").mkdir()
+    (folder / "report" / FILE).write_text(json.dumps(body))
+    for read in (lambda: read_key(folder / "s.csv"), lambda: load_adjudication(folder)):
+        try:
+            read()
+        except AuditError:
+            continue
+
+
+def test_a_run_without_labels_has_no_panel(tmp_path):
+    assert load_adjudication(tmp_path) is None
+
+
+def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
+    label(sheet)
+    command("adjudicate", written[0], "--read", sheet)
+    found = load_adjudication(written[0])
+    (row,) = cells_table(found).rows
+    assert row[0] == "E1, naive @ none, refusal 192"
+    assert row[2] == "FAIL"
+    assert len(errors_table(found).rows) == 2
+    assert "100.0 % [" in errors_table(found).rows[0][2]
