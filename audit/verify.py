@@ -17,7 +17,7 @@ from torch import Tensor
 
 from audit.errors import DataError, SpecError
 from audit.intact import check_checkpoint
-from audit.kv.consistency import breach
+from audit.kv.consistency import breach, quantisation_breach
 from audit.kv.interchange import read_rollouts
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Rollout
@@ -159,7 +159,10 @@ def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
     if recorded.trained_policy is not None and parse_policy(recorded.trained_policy) != policy:
         return f"the ledger names {recorded.policy}, the checkpoint was trained with {recorded.trained_policy}"
     plans = layer_plans(config, policy)
-    found = ((number, breach(rollout, plans)) for number, rollout in enumerate(recorded.rollouts))
+    found = (
+        (number, breach(rollout, plans) or quantisation_breach(rollout, policy))
+        for number, rollout in enumerate(recorded.rollouts)
+    )
     return next((f"rollout {number}, {words}" for number, words in found if words is not None), None)
 
 

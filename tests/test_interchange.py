@@ -15,7 +15,7 @@ from test_kv_exact import served, two_turns
 from typer.testing import CliRunner, Result
 
 from audit.cli import app
-from audit.errors import DataError
+from audit.errors import DataError, SpecError
 from audit.kv.history import Event, history, ledger_of
 from audit.kv.interchange import read_rollouts, write_rollouts
 from audit.kv.ledger import NEVER, save_ledgers
@@ -89,6 +89,12 @@ def test_our_own_rollouts_come_back_the_same_from_the_json_form(name: str, polic
         for part in ("ids", "sampled", "sampler_logprobs", "evicted_at"):
             assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
         assert ours.prompt_length == theirs.prompt_length
+
+
+def test_quantised_rollouts_have_no_json_form(tmp_path: Path) -> None:
+    rollouts = two_turns(served(dtype=torch.float32), "int8:residual=3").rollouts
+    with pytest.raises(SpecError, match="quantised, which format"):
+        write_rollouts(tmp_path / "r.json", Recorded("here", tuple(rollouts), "int8", 1.0))
 
 
 def tensors(path: Path, policy: str, **swapped: torch.Tensor) -> Path:

@@ -179,6 +179,22 @@ def test_streaming_keeps_its_sink_and_the_most_recent(tmp_path: Path) -> None:
     assert len(bars((tmp_path / "new" / "s.svg").read_text())["gone"]) == 50 - 17
 
 
+def test_quantised_entries_have_their_own_shade() -> None:
+    done = shown("streaming:budget=24,chunk=16+kivi:residual=8,group=8", "--length", 40)
+    assert done.exit_code == 0, done.output
+    assert "of them in lower precision" in done.stdout
+    assert "▒ seen in lower precision" in done.stdout
+    assert done.stdout.splitlines()[25].strip().startswith("▒▒▒▒")
+
+
+def test_pinned_roles_stay() -> None:
+    done = shown("streaming:budget=32,sink=0,chunk=16,pin=system", "--length", 60)
+    assert done.exit_code == 0, done.output
+    rows = done.stdout.splitlines()[2:]
+    # the template's own token before the system prompt leaves, the prompt does not, the last of the budget slides
+    assert rows[35][6:] == "·" + "█" * 29 + "·" * 37 + "▀███▄"
+
+
 def test_a_budget_that_is_not_reached_is_said_in_one_line() -> None:
     done = shown("streaming", "--length", 24)
     assert done.exit_code == 0

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_kv_exact import POLICIES, served, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
 from audit.cli import app
-from audit.kv.consistency import breach
-from audit.kv.layers import LayerPlan
+from audit.kv.consistency import breach, quantisation_breach
+from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from audit.model import load_model
 from audit.policies import parse_policy
@@ -250,6 +251,70 @@ def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> Non
     assert "what to verify is missing" in refused("--rollouts", "3", "--model", "embedded")
     assert "by its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
     assert "unknown dtype 'float33'" in refused(trained["smd"], "--dtype", "float33")
+
+
+CODES = "kivi:bits=4,group=8,residual=8"
+QUANTISED = f"streaming:budget=96,sink=4,window=8+{CODES}"
+
+
+@pytest.fixture(scope="module")
+def coded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose rollouts were evicted from and quantised."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "play", play_for_parity)
+        settings = config(arm="smd", policy=QUANTISED, steps=1)
+        return grpo.train(settings, sharp(tiny_folder), tmp_path_factory.mktemp("coded") / "smd", silent)
+
+
+def test_quantised_rollouts_are_explained(coded: Path) -> None:
+    done = verified(coded)
+    assert done.exit_code == 0, done.output
+    found = verify(load_model(str(coded)), checkpoint_rollouts(coded))
+    assert found.dense.largest > 0.5 > 1000 * found.shadow.largest
+
+
+@pytest.mark.parametrize("table", ["keys_quantised_at", "values_quantised_at"])
+def test_a_tampered_quantisation_time_is_caught(table: str, coded: Path, tmp_path: Path) -> None:
+    def later(rollouts: list[Rollout]) -> None:
+        rollouts[4] = replace(rollouts[4], **{table: torch.full_like(getattr(rollouts[4], table), NEVER)})
+
+    done = verified(rewritten(shutil.copytree(coded, tmp_path / "copy"), later))
+    by_replay, by_count = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert (done.exit_code, "rollout 4, token" in by_replay) == (3, True)
+    assert f"rollout 4, the {table.partition('_')[0]} of entry 0 are quantised at {NEVER}, due at" in by_count
+
+
+def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -> None:
+    def coarser(rollouts: list[Rollout]) -> None:
+        rollouts[:] = [replace(rollout, codec=rollout.codec.replace("bits=4", "bits=2")) for rollout in rollouts]
+
+    folder = shutil.copytree(coded, tmp_path / "copy")
+    policy = parse_policy(QUANTISED.replace("bits=4", "bits=2"))
+    rewritten(folder, coarser, policy.canonical)
+    done = verified(rehashed(folder, policy=policy.canonical))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert (done.exit_code, "is recorded at" in line) == (3, True)
+
+
+def test_a_codec_that_is_not_the_policy_s_is_caught(coded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(coded, tmp_path / "copy")
+    policy = QUANTISED.partition("+")[0]
+    rewritten(folder, lambda _: None, policy)
+    done = verified(rehashed(folder, policy=parse_policy(policy).canonical))
+    assert done.exit_code == 3
+    assert re.search(r"the ledger was quantised by kivi:\S+, the policy names nothing", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, "int8:residual=3,chunk=16", f"{CODES},chunk=16", f"streaming:budget=12,chunk=16+{CODES}"]
+)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(name: str, policy: str) -> None:
+    loaded, parsed = served(name), parse_policy(policy)
+    plans = layer_plans(loaded.model.config, parsed)
+    for rollout in two_turns(loaded, policy, group=2).rollouts:
+        assert breach(rollout, plans) is None
+        assert quantisation_breach(rollout, parsed) is None
 
 
 def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollout:

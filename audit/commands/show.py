@@ -72,7 +72,7 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -
         f"layer {layer}, KV head {asked.head} of the embedded model",
         rollout.prompt_length,
         rollout.evicted_at[layer, asked.head, :-1],
-        (None, None),
+        (rollout.keys_quantised_at, rollout.values_quantised_at),
     )
 
 
@@ -82,9 +82,10 @@ def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
     if length + tail > model.max_positions:
         raise SpecError(f"--length {length} needs {length + tail} positions, the model has {model.max_positions}")
     (item,) = SUITES.get(_SUITE)().items("eval", 1, _SEED, 2 * length + _LEAST_CONTEXT, model.chat.count_tokens)
-    ids = model.chat.opening(item.messages).ids
-    prompt = ids[: length - length // 2] + ids[len(ids) - length // 2 :]
-    episode = Sampler(model, policy).open([prompt], [_SEED])
+    opening = model.chat.opening(item.messages)
+    middle = slice(length - length // 2, len(opening.ids) - length // 2)
+    ids, roles = ([*row[: middle.start], *row[middle.stop :]] for row in (opening.ids, opening.roles))
+    episode = Sampler(model, policy).open([ids], [_SEED], roles=[roles])
     drawn = 0
     while drawn < tail:
         (completion,) = episode.decode(Decoding(tail - drawn, temperature=0.0))

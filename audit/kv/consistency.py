@@ -24,13 +24,52 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, plan in enumerate(plans):
-        gone = rollout.evicted_at[layer].long()
-        for rule in (_never, _protected, _exact, _phase, _prompt, _decoding):
-            if (words := rule(gone, rollout, plan.policy)) is not None:
-                return f"layer {layer}: {words}"
-            if not plan.policy.evicts:
-                break
+        gone, policy = rollout.evicted_at[layer].long(), plan.policy.evictor
+        rules = (_protected, _exact, _phase, _prompt, _decoding) if policy.evicts else (_never,)
+        words = next((found for rule in rules if (found := rule(gone, rollout, policy)) is not None), None)
+        if words is not None:
+            return f"layer {layer}: {words}"
     return None
+
+
+def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
+    """Whether codec and times are those of the policy's quantiser; its schedule depends on token counts alone."""
+    codec = policy.quantiser
+    named = "" if codec is None else codec.canonical
+    if rollout.codec != named:
+        return f"the ledger was quantised by {rollout.codec or 'nothing'}, the policy names {named or 'nothing'}"
+    if codec is None:
+        return None
+    for name, until in (("keys", codec.keys_until), ("values", codec.values_until)):
+        recorded = rollout.keys_quantised_at if name == "keys" else rollout.values_quantised_at
+        assert recorded is not None
+        expected = _times_quantised(rollout, until, policy.chunk)
+        if len(wrong := (recorded != expected).nonzero()):
+            entry = int(wrong[0])
+            return f"the {name} of entry {entry} are quantised at {int(recorded[entry])}, due at {int(expected[entry])}"
+    return None
+
+
+def _times_quantised(rollout: Rollout, until: Callable[[int, int], int], chunk: int) -> Tensor:
+    """The query [T] that first saw each entry as a code: after every forward, the codec says how far it has come."""
+    times: list[int] = []
+    for seen in _forwards(rollout, chunk):
+        times += [seen] * (until(len(times), seen) - len(times))
+    padded = [*times, *([NEVER] * (len(rollout.ids) - len(times)))]
+    return torch.tensor(padded, dtype=torch.int32)
+
+
+def _forwards(rollout: Rollout, chunk: int) -> list[int]:
+    """Tokens seen after each forward: given ones come a chunk at a time, drawn ones singly, the last not at all."""
+    drawn, sampled = _drawn(rollout).tolist(), rollout.sampled.tolist()
+    end = len(sampled) - sampled[-1]
+    ends, start = [], 0
+    while start < end:
+        most = start + 1 if drawn[start] else min(end, start + chunk)
+        stop = next((index for index in range(start + 1, most) if sampled[index]), most)
+        ends.append(stop)
+        start = stop
+    return ends
 
 
 Rule = Callable[[Tensor, Rollout, Policy], str | None]  # [H, T] of one layer -> what is wrong with it

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from audit.errors import DataError
+from audit.errors import DataError, SpecError
 from audit.kv.history import Event, history, ledger_of
 from audit.kv.ledger import NEVER, Rollout, load_ledgers
 from audit.kv.recorded import ROUNDING, Recorded
@@ -94,7 +94,11 @@ def read_rollouts(path: Path) -> Recorded:
 
 
 def write_rollouts(path: Path, recorded: Recorded) -> None:
-    """Write rollouts in the JSON form, for other engines to read and compare."""
+    """Write rollouts in the JSON form, for other engines to read and compare; raises SpecError for quantised ones."""
+    if any(rollout.codec for rollout in recorded.rollouts):
+        raise SpecError(
+            f"rollouts {recorded.source!r} are quantised, which format {FORMAT} cannot say; keep the ledger"
+        )
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape
     header = {"format": FORMAT, "version": VERSION, "layers": layers, "kv_heads": heads}
     header |= {"policy": recorded.policy, "temperature": recorded.temperature}

@@ -107,7 +107,7 @@ def picture(
     earliest = torch.full((tokens,), NEVER, dtype=torch.int32)
     for times in coded:
         if times is not None:
-            earliest = torch.minimum(earliest, times)
+            earliest = torch.minimum(earliest, times[:tokens])
     gone, code = (tuple(times.clamp(max=tokens).tolist()) for times in (evicted_at, earliest))
     return Picture(heading, place, prompt_length, gone, code)
 

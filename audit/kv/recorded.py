@@ -10,6 +10,7 @@ import torch
 
 from audit.errors import DataError
 from audit.kv.ledger import Rollout
+from audit.policies import parse_policy
 
 ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
 
@@ -38,9 +39,8 @@ def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> Non
         raise DataError(f"rollouts {recorded.source!r} hold no rollout")
     for number, rollout in enumerate(recorded.rollouts):
         where, tokens = f"rollouts {recorded.source!r}: rollout {number}", len(rollout.ids)
-        for fault in (_lengths(rollout), _logprobs(rollout)):
-            if fault:
-                raise DataError(f"{where} {fault}")
+        if fault := _malformed(rollout) or _logprobs(rollout):
+            raise DataError(f"{where} {fault}")
         if (got := tuple(rollout.evicted_at.shape[:2])) != wanted:
             raise DataError(f"{where} has {_layers(got)}, the model {_layers(wanted)}: it is of another model")
         if tokens > max_positions:
@@ -49,12 +49,17 @@ def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> Non
             raise DataError(f"{where} has token ids outside the model's {text.vocab_size}: it is of another model")
 
 
-def _lengths(rollout: Rollout) -> str | None:
+def _malformed(rollout: Rollout) -> str | None:
     tokens = len(rollout.ids)
     types = (rollout.ids.dtype, rollout.sampled.dtype, rollout.sampler_logprobs.dtype, type(rollout.prompt_length))
     if types != (torch.int64, torch.bool, torch.float32, int):
         return f"holds {', '.join(str(kind) for kind in types)}, wanted ids, flags, log-probs and a whole number"
-    lengths = {len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
+    tables = [times for times in (rollout.keys_quantised_at, rollout.values_quantised_at) if times is not None]
+    if any(times.dtype != torch.int32 or times.dim() != 1 for times in tables):
+        return "holds quantisation times of another shape or type than one int32 per token"
+    if rollout.codec and parse_policy(rollout.codec).quantiser is None:
+        return f"names {rollout.codec!r} as its codec, which quantises nothing"
+    lengths = {*map(len, tables), len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
     if lengths != {tokens}:
         return f"has {tokens} tokens, but masks, log-probs or ledger of {sorted(lengths)}"
     if not 1 <= rollout.prompt_length < tokens:
