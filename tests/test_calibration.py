@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, Figure, Outcome, Scale
+from reports.calibration.case import FAST, FULL, Case, Figure, Outcome, Scale, at_least, at_most, confirmed
 from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
+from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
 from reports.gate import Status, decide_cell
 from reports.stats.clustered import cr1_variance, many_totals, t_bounds
@@ -19,7 +20,7 @@ from reports.stats.seeds import many_recipe_effects
 from reports.stats.tango import ess_tango, many_ess_tango
 
 SEED = 20_260
-SMALL = Scale("test", 0.15, every_case=False, slack=3.0)
+SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)
 
 
 def simulated(cases: list[Case], *, seed: int = SEED) -> list[Outcome]:
@@ -80,6 +81,33 @@ def test_looks_at_the_full_level_are_found_out(monkeypatch):
     monkeypatch.setattr(peeking, "alpha_per_look", lambda alpha, looks: alpha)
     outcomes = simulated([replace(case, simulations=4000) for case in peeking.cases(SMALL)])
     assert missed(peeking.figures(outcomes, SMALL))
+
+
+def outcome(number: int, rate: float, simulations: int = 100) -> Outcome:
+    case = recipes.RecipeCase(Seeded(number, 0.0, 0.1), simulations=simulations)
+    return Outcome(case, {"rate": rate}, 1.5)
+
+
+def test_an_extreme_is_taken_from_its_leaders_drawn_again():
+    first = [outcome(i, rate) for i, rate in enumerate((0.01, 0.07, 0.02, 0.05, 0.06))]
+    figure = at_most(1, "", first, "rate", 0.06, scale=FULL)
+    assert (figure.value, figure.ok, figure.simulations) == (0.07, False, 500)
+    assert [case.model.seeds for case in figure.leaders] == [1, 4, 3]
+    again = {o.case.name: o for o in (outcome(i, 0.055 + i / 1000, 1000) for i in (1, 4, 3))}
+    second = confirmed(figure, again)
+    assert (second.value, second.ok, second.simulations) == (pytest.approx(0.059), True, 3500)
+    assert confirmed(figure, {}) == figure
+    least = at_least(3, "", first, "rate", 0.015, scale=FULL)
+    assert (least.value, least.ok) == (0.01, False)
+    assert least.leaders[0].model.seeds == 0
+    assert confirmed(least, {o.case.name: o for o in [outcome(0, 0.02), outcome(2, 0.016)]}).value == 0.016
+
+
+def test_only_a_reduced_table_grants_simulation_error():
+    first = [outcome(0, 0.0601, 10_000)]
+    assert not at_most(1, "", first, "rate", 0.06, scale=FULL).ok
+    assert at_most(1, "", first, "rate", 0.06, scale=FAST).slack == pytest.approx(3 * (0.06 * 0.94 / 10_000) ** 0.5)
+    assert at_most(1, "", [outcome(0, 0.0001)], "rate", 0.0, scale=FAST).ok is False  # what must be 0 is 0
 
 
 def test_two_seeds_are_refused():

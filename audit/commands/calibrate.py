@@ -12,10 +12,11 @@ from audit.commands.console import check_seed, say, wide_console
 from audit.errors import SpecError
 from audit.launchers.local import idle_cores
 from audit.progress import Meter
-from reports.calibration.case import FAST, FULL, NOT_ASKED, Figure
-from reports.calibration.table import Calibration, all_cases, as_json, calibrate
+from reports.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
+from reports.calibration.table import TIMES, Calibration, all_cases, as_json, calibrate
 
 FAILED = 3
+REPEATED = f"the {LEADERS} most extreme cases, drawn again {TIMES} times as often (rows 1 to 4 and 6 to 9)"
 
 
 def run(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
@@ -58,6 +59,8 @@ def _print(done: Calibration) -> None:
         f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes; rows "
         "share simulations, seconds are those of a row's cases.",
     )
+    if done.repeated:
+        say(console, f"extremes are those of {REPEATED}; means are over all cases.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
     say(console, verdict)
 

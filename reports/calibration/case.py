@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 NOT_ASKED = "not asked"
 Rates = dict[str, float]  # share of a case's simulations in which something happened
 
 
-class Case(Protocol):
-    """One setting of a simulation; its name keys its random stream."""
+@dataclass(frozen=True, kw_only=True)
+class Case(ABC):
+    """One setting of a simulation, drawn ``simulations`` times; its name is unique and keys its random stream."""
+
+    simulations: int
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """Unique over all checks."""
+        """All that matters."""
 
-    @property
-    def simulations(self) -> int:
-        """How often it is drawn."""
-
+    @abstractmethod
     def rates(self, seed: int) -> Rates:
         """Simulate."""
+
+    def repeated(self, times: int) -> Self:
+        """The same setting, drawn that many times as often."""
+        return replace(self, simulations=times * self.simulations)
 
 
 class Outcome(NamedTuple):
@@ -38,28 +44,33 @@ class Outcome(NamedTuple):
 class Scale:
     """How much to simulate: a share of the full table's draws, of all its cases or of six.
 
-    ``slack`` standard errors of the simulation are granted on top of what is asked; the full table gets none.
+    ``slack`` standard errors of the simulation are granted on top of what is asked. The full table gets none; it
+    repeats the cases that came out most extreme (``confirms``), because the extreme of hundreds of cases is otherwise
+    the simulation's own noise.
     """
 
     name: str
     share: float
     every_case: bool
     slack: float
+    confirms: bool
 
     def draws(self, full: int) -> int:
         """Simulations per case where the full table has ``full``."""
         return round(full * self.share)
 
 
-FULL = Scale("full", 1.0, every_case=True, slack=0.0)
-FAST = Scale("fast", 0.2, every_case=False, slack=3.0)
+FULL = Scale("full", 1.0, every_case=True, slack=0.0, confirms=True)
+FAST = Scale("fast", 0.2, every_case=False, slack=3.0, confirms=False)
+LEADERS = 3  # cases that are repeated for a figure
 
 
 @dataclass(frozen=True)
 class Figure:
     """One number of the table: what was asked (``low <= value <= high``) and what the simulations reached.
 
-    ``slack`` is granted on both sides; ``simulations`` is the sum over the ``cases`` that it summarises.
+    ``slack`` is granted on both sides; ``simulations`` is the sum over the ``cases`` that it summarises. ``leaders``
+    are the cases whose ``rate`` was most extreme, the most extreme first, where the figure is an extreme.
     """
 
     row: int
@@ -72,6 +83,8 @@ class Figure:
     simulations: int
     cases: int
     seconds: float
+    rate: str
+    leaders: tuple[Case, ...]
 
     @property
     def ok(self) -> bool:
@@ -83,14 +96,14 @@ def at_most(row: int, what: str, outcomes: Sequence[Outcome], key: str, bound: f
     """The largest rate of any case; none may exceed ``bound``."""
     asked = "exactly 0" if bound == 0 else f"<= {bound:g}"
     return _figure(
-        row, what, asked, outcomes, key, (0.0, bound), max, _slack(bound, outcomes[0].case.simulations, scale)
+        row, what, asked, outcomes, key, (0.0, bound), _largest, _slack(bound, outcomes[0].case.simulations, scale)
     )
 
 
 def at_least(row: int, what: str, outcomes: Sequence[Outcome], key: str, bound: float, *, scale: Scale) -> Figure:
     """The smallest rate of any case; none may fall short of ``bound``."""
     slack = _slack(bound, outcomes[0].case.simulations, scale)
-    return _figure(row, what, f">= {bound:g}", outcomes, key, (bound, 1.0), min, slack)
+    return _figure(row, what, f">= {bound:g}", outcomes, key, (bound, 1.0), _smallest, slack)
 
 
 def mean_between(
@@ -98,16 +111,34 @@ def mean_between(
 ) -> Figure:
     """The mean rate over the cases."""
     slack = _slack(bounds[1], sum(o.case.simulations for o in outcomes), scale)
-    return _figure(row, what, f"{bounds[0]:g} to {bounds[1]:g}", outcomes, key, bounds, _mean, slack)
+    return _figure(row, what, f"{bounds[0]:g} to {bounds[1]:g}", outcomes, key, bounds, None, slack)
 
 
 def reported(row: int, what: str, outcomes: Sequence[Outcome], key: str) -> Figure:
     """The largest rate of any case, where nothing was asked: what lies beyond the acceptance table."""
-    return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), max, 0.0)
+    return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), _largest, 0.0)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def confirmed(figure: Figure, again: Mapping[str, Outcome]) -> Figure:
+    """The figure from its leaders alone, simulated ``again`` (by name); as it is where they were not."""
+    outcomes = [again[case.name] for case in figure.leaders if case.name in again]
+    if not outcomes:
+        return figure
+    rates = [o.rates[figure.rate] for o in outcomes]
+    return replace(
+        figure,
+        value=max(rates) if figure.low == 0 else min(rates),
+        simulations=figure.simulations + sum(o.case.simulations for o in outcomes),
+        seconds=figure.seconds + sum(o.seconds for o in outcomes),
+    )
+
+
+def _largest(rates: Sequence[float]) -> list[int]:
+    return sorted(range(len(rates)), key=lambda i: -rates[i])
+
+
+def _smallest(rates: Sequence[float]) -> list[int]:
+    return sorted(range(len(rates)), key=lambda i: rates[i])
 
 
 def _slack(bound: float, simulations: int, scale: Scale) -> float:
@@ -121,9 +152,12 @@ def _figure(
     outcomes: Sequence[Outcome],
     key: str,
     bounds: tuple[float, float],
-    summary: Callable[[list[float]], float],
+    order: Callable[[Sequence[float]], list[int]] | None,
     slack: float,
 ) -> Figure:
+    """``order`` sorts the cases, the one that counts first; without it the mean counts."""
+    rates = [o.rates[key] for o in outcomes]
+    leaders = [outcomes[i].case for i in order(rates)] if order else []
     return Figure(
         row=row,
         what=what,
@@ -131,8 +165,10 @@ def _figure(
         low=bounds[0],
         high=bounds[1],
         slack=slack,
-        value=summary([o.rates[key] for o in outcomes]),
+        value=rates[order(rates)[0]] if order else sum(rates) / len(rates),
         simulations=sum(o.case.simulations for o in outcomes),
         cases=len(outcomes),
         seconds=sum(o.seconds for o in outcomes),
+        rate=key,
+        leaders=tuple(leaders[:LEADERS]),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from reports.calibration.case import NOT_ASKED, Case, Figure, Outcome, Scale
+from reports.calibration.case import NOT_ASKED, Case, Figure, Outcome, Scale, confirmed
 from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
 from reports.calibration.run import Progress, simulate
 from reports.calibration.sources import source_hashes
@@ -16,27 +17,39 @@ SCHEMA = 1
 
 
 class Check(NamedTuple):
-    """What to simulate and how to sum it up."""
+    """What to simulate and how to sum it up; ``confirms`` where ten times the draws are a matter of seconds."""
 
     cases: Callable[[Scale], Sequence[Case]]
     figures: Callable[[Sequence[Outcome], Scale], list[Figure]]
+    confirms: bool
 
 
-CHECKS = tuple(
-    Check(module.cases, module.figures)
-    for module in (intervals, templates, families, recipes, judges, peeking, doses, power)
+CHECKS = (
+    Check(intervals.cases, intervals.figures, True),
+    Check(templates.cases, templates.figures, True),
+    Check(families.cases, families.figures, False),
+    Check(recipes.cases, recipes.figures, True),
+    Check(judges.cases, judges.figures, True),
+    Check(peeking.cases, peeking.figures, True),
+    Check(doses.cases, doses.figures, True),
+    Check(power.cases, power.figures, False),
 )
+TIMES = 10  # the draws of a repeated case
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures of one run of the table; ``seconds`` is what passed, ``simulations`` what was drawn."""
+    """The figures of one run of the table; ``seconds`` is what passed, ``simulations`` what was drawn.
+
+    ``repeated`` is how many cases were drawn again because they decide a figure.
+    """
 
     scale: str
     seed: int
     workers: int
     seconds: float
     simulations: int
+    repeated: int
     figures: tuple[Figure, ...]
     sources: dict[str, str]
 
@@ -52,16 +65,25 @@ def all_cases(scale: Scale) -> list[Case]:
 
 
 def calibrate(scale: Scale, *, seed: int, workers: int, progress: Progress) -> Calibration:
-    """Simulate every check."""
+    """Simulate every check, and again, with fresh draws, the cases that decide a figure."""
     started = time.perf_counter()
     outcomes = simulate(all_cases(scale), seed=seed, workers=workers, progress=progress)
+    figures = [(check, figure) for check in CHECKS for figure in check.figures(outcomes, scale)]
+    leaders = {c.name: c for check, f in figures if scale.confirms and check.confirms and f.high for c in f.leaders}
+    longer = [case.repeated(TIMES) for case in leaders.values()]
+    fresh = zlib.crc32(f"{seed} again".encode())
+    again = simulate(
+        longer, seed=fresh, workers=workers, progress=lambda _, name: progress(len(outcomes), f"again {name}")
+    )
+    by_name = {outcome.case.name: outcome for outcome in again}
     return Calibration(
         scale=scale.name,
         seed=seed,
         workers=workers,
         seconds=time.perf_counter() - started,
-        simulations=sum(outcome.case.simulations for outcome in outcomes),
-        figures=tuple(figure for check in CHECKS for figure in check.figures(outcomes, scale)),
+        simulations=sum(outcome.case.simulations for outcome in (*outcomes, *again)),
+        repeated=len(again),
+        figures=tuple(confirmed(figure, by_name) for _, figure in figures),
         sources=source_hashes(),
     )
 
@@ -76,6 +98,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "workers": c.workers,
         "seconds": round(c.seconds, 1),
         "simulations": c.simulations,
+        "repeated_cases": c.repeated,
         "ok": c.ok,
         "stamp": _stamp(c.figures),
         "figures": [_entry(figure) for figure in c.figures],
@@ -99,10 +122,17 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
 
 
 def _entry(figure: Figure) -> dict[str, Any]:
-    entry = {**asdict(figure), "ok": None if figure.asked == NOT_ASKED else figure.ok}
     return {
-        **entry,
-        "value": round(figure.value, 7),
+        "row": figure.row,
+        "what": figure.what,
+        "asked": figure.asked,
+        "low": figure.low,
+        "high": figure.high,
         "slack": round(figure.slack, 7),
+        "value": round(figure.value, 7),
+        "ok": None if figure.asked == NOT_ASKED else figure.ok,
+        "cases": figure.cases,
+        "simulations": figure.simulations,
         "seconds": round(figure.seconds, 1),
+        "most_extreme": [case.name for case in figure.leaders],
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
 from reports.calibration.family import Family
 from reports.calibration.streams import blocks
@@ -19,19 +19,16 @@ LADDERS = ((0.0, -0.01, -0.02, -0.05, -0.08), (0.0, -0.05, -0.06, -0.1), (-0.05,
 
 
 @dataclass(frozen=True)
-class DoseCase:
+class DoseCase(Case):
     """Drifts from the mildest dose to the harshest."""
 
     model: Family
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         return f"doses {','.join(f'{drift:g}' for drift in self.model.drifts)}"
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         found = 0
         first_unsafe = int(np.argmax(np.array(self.model.drifts) <= -MARGIN))
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
@@ -44,7 +41,7 @@ class DoseCase:
 
 def cases(scale: Scale) -> list[DoseCase]:
     """Ladders whose first unsafe dose comes late, early, at once, or is followed by a safe one."""
-    return [DoseCase(Family(drifts, 0.1, 0.25), scale.draws(DRAWS)) for drifts in LADDERS]
+    return [DoseCase(Family(drifts, 0.1, 0.25), simulations=scale.draws(DRAWS)) for drifts in LADDERS]
 
 
 def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:

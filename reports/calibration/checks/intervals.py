@@ -64,18 +64,16 @@ SIX = (
 
 
 @dataclass(frozen=True)
-class IntervalCase:
+class IntervalCase(Case):
     """One drift in one design."""
 
     model: Probit
     clusters: int
     items: int  # per cluster, on average
-    simulations: int
     margin: float = MARGIN
 
     @property
     def name(self) -> str:
-        """All that matters."""
         m = self.model
         return (
             f"interval margin={self.margin:g} drift={m.drift:g} reference={m.reference:g} C={self.clusters} "
@@ -83,7 +81,6 @@ class IntervalCase:
         )
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         found = np.zeros(len(RATES))
         drift = self.model.drift
         for block in blocks(
@@ -124,13 +121,15 @@ def cases(scale: Scale) -> list[IntervalCase]:
     """Every drift that a design's discordance leaves room for."""
     designs = tuple(product(CLUSTERS, ITEMS, DISCORDANCES, SAMPLES, OWN)) if scale.every_case else SIX
     asked = [
-        IntervalCase(Probit(drift, discordance, own, samples), clusters, items, scale.draws(DRAWS))
+        IntervalCase(Probit(drift, discordance, own, samples), clusters, items, simulations=scale.draws(DRAWS))
         for clusters, items, discordance, samples, own in designs
         for drift in DRIFTS
         if discordance > -drift
     ]
     beyond = [
-        IntervalCase(Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, scale.draws(DRAWS), margin)
+        IntervalCase(
+            Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, margin, simulations=scale.draws(DRAWS)
+        )
         for (rate, margin, discordance), samples, clusters in product(BEYOND, (1, 8), CLUSTERS)
     ]
     return asked + (beyond if scale.every_case else beyond[:2])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN
 from reports.calibration.judged import Judge, concordant_sample
 from reports.calibration.probit import Floats, Probit
@@ -27,23 +27,20 @@ JUDGES = (
 
 
 @dataclass(frozen=True)
-class JudgeCase:
+class JudgeCase(Case):
     """A judge for the reference and one for the candidate."""
 
     model: Probit
     judges: tuple[Judge, Judge]
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         one, two = self.judges
         return (
             f"judge reference={one.sensitivity:g},{one.specificity:g} candidate={two.sensitivity:g},{two.specificity:g}"
         )
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         passed = 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             answers = self.model.answers(block.rng, block.size, block.counts)
@@ -73,7 +70,7 @@ def label(apart: npt.NDArray[np.bool_], z: Floats, counts: npt.NDArray[np.int64]
 
 def cases(scale: Scale) -> list[JudgeCase]:
     """Every pair of judges at a drift of exactly the margin."""
-    return [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, scale.draws(DRAWS)) for judges in JUDGES]
+    return [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(DRAWS)) for judges in JUDGES]
 
 
 def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:

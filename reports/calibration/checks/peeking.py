@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN
 from reports.calibration.probit import Probit
 from reports.calibration.streams import blocks
@@ -20,21 +20,18 @@ LOOKS, EACH, ITEMS, DISCORDANCES, OWN = (2, 3, 5), 20, (5, 10), (0.1, 0.2), 0.25
 
 
 @dataclass(frozen=True)
-class PeekingCase:
+class PeekingCase(Case):
     """A number of looks, each after 20 more clusters."""
 
     model: Probit
     looks: int
     items: int
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         return f"peeking looks={self.looks} items={self.items} discordance={self.model.discordance:g}"
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         found = 0
         clusters, level = self.looks * EACH, alpha_per_look(ALPHA, self.looks)
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=clusters, items=self.items):
@@ -51,7 +48,7 @@ def cases(scale: Scale) -> list[PeekingCase]:
     """Every number of looks at a drift of exactly the margin."""
     designs = product(LOOKS, ITEMS, DISCORDANCES) if scale.every_case else product(LOOKS, ITEMS[:1], DISCORDANCES[:1])
     return [
-        PeekingCase(Probit(-MARGIN, discordance, OWN), looks, items, scale.draws(DRAWS))
+        PeekingCase(Probit(-MARGIN, discordance, OWN), looks, items, simulations=scale.draws(DRAWS))
         for looks, items, discordance in designs
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_least
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_least
 from reports.calibration.checks.families import family_pvalues
 from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
 from reports.calibration.probit import Probit
@@ -19,19 +19,16 @@ DRAWS, CLUSTERS, ITEMS = 10_000, 60, 5
 
 
 @dataclass(frozen=True)
-class PowerCase:
+class PowerCase(Case):
     """One true drift; the cell is the whole family."""
 
     model: Probit
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         return f"power drift={self.model.drift:g}"
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         passed = failed = 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
@@ -45,7 +42,7 @@ class PowerCase:
 
 def cases(scale: Scale) -> list[PowerCase]:
     """Equal, and 8 pp worse."""
-    return [PowerCase(Probit(drift, 0.1, 0.25), scale.draws(DRAWS)) for drift in (0.0, -0.08)]
+    return [PowerCase(Probit(drift, 0.1, 0.25), simulations=scale.draws(DRAWS)) for drift in (0.0, -0.08)]
 
 
 def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
 from reports.calibration.checks.intervals import ALPHA
 from reports.calibration.family import Seeded
 from reports.calibration.streams import blocks
@@ -19,19 +19,16 @@ SEEDS, DEVIATIONS, CLUSTERS, ITEMS = (3, 5, 8), (0.0, 0.02, 0.04), 30, 5
 
 
 @dataclass(frozen=True)
-class RecipeCase:
+class RecipeCase(Case):
     """A number of seeds and how far they scatter."""
 
     model: Seeded
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         return f"recipe S={self.model.seeds} deviation={self.model.deviation:g}"
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         rejected = 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
@@ -42,7 +39,7 @@ class RecipeCase:
 def cases(scale: Scale) -> list[RecipeCase]:
     """Every number of seeds and scatter."""
     return [
-        RecipeCase(Seeded(seeds, deviation, 0.1, 0.25), scale.draws(DRAWS))
+        RecipeCase(Seeded(seeds, deviation, 0.1, 0.25), simulations=scale.draws(DRAWS))
         for seeds, deviation in product(SEEDS, DEVIATIONS)
     ]
 

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Figure, Outcome, Rates, Scale, at_most, reported
+from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most, reported
 from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE, passes
 from reports.calibration.streams import blocks
 from reports.stats.tango import many_ess_tango
@@ -22,7 +22,7 @@ HARDER_ITEMS, HARDER_BACKGROUNDS = (5, 10), (0.02, 0.04, 0.1)  # and uneven clus
 
 
 @dataclass(frozen=True)
-class TemplateCase:
+class TemplateCase(Case):
     """One number of clusters at one level."""
 
     model: BrokenTemplates
@@ -30,18 +30,15 @@ class TemplateCase:
     items: int
     even: bool  # clusters of one size
     alpha: float
-    simulations: int
 
     @property
     def name(self) -> str:
-        """All that matters."""
         return (
             f"templates broken={self.model.broken:g} background={self.model.background:g} C={self.clusters} "
             f"items={self.items} even={self.even} alpha={self.alpha:g}"
         )
 
     def rates(self, seed: int) -> Rates:
-        """Simulate."""
         passed = 0
         drawn = blocks(
             self.name,
@@ -62,12 +59,12 @@ def cases(scale: Scale) -> list[TemplateCase]:
     """Designs with C_min clusters and with fewer, at both levels, and harder ones."""
     backgrounds = BACKGROUNDS if scale.every_case else BACKGROUNDS[-1:]
     asked = [
-        TemplateCase(BrokenTemplates(MARGIN, background), clusters, ITEMS, True, alpha, scale.draws(DRAWS))
+        TemplateCase(BrokenTemplates(MARGIN, background), clusters, ITEMS, True, alpha, simulations=scale.draws(DRAWS))
         for background, alpha in product(backgrounds, (ALPHA, RELEASE))
         for clusters in (*FEW[alpha], *ENOUGH[alpha])
     ]
     harder = [
-        TemplateCase(BrokenTemplates(MARGIN, background), clusters, items, False, alpha, scale.draws(DRAWS))
+        TemplateCase(BrokenTemplates(MARGIN, background), clusters, items, False, alpha, simulations=scale.draws(DRAWS))
         for items, background, alpha in product(HARDER_ITEMS, HARDER_BACKGROUNDS, (ALPHA, RELEASE))
         for clusters in ENOUGH[alpha]
     ]
