@@ -256,6 +256,14 @@ def test_an_item_in_two_templates_is_invalid(tmp_path):
     assert "CLUSTER_IDS" in codes(done)
 
 
+def test_a_row_without_a_cluster_among_others_is_invalid(tmp_path):
+    rows = rows_of([1] * 300)
+    rows[7] = ("i7", "", 1)
+    done = compare(sides(*(table(tmp_path / name, rows) for name in ("a.csv", "b.csv"))), "score")
+    assert done.verdict.exit_code == 5
+    assert "a.csv: 1 of 300 rows have no cluster" in [reason.text for reason in done.verdict.reasons]
+
+
 def test_items_that_ask_something_else_are_invalid(tmp_path):
     lines = LM_EVAL[1].read_text().splitlines()
     changed = re.sub(r'"doc_hash": "....', '"doc_hash": "0000', lines[0])

@@ -27,7 +27,7 @@ def plan_run(design: Design, suite: str, out: Path | None) -> None:
         write_whole(out, text)
     console = wide_console()
     for name, value in lines(sizes):
-        say(console, f"{name:<34}{value}")
+        say(console, f"{name:<36}{value}")
     _suggest(console, sizes, text, out)
 
 
@@ -39,7 +39,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     yield f"power to pass {100 * d.margin:g} pp", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
-        yield f"power to pass under all {d.policies} policies", together
+        yield f"power to pass under all {d.policies}", together
     yield f"power to find a drop of {100 * d.margin:g} pp", percent(sizes.detects)
     yield f"margin passed with power {d.power:g}", f"{100 * sizes.smallest_margin:.1f} pp"
     yield f"drop found with power {d.power:g} (MDE)", f"{100 * sizes.detectable:.1f} pp"
@@ -73,10 +73,10 @@ def _suggest(console: Console, sizes: Sizes, text: str, out: Path | None) -> Non
     verb = f"buy {buy} more templates" if buy > 0 else "enough"
     say(
         console,
-        f"{'to reach power ' + format(d.power, 'g'):<34}{verb}: {items} items in {sizes.needed_clusters} templates "
+        f"{'to reach power ' + format(d.power, 'g'):<36}{verb}: {items} items in {sizes.needed_clusters} templates "
         f"({sizes.needed_items} items for the power, {sizes.required_clusters} templates for C_min)",
     )
-    say(console, f"{'answers then':<34}{_answers(sizes, sizes.needed_answers, sizes.needed_seconds)}")
+    say(console, f"{'answers then':<36}{_answers(sizes, sizes.needed_answers, sizes.needed_seconds)}")
     say(console, "")
     say(console, text.rstrip())
     if out is not None:
