@@ -17,5 +17,5 @@ def mid_p(losses: npt.ArrayLike, gains: npt.ArrayLike) -> Array:
     b, c = np.asarray(losses, dtype=np.float64), np.asarray(gains, dtype=np.float64)
     n, fewer = b + c, np.minimum(b, c)
     point = np.exp(special.gammaln(n + 1) - special.gammaln(fewer + 1) - special.gammaln(n - fewer + 1) - n * np.log(2))
-    pvalue: Array = np.minimum(1.0, 2 * special.bdtr(fewer, n.astype(np.int64), 0.5) - point)
+    pvalue: Array = 2 * special.bdtr(fewer, n.astype(np.int64), 0.5) - point
     return np.where(b == c, 1.0 - np.where(n > 0, point, 0.0), pvalue)
