@@ -39,7 +39,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     yield f"power to pass {100 * d.margin:g} pp", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
-        yield f"power to pass under all {d.policies}", together
+        yield f"power to pass all {d.policies} policies", together
     yield f"power to find a drop of {100 * d.margin:g} pp", percent(sizes.detects)
     yield f"margin passed with power {d.power:g}", f"{100 * sizes.smallest_margin:.1f} pp"
     yield f"drop found with power {d.power:g} (MDE)", f"{100 * sizes.detectable:.1f} pp"
