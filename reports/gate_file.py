@@ -14,13 +14,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError, SpecError
+from audit.errors import DataError, SpecError, UnknownName
 from reports.load import RunData
 from reports.pin import Pin
 from reports.plan import Plan, read_plan
 from reports.rules import AFTER_RUN, KEYS, WITH_RUN
 from reports.waivers import Waiver, waivers_of
-from reports.yaml_file import YamlFile, known_keys, parse_yaml, read_yaml, shown
+from reports.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
 
 GATE_FORMAT = 1
 WHAT = "gate file"
@@ -128,6 +128,9 @@ def _plan_of(data: RunData, file: YamlFile | None) -> Plan:
     spec = {**data.spec, "gate": overlay(_section(data.spec), file.table)}
     try:
         plan = read_plan(spec, data.records, data.provenance)
+        known = {*data.records["arm"].unique(), *plan.candidates, read_plan(data.spec, data.records, {}).reference}
+        if plan.reference not in known:
+            raise UnknownName("gate.reference", clipped(plan.reference), map(clipped, known))
     except SpecError as error:
         raise SpecError(f"{file.name}: {error}") from None
     return replace(plan, rules=replace(plan.rules, source=file.name, sha256=file.sha256))

@@ -1,0 +1,336 @@
+"""Gate files, waivers, looks and what is done with INCONCLUSIVE: what they change, what they may not, bad input."""
+
+import dataclasses
+import hashlib
+import json
+from datetime import date
+
+import pytest
+from reports_synthetic import Design, build, policy
+
+from audit.errors import AuditError, DataError, SpecError
+from reports.drift import drift_report
+from reports.formats import json as json_format
+from reports.formats import markdown
+from reports.gate import Status, decide
+from reports.gate_file import Asked, load_gate_file
+from reports.load import load_run
+from reports.story import banner
+from reports.waivers import read_waivers
+
+SNAP = policy("snapkv", 96)
+TODAY = date(2026, 5, 1)
+WAIVER = """\
+waivers:
+- who: Ada Byron
+  why: known, mended on the branch that ships
+  expires: 2026-12-31
+  status: [FAIL]
+  cells: {{suite: refusal, arm: {arm}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """naive fails on refusal, smd passes; on math both are open."""
+    design = Design(
+        arms=("dense", "naive", "smd"),
+        seeds=(1,),
+        policies=("none", SNAP),
+        suites=("refusal", "math"),
+        seed_sd=0.0,
+        items=600,
+        clusters=100,
+        drops={("naive", "refusal"): 0.3},
+        estimands=("E1",),
+        margins={"refusal": 5, "math": 5},
+    )
+    return load_run(build(tmp_path_factory.mktemp("runs") / "run", design))
+
+
+def gate_file(tmp_path, text, name="gate.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return load_gate_file(path)
+
+
+def decided(data, **asked):
+    report = drift_report(data, Asked(today=TODAY, **asked))
+    return report, decide(report)
+
+
+def gated(verdict):
+    return {(d.arm, d.policy, d.suite): d for d in verdict.decisions if d.gated}
+
+
+def test_a_gate_file_decides_and_says_that_it_came_after_the_run(data, tmp_path):
+    text = "format: 1\nprofile: release\nmargins: {refusal: 8}\nprimary: [none]\n"
+    report, verdict = decided(data, gate=gate_file(tmp_path, text))
+    sha = hashlib.sha256(text.encode()).hexdigest()
+    assert report.plan.rules.sha256 == sha
+    assert report.plan.alpha == 0.025
+    assert report.plan.margins == {"refusal": 0.08, "math": 0.05}
+    assert {p for _, p, _ in gated(verdict)} == {"none"}
+    [line] = [line for line in banner(report, verdict).asides if line.startswith("Gate: ")]
+    assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes alpha 0.05 -> 0.025" in line
+    assert "margin refusal 5 pp -> 8 pp" in line
+    assert f"gated policies none, {SNAP} -> none" in line
+    assert sha in json_format.render(report)
+    assert "declared after the run" in markdown.render(report)
+
+
+def test_a_gate_file_kept_with_the_run_is_declared_with_it(data, tmp_path):
+    text = "format: 1\nprofile: release\n"
+    kept = {"name": "gate.yaml", "sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+    run = dataclasses.replace(data, provenance={**data.provenance, "gate_file": kept})
+    for asked in ({}, {"gate": gate_file(tmp_path, text)}):
+        report, verdict = decided(run, **asked)
+        assert report.plan.alpha == 0.025
+        [line] = [line for line in verdict.annotations if line.startswith("Gate: ")]
+        assert line.endswith("declared with the run.")
+    other = decided(run, gate=gate_file(tmp_path, text + "# the same rules\n"))[1]
+    assert "declared after the run, which changes nothing that decides." in other.annotations[0]
+    forged = {**kept, "text": text + "margins: {refusal: 50}\n"}
+    with pytest.raises(DataError, match="does not have the sha256 it was kept with"):
+        decided(dataclasses.replace(data, provenance={**data.provenance, "gate_file": forged}))
+
+
+def test_a_run_whose_kept_gate_file_is_gone_is_refused(data):
+    spec = {**data.spec, "gate": {**data.spec["gate"], "gate_file": "gate.yaml"}}
+    with pytest.raises(DataError, match="provenance.json holds none"):
+        decided(dataclasses.replace(data, spec=spec))
+
+
+def test_looks_share_alpha_and_need_more_templates(data, tmp_path):
+    one = decided(data, gate=gate_file(tmp_path, "format: 1\n"))[1]
+    report, three = decided(data, gate=gate_file(tmp_path, "format: 1\nlooks: 3\n"))
+    assert report.plan.alpha == pytest.approx(0.05 / 3)
+    for key, d in gated(three).items():
+        assert d.effect.lower < gated(one)[key].effect.lower
+        assert d.clusters_required == 80  # ln(.05/3) / ln(.95); one look needs 59
+        assert gated(one)[key].clusters_required == 59
+    assert "look 1 of 3, each at 0.0167" in three.annotations[1]
+
+
+def small(tmp_path, **more):
+    """30 templates: every cell is open."""
+    options = {"arms": ("dense", "smd"), "seeds": (1,), "policies": ("none",), "suites": ("refusal",), "clusters": 30}
+    return load_run(build(tmp_path / "small", Design(**{**options, "items": 120, **more})))
+
+
+@pytest.mark.parametrize(
+    ("text", "look", "status", "code"),
+    [
+        ("", None, Status.INCONCLUSIVE, 4),  # no profile: as ever
+        ("profile: release\n", None, Status.INCONCLUSIVE, 4),
+        ("profile: pr\n", None, Status.INCONCLUSIVE, 0),
+        ("profile: pr\non_inconclusive: block\n", None, Status.INCONCLUSIVE, 4),
+        ("profile: release\non_inconclusive: warn\n", None, Status.INCONCLUSIVE, 0),
+        ("looks: 2\n", 1, Status.INCONCLUSIVE, 4),
+        ("looks: 2\n", 2, Status.INCONCLUSIVE, 6),  # the last one, and it does not decide
+        ("looks: 2\n", 3, Status.INVALID, 6),
+        ("", 2, Status.INVALID, 6),
+        ("profile: pr\nlooks: 2\n", 3, Status.INVALID, 6),
+    ],
+)
+def test_exit_code_of_an_open_verdict(tmp_path, text, look, status, code):
+    _, verdict = decided(small(tmp_path), gate=gate_file(tmp_path, "format: 1\n" + text), look=look)
+    assert (verdict.status, verdict.exit_code) == (status, code)
+    assert any(line.startswith("WARNING: INCONCLUSIVE is let through") for line in verdict.annotations) == (code == 0)
+    assert ("LOOKS" in {r.code for r in verdict.reasons}) == (status is Status.INVALID)
+
+
+def test_the_command_line_has_the_last_word_on_inconclusive(tmp_path):
+    run = small(tmp_path)
+    assert decided(run, on_inconclusive="warn")[1].exit_code == 0
+    loud = decided(run, gate=gate_file(tmp_path, "format: 1\nprofile: pr\n"), on_inconclusive="block")[1]
+    assert loud.exit_code == 4
+
+
+def test_warn_downgrades_neither_fail_nor_invalid(data, tmp_path):
+    report, verdict = decided(data, on_inconclusive="warn")
+    assert (verdict.status, verdict.exit_code) == (Status.FAIL, 3)
+    broken = dataclasses.replace(report, reasons=(*report.reasons, *decide_reason()))
+    assert (decide(broken).status, decide(broken).exit_code) == (Status.INVALID, 5)
+
+
+def decide_reason():
+    from reports.report import Reason
+
+    return (Reason("HASH", "two weights"),)
+
+
+def waivers(tmp_path, text):
+    path = tmp_path / "waivers.yaml"
+    path.write_text(text)
+    return read_waivers(path)
+
+
+def test_a_waiver_lets_a_fail_through_and_keeps_it_in_sight(data, tmp_path):
+    report, verdict = decided(data, waivers=waivers(tmp_path, WAIVER.format(arm="naive")))
+    cells = [d for d in gated(verdict).values() if d.waiver]
+    assert {(d.arm, d.suite, d.status, d.standing) for d in cells} == {("naive", "refusal", Status.FAIL, Status.WAIVED)}
+    assert (verdict.unwaived, verdict.status) == (Status.FAIL, Status.WAIVED)
+    assert verdict.exit_code == 0
+    text = markdown.render(report)
+    assert "Ada Byron" in text
+    assert "FAIL, waived" in text
+    assert "Without waivers the verdict is FAIL." in text
+    body = json.loads(json_format.render(report))["verdict"]
+    assert (body["status"], body["unwaived"]) == ("WAIVED", "FAIL")
+    assert {(d["status"], d["waiver"]["who"]) for d in body["decisions"] if d["waiver"]} == {("FAIL", "Ada Byron")}
+
+
+def test_a_waiver_that_fits_nothing_does_nothing_and_says_so(data, tmp_path):
+    _, verdict = decided(data, waivers=waivers(tmp_path, WAIVER.format(arm="smd")))
+    assert (verdict.status, verdict.exit_code) == (Status.FAIL, 3)
+    assert any("fits no cell and does nothing" in line for line in verdict.annotations)
+
+
+def test_a_waiver_of_inconclusive_waives_no_fail(data, tmp_path):
+    text = WAIVER.format(arm="naive").replace("[FAIL]", "INCONCLUSIVE")
+    assert decided(data, waivers=waivers(tmp_path, text))[1].status is Status.FAIL
+
+
+def test_a_waiver_never_silences_invalid(data, tmp_path):
+    every = WAIVER.format(arm="naive").replace("[FAIL]", "[FAIL, INCONCLUSIVE]")
+    report, _ = decided(data, waivers=waivers(tmp_path, every))
+    blank = tuple(
+        dataclasses.replace(c, effect=None, recipe=None, rates=None, sums=(), reasons=decide_reason())
+        if c.arm == "naive" and c.suite == "refusal"
+        else c
+        for c in report.contrasts
+    )
+    verdict = decide(dataclasses.replace(report, contrasts=blank))
+    assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
+    assert not [d for d in verdict.decisions if d.waiver]
+
+
+def test_a_waiver_holds_through_its_last_day(data, tmp_path):
+    file = waivers(tmp_path, WAIVER.format(arm="naive"))
+    last = Asked(waivers=file, today=date(2026, 12, 31))
+    assert decide(drift_report(data, last)).status is Status.WAIVED
+    with pytest.raises(SpecError, match=r"waiver 1 by Ada Byron expired on 2026-12-31 \(today is 2027-01-01\)"):
+        drift_report(data, Asked(waivers=file, today=date(2027, 1, 1)))
+
+
+def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):
+    gate = gate_file(tmp_path, f"format: 1\nestimands: [E3]\ndeployable: [none, '{SNAP}']\n")
+    by_policy = WAIVER.format(arm="naive").replace("arm: naive", "policy: none")
+    assert decided(data, gate=gate, waivers=waivers(tmp_path, by_policy))[1].status is Status.FAIL
+    by_estimand = WAIVER.format(arm="naive").replace("arm: naive", "estimand: E3")
+    assert decided(data, gate=gate, waivers=waivers(tmp_path, by_estimand))[1].status is not Status.FAIL
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{n}: &{n} [{', '.join([f'*{m}'] * 9)}]\n" for m, n in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("profile: pr", "format is None, wanted 1"),
+        ("format: 2", "format is 2, wanted 1"),
+        ("format: 1\nmargins: {refusel: 5}", "unknown suite in gate.margins 'refusel'. Did you mean 'refusal'?"),
+        ("format: 1\nmargins: {refusal: 0}", "gate.margins.refusal is 0, wanted a number above 0"),
+        ("format: 1\nmargins: {refusal: -5}", "gate.margins.refusal is -5, wanted a number above 0"),
+        ("format: 1\nmargins: {refusal: .nan}", "gate.margins.refusal is nan, wanted a number above 0"),
+        ("format: 1\nmargins: [5]", "gate.margins is [5], wanted suite: percentage points"),
+        ("format: 1\nmargin: {refusal: 5}", "unknown key in gate.yaml 'margin'. Did you mean 'margins'?"),
+        ("format: 1\nprofile: nightly", "unknown gate.profile 'nightly'"),
+        ("format: 1\nprofile: [pr]", "unknown gate.profile"),
+        ("format: 1\nprofile: release\nalpha: 0.05", "gate.alpha is 0.05, profile release has 0.025"),
+        ("format: 1\nestimands: [E9]", "gate.estimands names 'E9', known: E1, E2, E3, selectivity, parity"),
+        ("format: 1\nestimands: []", "gate.estimands is empty"),
+        ("format: 1\nestimand_margins: {selectivity: 0}", "gate.estimand_margins.selectivity is 0"),
+        ("format: 1\nestimand_margins: {E1: 3}", "unknown key in gate.estimand_margins 'E1'"),
+        ("format: 1\nprimary: ['h2o:budget=9']", "unknown policy in gate.primary 'h2o:budget=9'"),
+        ("format: 1\ndeployable: [nine]", "unknown policy in gate.deployable 'nine'"),
+        ("format: 1\ncontexts: [4096]", "unknown length in gate.contexts '4096'. Known: 192"),
+        ("format: 1\ncontexts: [long]", "wanted a list of whole numbers"),
+        ("format: 1\nlooks: 0", "gate.looks is 0, wanted a whole number from 1 to 5"),
+        ("format: 1\nlooks: true", "gate.looks is True, wanted"),
+        ("format: 1\non_inconclusive: pass", "gate.on_inconclusive is 'pass', wanted block or warn"),
+        ("format: 1\nreference: [dense]", "reference is ['dense'], wanted the name of an arm"),
+        ("format: 1\nreference: other", "unknown gate.reference 'other'"),
+        ("format: 1\npin: 7", "gate.pin is 7, wanted the path of a pin file"),
+        ("format: 1\nformat: 1", "line 2: not a usable gate file: key 'format' is given twice"),
+        ("format: [1", "not a usable gate file"),
+        ("- format", "wanted a gate file, a mapping, got list"),
+        ("", "wanted a gate file, a mapping, got NoneType"),
+        ("format: 1\nx: !!python/object/apply:os.system [ls]", "not a usable gate file: could not determine"),
+        ("format: 1\nwhen: 2026-13-45", "not a usable gate file"),
+        (BOMB, "gate.yaml line 2: aliases are not allowed"),
+        ("a: &a [*a]", "aliases are not allowed"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("format: 1\n\x00", "not a usable gate file"),
+    ],
+)
+def test_a_gate_file_that_cannot_be_used_is_one_line(data, tmp_path, text, message):
+    with pytest.raises(AuditError) as caught:
+        decided(data, gate=gate_file(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def entry(**changed):
+    fields = {"who": "Ada", "why": "known", "expires": "2026-12-31", "status": "[FAIL]", "cells": "{suite: refusal}"}
+    lines = [f"  {key}: {value}" for key, value in {**fields, **changed}.items() if value is not None]
+    return "waivers:\n-" + "\n".join(lines)[1:] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (entry(cells="{suite: poetry}"), "unknown suite in waivers.yaml: waiver 1 'poetry'. Known: math, refusal"),
+        (entry(cells="{arm: naif}"), "unknown arm in waivers.yaml: waiver 1 'naif'. Did you mean 'naive'?"),
+        (entry(cells="{policy: 'h2o:budget=9'}"), "unknown policy in waivers.yaml"),
+        (entry(cells="{context_tokens: '192'}"), "unknown context_tokens in waivers.yaml"),
+        (entry(cells="{context_tokens: true}"), "unknown context_tokens in waivers.yaml"),
+        (entry(cells="{estimand: E9}"), "unknown estimand in waivers.yaml"),
+        (entry(cells="{suites: refusal}"), "unknown key in cells of waivers.yaml: waiver 1 'suites'"),
+        (entry(cells="{}"), "wanted at least one of suite, arm, policy"),
+        (entry(cells=None), "wanted at least one of suite, arm, policy"),
+        (entry(who=None), "who is None, wanted text"),
+        (entry(why="''"), "why is '', wanted text"),
+        (entry(expires=None), "expires is None, wanted a date"),
+        (entry(expires="soon"), "expires is 'soon', wanted a date"),
+        (entry(expires="2026-12-31 10:00:00"), "wanted a date"),
+        (entry(expires="2026-04-30"), "expired on 2026-04-30 (today is 2026-05-01)"),
+        (entry(status="[INVALID]"), "INVALID is never waived"),
+        (entry(status="PASS"), "wanted FAIL, INCONCLUSIVE or both"),
+        (entry(status="[[FAIL]]"), "wanted FAIL, INCONCLUSIVE or both"),
+        (entry(colour="red"), "unknown key in waivers.yaml: waiver 1 'colour'"),
+        ("waivers: []", "wanted a list of at least one waiver"),
+        ("waivers: {who: Ada}", "wanted a list of at least one waiver"),
+        ("waivers: [Ada]", "waiver 1 is 'Ada', wanted a mapping"),
+        ("waiver: []", "unknown key in waivers.yaml 'waiver'"),
+        ("format: 2\nwaivers: [1]", "format is 2, wanted 1"),
+        (BOMB, "aliases are not allowed"),
+    ],
+)
+def test_a_waiver_file_that_cannot_be_used_is_one_line(data, tmp_path, text, message):
+    with pytest.raises(AuditError) as caught:
+        decided(data, waivers=waivers(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_hostile_words_in_a_waiver_are_inert(data, tmp_path):
+    text = WAIVER.format(arm="naive").replace("Ada Byron", '"<script>|\\e[31m\\u202e"')
+    shown = markdown.render(decided(data, waivers=waivers(tmp_path, text))[0])
+    assert "<script>" not in shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"format: 1 # \xe9")
+    (tmp_path / "big.yaml").write_text("# " + "x" * 1_000_100)
+    for name, message in (("none.yaml", "No such file"), ("latin.yaml", "not UTF-8"), ("big.yaml", "larger than")):
+        with pytest.raises(DataError, match=message):
+            load_gate_file(tmp_path / name)
+    with pytest.raises(DataError, match="Is a directory"):
+        load_gate_file(tmp_path)
