@@ -16,7 +16,8 @@ import yaml
 
 from audit.errors import DataError, SpecError, UnknownName
 
-LARGEST_FILE = 1_000_000  # bytes
+LARGEST_FILE = 100_000  # bytes
+DEEPEST = 20  # levels
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
@@ -47,7 +48,7 @@ def read_yaml(path: Path, what: str) -> YamlFile:
 def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     """The mapping written in ``text``; ``name`` names it in errors."""
     try:
-        _refuse_aliases(text)
+        _refuse_monsters(text)
         _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
         table = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -55,8 +56,6 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
         raise SpecError(f"{name}{where}: not a usable {what}: {one_line(error.problem)}") from None
     except SpecError as error:
         raise SpecError(f"{name} {error}") from None
-    except RecursionError:
-        raise SpecError(f"{name}: nested too deeply; a {what} needs four levels") from None
     except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:  # also a date such as 2026-13-45
         raise SpecError(f"{name}: not a usable {what}: {one_line(error)}") from None
     if not isinstance(table, dict):
@@ -87,11 +86,17 @@ def one_line(value: object) -> str:
     return " ".join(str(value).split())[:200]
 
 
-def _refuse_aliases(text: str) -> None:
+def _refuse_monsters(text: str) -> None:
+    """Raise for aliases and for depth while the text is still a stream: both cost more to hold than to write."""
+    depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        mark = event.start_mark
+        where = f"line {mark.line + 1 if mark else 1}"
         if isinstance(event, yaml.AliasEvent):
-            mark = event.start_mark
-            raise SpecError(f"line {mark.line + 1 if mark else 1}: aliases are not allowed")
+            raise SpecError(f"{where}: aliases are not allowed")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise SpecError(f"{where}: nested more than {DEEPEST} levels deep")
 
 
 def _refuse_twins(node: Any) -> None:
