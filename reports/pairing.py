@@ -113,12 +113,16 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
     if all(has):
         return tables, []
     known = tables[has.index(True)]
-    lookup = dict(zip(zip(known["suite"], known["item"], strict=True), known["cluster"], strict=True))
+    lookup = dict(zip(_places(known), known["cluster"], strict=True))
     filled = [
-        table if own else table.assign(cluster=[lookup.get(key) for key in zip(table["suite"], table["item"])])  # noqa: B905
+        table if own else table.assign(cluster=pd.Series(list(map(lookup.get, _places(table))), index=table.index))
         for table, own in zip(tables, has, strict=True)
     ]
     return filled, ["Only one file names clusters; its own are used for the items of the other."]
+
+
+def _places(table: pd.DataFrame) -> list[tuple[str, str]]:
+    return list(zip(table["suite"], table["item"], strict=True))
 
 
 def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
@@ -149,9 +153,9 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
             yield Reason("ITEMS", f"{len(lonely)} items are only in the {name} file ({_some(lonely)})")
     asked = [table[table["fingerprint"] != ""].groupby(where)["fingerprint"].agg(frozenset) for table in (a, b)]
     shared = asked[0].index.intersection(asked[1].index)
-    other = [str(index[2]) for index in shared if asked[0][index] != asked[1][index]]
-    if other:
-        yield Reason("HASH", f"{len(other)} items have another question, prompt or answer key ({_some(other)})")
+    changed = [str(index[2]) for index in shared if asked[0][index] != asked[1][index]]
+    if changed:
+        yield Reason("HASH", f"{len(changed)} items have another question, prompt or answer key ({_some(changed)})")
 
 
 def _some(names: Sequence[str]) -> str:
