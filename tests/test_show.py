@@ -198,7 +198,13 @@ def test_pinned_roles_stay() -> None:
 def test_a_budget_that_is_not_reached_is_said_in_one_line() -> None:
     done = shown("streaming", "--length", 24)
     assert done.exit_code == 0
-    assert "nothing was compressed: 32 tokens fit; raise --length or lower the policy's budget" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("nothing was compressed")]
+    assert "within 32 tokens nothing was due in this layer; raise --length" in line
+
+
+def test_a_mixture_shows_what_one_request_drew() -> None:
+    heading = shown("streaming:budget=16,chunk=16|knorm:budget=16,chunk=16", "--length", 24).stdout.splitlines()[0]
+    assert re.fullmatch(r"(streaming|knorm):\S+, which a request drew of the mixture", heading)
 
 
 def test_layers_and_heads_can_be_chosen() -> None:

@@ -44,17 +44,22 @@ class Asked:
 def show_policy(asked: Asked) -> None:
     """Run the policy over ``length`` tokens of a suite's item and a decoded tail, and draw one head's triangle."""
     load_plugins(asked.plugins)
-    policy = parse_policy(asked.policy)
+    named = parse_policy(asked.policy)
+    policy = named.drawn(_SEED)
     model = load_model()
     rollout = _rollout(model, policy, asked.length)
     drawn = _drawn(model, policy, rollout, asked)
     console = Console()
-    say(console, policy.canonical)
+    say(console, policy.canonical if policy == named else f"{policy.canonical}, which a request drew of the mixture")
     say(console, f"{drawn.place}; {summary(drawn)}")
     for line in terminal(drawn, console.width if console.is_terminal else _WIDTH_OF_A_PIPE, colours=_coloured(console)):
         console.print(line, soft_wrap=True)
     if not drawn.compressed:
-        say(console, f"nothing was compressed: {drawn.tokens} tokens fit; raise --length or lower the policy's budget")
+        say(
+            console,
+            f"nothing was compressed: within {drawn.tokens} tokens nothing was due in this layer; raise --length, "
+            "or lower the policy's budget or interval",
+        )
     if asked.svg is not None:
         _write(asked.svg, svg(drawn))
         say(console, f"picture: {inline(str(asked.svg))}")
