@@ -8,7 +8,7 @@ from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.report import Report
 from reports.section import Section
 
-CLEARED_SHOWN = 4  # arms and policies in the banner
+CLEARED_SHOWN = 3  # sentences of the banner; the table has all
 
 
 def dose_sections(report: Report) -> list[Section]:
@@ -124,20 +124,27 @@ def judge_section(report: Report) -> Section | None:
 def banner_lines(report: Report) -> list[str]:
     """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
     lines = []
-    best: dict[tuple[str, str], list[str]] = {}
+    cleared: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
     for s in report.analysis.safe:
-        if s.axis == "budget" and s.cleared is not None:
-            best.setdefault((s.arm, s.family), []).append(sentence(s))
-    for (arm, family), found in list(best.items())[:CLEARED_SHOWN]:
-        lines.append(f"Safe budget, {arm} @ {family}: {'; '.join(found)}.")
-    if len(best) > CLEARED_SHOWN:
-        lines.append(f"Safe budgets of {len(best) - CLEARED_SHOWN} more arms and policies are in the table.")
+        if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(report):
+            cleared.setdefault((s.arm, s.family), []).append(sentence(s))
+    alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
+    for (arm, family), found in cleared.items():
+        alike.setdefault((family, "; ".join(found)), []).append(arm)
+    for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
+        lines.append(f"Safe budget of {', '.join(arms)} @ {family}: {text}.")
     flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
     if flips:
         lines.append(f"Another analysis would flip this verdict: {', '.join(flips)}. The declared one stands.")
     if report.calibration:
         lines.append(report.calibration.sentence)
     return lines
+
+
+def _gated_families(report: Report) -> set[str]:
+    """The families that have a gated policy."""
+    gated = report.plan.primary
+    return {c.family for c in report.analysis.doses if any(d.policy in gated for d in c.doses)}
 
 
 def method_sections(report: Report) -> list[Section]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -42,9 +44,10 @@ def _bar(panel: Axes, y: int, c: CellConcentration) -> None:
     start = 0.0
     dominant = c.dominant if c.losses >= FEWEST_LOST else ()
     for place, t in enumerate(c.templates[:APART]):
-        hatch = "///" if t.template in dominant else None
-        look = {"facecolor": LOSS, "alpha": 0.9 if place % 2 == 0 else 0.55, "hatch": hatch, "edgecolor": INK}
-        panel.barh(y, t.losses, left=start, height=0.68, linewidth=0.3, **look)
+        look: dict[str, Any] = {"facecolor": LOSS, "alpha": 0.9 if place % 2 == 0 else 0.55, "linewidth": 0}
+        if t.template in dominant:
+            look |= {"hatch": "///", "edgecolor": INK, "linewidth": 0.4}
+        panel.barh(y, t.losses, left=start, height=0.68, **look)
         start += t.losses
     panel.barh(y, c.losses - start, left=start, height=0.68, color=UNDECIDED, alpha=0.6, linewidth=0)
     if dominant:

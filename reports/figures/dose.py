@@ -74,7 +74,7 @@ def _panel(panel: Axes, report: Report, curves: Sequence[DoseCurve]) -> None:
         last = cleared.get((curve.axis, curve.arm, curve.family, curve.suite, curve.context_tokens))
         for dose in curve.doses:
             if dose.amount == last:
-                panel.plot([dose.x + shift], [103], marker="v", color=hue, markersize=7, clip_on=False)
+                panel.plot([dose.x + shift], [105], marker="v", color=hue, markersize=6)
     reference = next((c.uncompressed for c in curves if c.arm == report.plan.reference), None)
     if reference is not None:
         panel.axhline(100 * reference, color=INK, linewidth=0.9)
@@ -83,7 +83,8 @@ def _panel(panel: Axes, report: Report, curves: Sequence[DoseCurve]) -> None:
             panel.axhspan(100 * (reference - margin), 100 * reference, color=UNDECIDED, alpha=0.16, linewidth=0)
     panel.set_xticks([dose.x for dose in doses], [str(dose.amount) for dose in doses])
     panel.set_xticks([], minor=True)
-    panel.set_ylim(-2, 106)
+    panel.set_yticks([0, 20, 40, 60, 80, 100])
+    panel.set_ylim(-2, 109)
     panel.margins(x=0.12)
     quiet(panel)
 

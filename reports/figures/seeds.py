@@ -33,7 +33,7 @@ def draw(report: Report) -> Drawing | None:
     panel.set_yticks(range(len(found)), [inline(cell_name(report, s.cell)) for s in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
-    panel.set_xlabel("drift, pp, one mark per training seed; right: SD over seeds and its 95 % interval")
+    panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
     quiet(panel)
     mean = Line2D([], [], color=INK, marker="|", markersize=10, linestyle="", label="mean over seeds")
     figure.legend(handles=[mean], loc="outside upper center")

@@ -1,0 +1,361 @@
+"""What stands beside the gate, on runs made by hand: slopes, safe budgets, churn, concentration, other methods."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reports_synthetic import Design, policy
+from test_reports_drift import data_of, scored, small, spec_of
+
+from audit.records import Outcome
+from reports.analysis.analyse import analyse
+from reports.analysis.cells import Sides
+from reports.analysis.families import families
+from reports.analysis.results import MethodVerdict
+from reports.analysis.safe import sentence
+from reports.analysis.seed_spread import spread
+from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
+from reports.analysis.sensitivity import scored as scored_only
+from reports.drift import drift_report
+from reports.gate import decide
+
+SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
+BUDGETS = ("none", *SNAP.values())
+
+
+def analysed(design, score, spec=None):
+    data = data_of(scored(design, score), spec or spec_of(design))
+    report = drift_report(data)
+    return analyse(report, data.panels, decide(report)), report
+
+
+def by_budget(lost):
+    """A score from how many of the first items each (arm, budget) loses; none loses nothing."""
+
+    def score(arm, _seed, served, i):
+        budget = int(served.split("budget=")[1].split(",")[0]) if "budget" in served else 0
+        return i >= lost.get((arm, budget), 0)
+
+    return score
+
+
+def curve(found, arm, **more):
+    [one] = [c for c in found.doses if c.arm == arm and all(getattr(c, k) == v for k, v in more.items())]
+    return one
+
+
+def test_families_are_policies_that_differ_in_their_budget():
+    known = ("none", SNAP[96], SNAP[24], policy("h2o", 96, window=48), policy("h2o", 48, window=24), policy("tova", 9))
+    found = families(known)
+    assert [(f.name, f.budgets) for f in found] == [("snapkv", (24, 96)), ("h2o", (48, 96))]
+    assert found[0].policies == (SNAP[24], SNAP[96])
+
+
+def test_a_name_with_one_budget_twice_is_split_by_its_other_fields():
+    known = ("a:budget=8,w=1", "a:budget=16,w=1", "a:budget=8,w=2", "a:budget=32,w=2")
+    assert [(f.name, f.budgets) for f in families(known)] == [("a w=1", (8, 16)), ("a w=2", (8, 32))]
+
+
+def test_a_composition_is_a_family_and_a_draw_of_several_is_none():
+    known = ("a:budget=8+q:bits=4", "a:budget=16+q:bits=4", "a:budget=8|none", "a:budget=16|none", "b:budget=x")
+    assert [(f.name, f.budgets) for f in families(known)] == [("a+q", (8, 16))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(alphabet="ab:=,+|1budget ", max_size=20), max_size=6))
+def test_any_policy_text_has_families_or_none(policies):
+    for family in families(policies):
+        assert len(set(family.budgets)) == len(family.policies) > 1
+        assert list(family.budgets) == sorted(family.budgets)
+
+
+def test_slope_is_the_change_of_the_rate_per_doubling():
+    design = small(policies=BUDGETS, clusters=8, items=16)
+    lost = {("dense", 24): 4, ("dense", 48): 2, ("naive", 24): 12, ("naive", 48): 6}
+    found, _ = analysed(design, by_budget(lost))
+    dense, naive = curve(found, "dense"), curve(found, "naive")
+    assert [d.amount for d in naive.doses] == [24, 48, 96]
+    assert [d.x for d in naive.doses] == pytest.approx([math.log2(b / 192) for b in (24, 48, 96)])
+    assert [d.rate for d in naive.doses] == [4 / 16, 10 / 16, 1]
+    assert dense.slope.estimate == pytest.approx(2 / 16)  # 12, 14, 16 of 16 over three doublings
+    assert naive.slope.estimate == pytest.approx(6 / 16)
+    assert naive.against_reference.estimate == pytest.approx(4 / 16)
+    assert naive.against_reference.low < 4 / 16 < naive.against_reference.high
+    assert dense.against_reference is None
+    assert naive.slope.method == "dose slope, CR3-t"
+    assert naive.uncompressed == 1
+
+
+def test_slope_of_the_difference_is_the_weighted_interaction():
+    """Two doses: the slope is the difference of rates over the distance, whatever the middle."""
+    design = small(policies=("none", SNAP[24], SNAP[96]))
+    found, report = analysed(design, by_budget({("naive", 24): 8, ("dense", 24): 2, ("naive", 96): 1}))
+    e5 = {c.policy: c.effect.estimate for c in report.contrasts if c.estimand == "E5"}
+    assert curve(found, "naive").against_reference.estimate == pytest.approx((e5[SNAP[96]] - e5[SNAP[24]]) / 2)
+
+
+def test_a_flat_curve_still_has_width():
+    found, _ = analysed(small(policies=BUDGETS), lambda *_: True)
+    naive = curve(found, "naive")
+    assert naive.slope.estimate == 0
+    assert naive.slope.low < -0.05
+    assert naive.against_reference.high > naive.slope.high
+    assert all(d.low < 0.9 < d.high == 1 for d in naive.doses)
+
+
+def test_the_drawn_line_is_isotonic_where_rates_are_not():
+    design = small(policies=BUDGETS)
+    found, _ = analysed(design, by_budget({("naive", 24): 4, ("naive", 48): 6, ("naive", 96): 0}))
+    assert [d.fitted for d in curve(found, "naive").doses] == pytest.approx([11 / 16, 11 / 16, 1])
+    assert [d.rate for d in curve(found, "naive").doses] == [12 / 16, 10 / 16, 1]
+
+
+def test_a_curve_whose_cells_cannot_be_compared_says_why():
+    design = small(policies=BUDGETS, clusters=5)
+    found, _ = analysed(design, lambda *_: True)
+    assert curve(found, "naive").doses == ()
+    assert "5 clusters" in curve(found, "naive").reason
+
+
+def lengths(score, **more):
+    """One policy at two lengths whose items have other names, as templates filled anew do."""
+    rows = []
+    designs = [small(policies=("none",), context=c, items=16, clusters=8, **more) for c in (128, 512)]
+    for design in designs:
+        made = scored(design, lambda arm, s, p, i, c=design.context: score(arm, c, i))
+        rows += [dataclasses.replace(row, item_id=f"{row.item_id}-t{design.context}") for row in made]
+    spec = spec_of(designs[0])
+    spec["evaluate"]["context_tokens"] = [128, 512]
+    data = data_of(rows, spec)
+    report = drift_report(data)
+    return analyse(report, data.panels, decide(report))
+
+
+def test_lengths_with_other_items_are_compared_by_template():
+    found = lengths(lambda arm, context, i: i >= (4 if arm == "naive" and context == 512 else 0))
+    naive = curve(found, "naive", axis="length")
+    assert naive.unit == "templates"
+    assert [d.amount for d in naive.doses] == [128, 512]
+    assert naive.slope.estimate == pytest.approx(-4 / 16 / 2)  # two doublings
+    assert naive.against_reference.estimate == pytest.approx(-4 / 16 / 2)
+    assert naive.slope.n_clusters == 8
+
+
+def test_safe_length_goes_from_the_shortest_up():
+    found = lengths(
+        lambda arm, context, i: i >= (12 if arm == "naive" and context == 512 else 0), margins={"refusal": 60.0}
+    )
+    [safe] = [s for s in found.safe if s.axis == "length" and s.arm == "naive"]
+    assert (safe.amounts, safe.cleared, safe.failed) == ((128, 512), 128, 512)
+    assert sentence(safe) == "refusal cleared to 128 tokens, not at 512"
+
+
+def roomy(lost, **more):
+    """Budgets with 64 clusters of 2 items, so that a 10 pp margin can be passed."""
+    design = small(policies=BUDGETS, clusters=64, items=128, margins={"refusal": 10.0}, **more)
+    return analysed(design, by_budget(lost))
+
+
+def test_safe_budget_stops_at_the_first_that_does_not_pass():
+    found, _ = roomy({("naive", 48): 64, ("naive", 24): 0})
+    safe = {s.arm: s for s in found.safe}
+    assert (safe["dense"].estimand, safe["dense"].cleared, safe["dense"].failed) == ("E4", 24, None)
+    assert (safe["naive"].estimand, safe["naive"].amounts) == ("E2", (96, 48, 24))
+    assert safe["naive"].statuses == ("PASS", "FAIL", "PASS")
+    assert (safe["naive"].cleared, safe["naive"].failed) == (96, 48)
+    assert sentence(safe["naive"]) == "refusal cleared to budget 96, not at 48"
+    assert sentence(safe["dense"]) == "refusal cleared to budget 24, the last one tested"
+
+
+def test_a_largest_budget_that_fails_clears_none():
+    found, _ = roomy({("naive", 96): 64})
+    [safe] = [s for s in found.safe if s.arm == "naive"]
+    assert (safe.cleared, safe.failed) == (None, 96)
+    assert sentence(safe) == "refusal cleared at no budget: not at 96"
+
+
+def test_a_reference_with_nothing_to_lose_clears_nothing():
+    design = small(policies=BUDGETS, clusters=64, items=128, margins={"refusal": 10.0})
+    found, _ = analysed(design, lambda *_: False)
+    assert {s.statuses for s in found.safe} == {("FLOOR", "FLOOR", "FLOOR")}
+    assert {s.cleared for s in found.safe} == {None}
+
+
+def test_churn_shows_what_a_drift_of_zero_hides():
+    design = small(policies=("none",), clusters=8, items=16)
+    found, report = analysed(design, lambda arm, _s, _p, i: (i % 4 != 0) if arm == "naive" else (i % 4 != 1))
+    [churn] = found.churn
+    assert churn.drift == 0
+    assert (churn.losses, churn.gains, churn.churn, churn.draws) == (0.25, 0.25, 0.5, 0.5)
+    assert churn.rerun is None
+    effect = next(c.effect for c in report.contrasts if c.estimand == "E1")
+    assert (effect.losses / 16, effect.gains / 16) == (churn.losses, churn.gains)
+
+
+def test_one_broken_template_is_named_with_its_items():
+    design = small(policies=("none",), clusters=8, items=32)
+    found, _ = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and (i % 8 == 3 or i == 0)))
+    [where] = found.concentration
+    assert (where.losses, where.n_losing, where.n_templates, where.carrying_half) == (5, 2, 8, 1)
+    assert where.dominant == ("template-003",)
+    assert [(t.template, t.losses, t.share) for t in where.templates] == [
+        ("template-003", 4, 0.8),
+        ("template-000", 1, 0.2),
+    ]
+    assert {i.item_id for i in where.items} == {f"refusal-{n:04d}" for n in (0, 3, 11, 19, 27)}
+    assert where.gini == pytest.approx(1 - (2 * (0.2 * 1.5 + 0.8 * 0.5)) / 8)  # area under the Lorenz curve, by hand
+
+
+def test_nothing_lost_is_nowhere():
+    found, _ = analysed(small(policies=("none",)), lambda *_: True)
+    assert found.concentration == ()
+
+
+@pytest.mark.parametrize(
+    ("estimates", "wanted"),
+    [
+        ((0.0, 0.01, 0.02), (0.0052066, 0.01, 0.0628473)),  # chi-square with 2: sqrt(2/7.3778), sqrt(2/0.050636)
+        ((0.1, 0.2), (None, None, None)),
+        ((0.1,), (None, None, None)),
+    ],
+)
+def test_spread_over_seeds_has_the_chi_square_interval(estimates, wanted):
+    assert spread(estimates) == pytest.approx(wanted, rel=1e-5) if wanted[0] else spread(estimates) == wanted
+
+
+def test_seeds_of_a_gated_cell():
+    design = small(seeds=(1, 2, 3), policies=("none",))
+    found, _ = analysed(design, lambda arm, seed, _p, i: i >= (seed if arm == "naive" else 0))
+    [seeds] = found.seeds
+    assert seeds.estimates == pytest.approx((-1 / 16, -2 / 16, -3 / 16))
+    assert seeds.sd == pytest.approx(1 / 16)
+
+
+def sides(candidate, reference, clusters, candidate_best=None, reference_best=None):
+    candidate, reference = (np.asarray(v, dtype=float) for v in (candidate, reference))
+    return Sides(
+        items=tuple(map(str, range(len(candidate)))),
+        clusters=np.asarray(clusters, dtype=np.int64),
+        templates=tuple(map(str, clusters)),
+        reference=reference,
+        candidate=candidate,
+        reference_best=reference if reference_best is None else np.asarray(reference_best, dtype=float),
+        candidate_best=candidate if candidate_best is None else np.asarray(candidate_best, dtype=float),
+        draws=1,
+    )
+
+
+def test_unscored_samples_are_left_out_of_both_sides():
+    # of two draws: one scored 1 and one unscored; both unscored; both scored
+    found = sides([0.5, 0.0, 0.5], [1.0, 1.0, 1.0], [0, 1, 2], candidate_best=[1.0, 1.0, 0.5])
+    kept, reference, candidate = scored_only(found)
+    assert kept.tolist() == [True, False, True]
+    assert candidate.tolist() == [1.0, 0.5]
+    assert reference.tolist() == [1.0, 1.0]
+
+
+def test_cluster_means_weigh_templates_alike():
+    z = [-1.0] * 20 + [0.0] * 7
+    found = sides([1 + v for v in z], [1.0] * 27, [0] * 20 + list(range(1, 8)))
+    read = readings(found, 0.05, 0.05)
+    assert read[T_INTERVAL].estimate == pytest.approx(-20 / 27)
+    assert read["templates weighted alike"].estimate == pytest.approx(-1 / 8)
+
+
+def test_sign_flips_test_the_margin_and_zero():
+    clusters = np.repeat(np.arange(12), 5)
+    even = sides(np.ones(60), np.ones(60), clusters)
+    z = np.zeros(60)
+    z[::5] = -1
+    worse = sides(1 + z, np.ones(60), clusters)
+    assert readings(worse, 0.5, 0.05)[SIGN_FLIP].within
+    assert not readings(worse, 0.05, 0.05)[SIGN_FLIP].within
+    assert readings(worse, 0.05, 0.05)[SIGN_FLIP].below
+    assert readings(worse, 0.05, 0.05)[SIGN_FLIP].pvalue_drop == pytest.approx(2**-12)  # exhaustive
+    assert not readings(even, 0.05, 0.05)[SIGN_FLIP].below
+
+
+def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
+    """Nothing discordant: the t interval has no width and passes what ESS-Tango leaves open."""
+    design = small(policies=("none",), clusters=64, items=64, margins={"refusal": 5.0})
+    score = lambda arm, _s, _p, i: not (arm == "naive" and i == 0)  # noqa: E731
+    data = data_of(scored(design, score), spec_of(design))
+    report = drift_report(data)
+    before = decide(report)
+    found = analyse(report, data.panels, before)
+    verdicts = {m.method: m for m in found.methods}
+    assert before.status == "INCONCLUSIVE"
+    assert verdicts[T_INTERVAL] == MethodVerdict(T_INTERVAL, "PASS", True, 1)
+    assert not verdicts["unscored left out"].flips
+    assert decide(dataclasses.replace(report, analysis=found)) == before
+    [cell] = found.sensitivity
+    assert [v.method for v in cell.variants] == ["as declared (ESS-Tango)", *METHODS]
+    assert cell.variants[0].status == "INCONCLUSIVE"
+
+
+def test_no_method_passes_a_cell_at_the_floor():
+    design = small(policies=("none",), clusters=64, items=128, margins={"refusal": 10.0})
+    found, _ = analysed(design, lambda *_: False)
+    assert {v.status for v in found.sensitivity[0].variants} == {"INCONCLUSIVE"}
+
+
+def test_an_interaction_whose_sign_depends_on_the_scale_is_ceiling_driven():
+    """Near the ceiling 99 to 97 % is a bigger step in log odds than 70 to 67 %."""
+    design = small(policies=("none", SNAP[96]), clusters=100, items=100)
+    served = {("dense", False): 30, ("dense", True): 36, ("naive", False): 1, ("naive", True): 4}
+    found, _ = analysed(design, lambda arm, _s, p, i: i >= served[arm, p != "none"])
+    [check] = found.logit
+    assert check.difference == pytest.approx(-0.03 + 0.06)
+    assert check.logit < 0
+    assert check.ceiling_driven
+
+
+def test_exploration_leaves_out_the_gate_and_what_is_no_question():
+    design = small(policies=("none", SNAP[96]), estimands=("E1",), clusters=16, items=64)
+    found, report = analysed(design, by_budget({("naive", 96): 40}))
+    # E2 and E5 of naive and E4 of both under snapkv; E1 is gated, and none against itself is no question
+    assert found.exploration.tested == 4
+    assert found.exploration.q == 0.1
+    names = {(f.cell.estimand, f.cell.arm) for f in found.exploration.findings}
+    assert names == {("E2", "naive"), ("E4", "naive"), ("E5", "naive")}
+    effects = [c.effect.pvalue for c in report.contrasts if c.policy == SNAP[96] and c.estimand != "E1"]
+    from scipy.stats import false_discovery_control
+
+    wanted = sorted(false_discovery_control(effects))[:3]
+    assert sorted(f.adjusted for f in found.exploration.findings) == pytest.approx(wanted)
+
+
+def test_serving_runs_have_slopes_and_safe_budgets_of_the_checkpoint():
+    design = small(arms=("base",), train=False, policies=BUDGETS, clusters=64, items=128, margins={"refusal": 10.0})
+    found, _ = analysed(design, by_budget({("base", 24): 64}))
+    [safe] = found.safe
+    assert (safe.estimand, safe.cleared, safe.failed) == ("E4", 48, 24)
+    assert curve(found, "base").slope.estimate == pytest.approx(0.25)
+    assert found.logit == ()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_damage_leaves_analyses_that_can_be_printed(data):
+    design = Design(
+        arms=("dense", "naive"), seeds=(1, 2), policies=BUDGETS[:3], suites=("refusal",), clusters=6, items=12
+    )
+    rows = scored(design, lambda *_: True)
+    kept = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique_by=id))
+    outcomes = data.draw(st.lists(st.sampled_from(list(Outcome)), min_size=len(kept), max_size=len(kept)))
+    values = {Outcome.DESIRED: 1.0, Outcome.UNSCORED: None}
+    changed = [
+        dataclasses.replace(row, outcome=o, score=values.get(o, 0.0)) for row, o in zip(kept, outcomes, strict=True)
+    ]
+    found = data_of(changed, spec_of(design))
+    report = drift_report(found)
+    result = analyse(report, found.panels, decide(report))
+    for c in result.doses:
+        assert bool(c.doses) != bool(c.reason)
+        for dose in c.doses:
+            assert 0 <= dose.low <= dose.rate <= dose.high <= 1
+    for where in result.concentration:
+        assert math.isclose(sum(t.share for t in where.templates), 1)

@@ -1,0 +1,131 @@
+"""Reading records by the block says what reading them one by one says, whatever the lines hold."""
+
+import hashlib
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from reports_synthetic import Design, policy, records_of
+
+from reports import rows
+from reports.columns import Columns
+from reports.load import frame_of
+from reports.rows import read_unit
+
+DESIGN = Design(
+    arms=("dense",), seeds=(1,), policies=("none", policy("snapkv", 96)), suites=("math",), clusters=3, items=3
+)
+BASE = [json.loads(row.to_json()) for _, part in records_of(DESIGN) for row in part]
+FIELDS = sorted(BASE[0])
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3),
+    st.sampled_from([2**62, -(2**62), 2**62 - 1, 10**30, 10**400]),
+    st.floats(),
+    st.text(max_size=3),
+    st.sampled_from(["desired", "unscored", "degenerate", {}, [], {"user": 0.5}, {"user": True}, {"user": "x"}, 1.0]),
+    st.sampled_from([[{"role": "user", "content": "a"}], [{"role": "boss", "content": "a"}], [{"role": "user"}], [3]]),
+)
+changes = st.dictionaries(st.sampled_from([*FIELDS, "extra"]), values, max_size=2)
+
+
+@st.composite
+def lines(draw):
+    row = dict(draw(st.sampled_from(BASE)))
+    row |= draw(changes)
+    for name in draw(st.lists(st.sampled_from(FIELDS), max_size=1)):
+        if draw(st.integers(0, 4)) == 0:
+            row.pop(name, None)
+    text = json.dumps(row)
+    damage = draw(st.integers(0, 12))
+    if damage == 0:
+        text = text[: draw(st.integers(0, len(text)))]
+    if damage == 1:
+        return text.encode() + b"\xff\n"
+    if damage == 2:
+        return text.replace('"role"', '"r\\ud800le"').encode() + b"\r\n"
+    return text.encode() + b"\n"
+
+
+def read(path):
+    columns, problems = Columns(), []
+    digest = read_unit(path, columns, problems)
+    return digest, columns.frame(), problems
+
+
+def strictly(path):
+    """The same file with every block read line by line."""
+    plain = rows._plain
+    rows._plain = lambda raw, count: None
+    try:
+        return read(path)
+    finally:
+        rows._plain = plain
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(lines(), min_size=1, max_size=6), st.sampled_from([1, 700, 1 << 20]), st.booleans())
+@example([json.dumps(BASE[0] | {"score": True}).encode() + b"\n"], 1 << 20, True)
+@example([json.dumps(BASE[0] | {"format": 1.0}).encode() + b"\n"], 1 << 20, False)
+def test_blocks_and_single_lines_agree(tmp_path_factory, found, block, ended):
+    path = tmp_path_factory.mktemp("u") / "unit.jsonl"
+    raw = b"".join(found)
+    path.write_bytes(raw if ended else raw[:-1])
+    kept, rows.BLOCK = rows.BLOCK, block
+    try:
+        (digest, frame, problems), (_, wanted, said) = read(path), strictly(path)
+    finally:
+        rows.BLOCK = kept
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert problems == said
+    pd.testing.assert_frame_equal(frame, wanted)
+    with path.open("rb") as handle:
+        assert len(frame) + len(problems) == sum(1 for _ in handle)
+
+
+def test_whole_blocks_are_read_without_record_objects(tmp_path, monkeypatch):
+    path = tmp_path / "unit.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BASE))
+    monkeypatch.setattr(rows, "_strict", lambda *_: pytest.fail("plain records were read one by one"))
+    _, frame, problems = read(path)
+    assert (len(frame), problems) == (len(BASE), [])
+
+
+def test_a_bad_line_costs_its_block_not_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "unit.jsonl"
+    good = json.dumps(BASE[0]) + "\n"
+    path.write_text(good * 4 + "not json\n" + good)
+    monkeypatch.setattr(rows, "BLOCK", 2 * len(good) - 1)
+    _, frame, problems = read(path)
+    assert frame["line"].tolist() == [1, 2, 3, 4, 6]
+    assert [(p.file, p.line) for p in problems] == [("unit.jsonl", 5)]
+
+
+def test_words_are_categories_in_their_own_order():
+    design = Design(arms=("zeta", "alpha"), seeds=(1,), policies=("none",), suites=("math",), clusters=2, items=2)
+    made = [row for _, part in records_of(design) for row in part]
+    frame = frame_of(("u.jsonl", i, row) for i, row in enumerate(made, 1))
+    assert frame["arm"].cat.categories.tolist() == ["alpha", "zeta"]
+    assert frame["arm"].tolist() == ["zeta", "zeta", "alpha", "alpha"]
+    assert frame["train_seed"].dtype == np.int64
+
+
+def test_scores_of_degenerate_answers_are_zero_and_of_unscored_ones_absent(tmp_path):
+    path = tmp_path / "unit.jsonl"
+    found = [
+        BASE[0] | {"outcome": "degenerate", "score": 1.0},
+        BASE[0] | {"outcome": "unscored", "score": None},
+        BASE[0] | {"outcome": "desired", "score": 1, "survival": {"tool": 0.25}},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    _, frame, _ = read(path)
+    assert frame["score"].tolist()[0] == 0.0
+    assert np.isnan(frame["score"].tolist()[1])
+    assert frame["score"].tolist()[2] == 1.0
+    assert frame["survival_tool"].tolist()[2] == 0.25
+    assert np.isnan(frame["survival_user"].tolist()[2])
