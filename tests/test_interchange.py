@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,16 @@ def table(**changes: Any) -> Table:
     }
     head = {"format": "kvaudit.rollouts", "version": 1, "layers": 2, "kv_heads": 2}
     return {**head, "rollouts": [row]} | changes
+
+
+def test_the_documented_example_reads_as_it_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "kv.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (rollout,) = read_rollouts(written(tmp_path / "r.json", example)).rollouts
+    assert rollout.evicted_at.tolist() == [
+        [[NEVER, 4, 5, NEVER, NEVER, NEVER]],
+        [[NEVER, NEVER, 4, NEVER, NEVER, NEVER]],
+    ]
 
 
 def written(path: Path, content: Any) -> Path:
