@@ -23,6 +23,7 @@ Array = npt.NDArray[np.float64]
 FILE = "displacement.json"
 FORMAT = 1
 DRAWS, LEVEL = 2000, 0.95
+LARGEST_MEAN = 1e6  # nats; far beyond any float's log-probability
 WORDS = ("arm", "policy", "suite")
 NUMBERS = ("median_kl", "p99_kl", "p99_9_kl", "max_kl", "same_top1", "rms_dp")
 SHARES = ("same_top1", "rms_dp")
@@ -129,8 +130,10 @@ def _sequences(number: int, value: Any) -> tuple[list[str], Array, Array]:
     for entry in value:
         if not isinstance(entry, list) or [type(part) for part in entry[:2]] != [str, int] or len(entry) != 3:
             raise _bad(number, f"sequence is {str(entry)[:60]!r}, wanted [cluster_id, tokens, mean_kl]")
-        if not 0 < entry[1] < 2**40 or type(entry[2]) not in (int, float) or not 0 <= entry[2] < math.inf:
-            raise _bad(number, f"sequence is {str(entry)[:60]!r}, wanted tokens above 0 and a finite mean_kl")
+        if not 0 < entry[1] < 2**40 or type(entry[2]) not in (int, float) or not 0 <= entry[2] < LARGEST_MEAN:
+            raise _bad(
+                number, f"sequence is {str(entry)[:60]!r}, wanted tokens above 0, mean_kl below {LARGEST_MEAN:g}"
+            )
     clusters, tokens, means = zip(*value, strict=True)
     lengths = np.array(tokens, dtype=np.float64)
     return list(clusters), lengths, lengths * np.array(means, dtype=np.float64)
