@@ -82,6 +82,10 @@ def test_copies_of_one_draw_churn_like_the_draw():
     assert (four.losses, four.draw_churn, four.rerun_churn) == (one.losses, one.draw_churn, 0)
 
 
+def test_two_draws_that_disagree_would_churn_on_a_rerun():
+    assert churn([0.5, 0.5], [1.0, 0.0], samples=2).rerun_churn == pytest.approx(0.5)
+
+
 def test_bootstrap_is_near_that_of_scipy():
     rng = np.random.default_rng(3)
     labels = np.repeat(np.arange(40), rng.integers(1, 6, 40))
@@ -146,3 +150,4 @@ def test_exploratory_list_equals_statsmodels(dependent):
     assert found.adjusted == pytest.approx(wanted[1], abs=1e-10)
     assert list(found.discovered) == wanted[0].tolist()
     assert benjamini_hochberg([]).adjusted == ()
+    assert benjamini_hochberg([0.1], q=0.1).discovered == (True,)
