@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reports_synthetic import TEXTS, Design, build, write_unit
+from reports_synthetic import TEXTS, Design, build, policy, write_unit
 from typer.testing import CliRunner
 
 from audit.cli import app
@@ -158,6 +158,19 @@ def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(writt
     cell = load_adjudication(written[0]).cells[0]
     assert cell.corrected.estimate == pytest.approx(first + second, abs=1e-12)
     assert cell.corrected.estimate > cell.raw.estimate
+
+
+def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp_path):
+    design = Design(
+        arms=("base",), train=False, suites=("refusal",), policies=("none", policy("snapkv", 96)), samples=2
+    )
+    run = named_items(build(tmp_path / "run", design))
+    assert command("adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
+    label(tmp_path / "s.csv")
+    assert command("adjudicate", run, "--read", tmp_path / "s.csv").exit_code == 0
+    (cell,) = load_adjudication(run).cells
+    assert (cell.estimand, cell.pairs, cell.discordant + cell.concordant) == ("E4", 256, 256)
+    assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
 
 def test_labels_may_turn_a_verdict(written, sheet):

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -262,6 +263,28 @@ def test_a_row_without_a_cluster_among_others_is_invalid(tmp_path):
     done = compare(sides(*(table(tmp_path / name, rows) for name in ("a.csv", "b.csv"))), "score")
     assert done.verdict.exit_code == 5
     assert "a.csv: 1 of 300 rows have no cluster" in [reason.text for reason in done.verdict.reasons]
+
+
+def test_a_log_that_was_not_finished_is_invalid(tmp_path):
+    other = tmp_path / "candidate.eval"
+    with zipfile.ZipFile(INSPECT[1]) as old, zipfile.ZipFile(other, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b'"status":"success"', b'"status":"cancelled"'))
+    done = compare(sides(INSPECT[0], other, "template"), "match")
+    assert done.verdict.exit_code == 5
+    assert "candidate.eval is not whole: Inspect's status is 'cancelled'" in [r.text for r in done.verdict.reasons]
+
+
+def test_a_reference_of_one_seed_serves_every_seed_of_the_candidate(tmp_path):
+    rng = np.random.default_rng(4)
+    a, b = rng.random(300) < 0.9, rng.random((3, 300)) < 0.85
+    header = "item,cluster,seed,score"
+    rows = [(f"i{i}", f"t{i // 5}", 0, int(a[i])) for i in range(300)]
+    own = [(f"i{i}", f"t{i // 5}", 11 + s, int(b[s, i])) for s in range(3) for i in range(300)]
+    paths = table(tmp_path / "a.csv", rows, header), table(tmp_path / "b.csv", own, header)
+    decision = compare(sides(*paths), "score").verdict.decisions[0]
+    assert decision.effect.estimate == pytest.approx(b.mean() - a.mean())
+    assert decision.recipe is not None
 
 
 def test_items_that_ask_something_else_are_invalid(tmp_path):
