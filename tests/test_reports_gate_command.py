@@ -1,0 +1,335 @@
+"""kvaudit gate, report and pin from the command line: files in, exit codes out; the pin and the drift ledger."""
+
+import hashlib
+import json
+
+import pytest
+import yaml
+from reports_synthetic import Design, build, policy
+from typer.testing import CliRunner
+
+from audit.cli import app
+from audit.commands.gate_options import kept_gate
+from audit.errors import DataError, SpecError
+from audit.runs import open_run
+from audit.spec_file import parse_spec
+from reports.drift_ledger import append, read_ledger
+from reports.pin import load_pin
+
+SNAP = policy("snapkv", 96)
+
+
+def run_of(folder, **more):
+    options = {
+        "arms": ("dense", "smd"),
+        "seeds": (1,),
+        "policies": ("none", SNAP),
+        "suites": ("refusal",),
+        "seed_sd": 0.0,
+        "items": 600,
+        "clusters": 100,
+        "estimands": ("E1",),
+    }
+    return build(folder, Design(**{**options, **more}))
+
+
+def checkpoint(folder, arm="dense", seed=1):
+    """A finished checkpoint whose weights are those that the made-up records name."""
+    folder.mkdir(parents=True)
+    weights = f"{arm}{seed}".encode()
+    (folder / "model.safetensors").write_bytes(weights)
+    sha = hashlib.sha256(weights).hexdigest()
+    story = {"arm": arm, "seed": seed, "base_sha256": "b" * 64, "sha256": sha, "config": {"policy": SNAP}}
+    story |= {"files": {"model.safetensors": sha}, "ledgers": {}}
+    (folder / "provenance.json").write_text(json.dumps(story))
+    return folder
+
+
+def call(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def one_line(done, *parts):
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.fixture(scope="module")
+def passing(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("runs") / "run", name="first")
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("runs") / "run", name="second", drops={("smd", "refusal"): 0.3})
+
+
+def test_gate_exits_with_its_verdict(passing, failing):
+    assert call("gate", passing).exit_code == 0
+    assert call("gate", failing).exit_code == 3
+
+
+def test_gate_reads_a_gate_file_and_prints_where_it_comes_from(passing, tmp_path):
+    (tmp_path / "gate.yaml").write_text("format: 1\nprofile: release\n")
+    done = call("gate", passing, "--gate", tmp_path / "gate.yaml")
+    assert done.exit_code == 0
+    sha = hashlib.sha256((tmp_path / "gate.yaml").read_bytes()).hexdigest()
+    assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared after the run" in done.stdout
+    assert "Rules: profile release, one-sided level 0.025." in done.stdout
+    assert "Blind spot: a failure confined to 3.6 % of the templates" in done.stdout  # 1 - .025^(1/100)
+
+
+def test_gate_options_that_cannot_be_are_one_line(passing, tmp_path):
+    one_line(call("gate", passing, "--on-inconclusive", "pass"), "--on-inconclusive is 'pass', wanted block or warn")
+    one_line(call("gate", passing, "--gate", tmp_path / "none.yaml"), "none.yaml", "No such file")
+    one_line(call("gate", passing, "--waivers", tmp_path / "none.yaml"), "waiver file", "No such file")
+    (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {poetry: 5}\n")
+    one_line(call("gate", passing, "--gate", tmp_path / "gate.yaml"), "unknown suite in gate.margins 'poetry'")
+    (tmp_path / "old.yaml").write_text(
+        "waivers: [{who: Ada, why: known, expires: 2020-01-01, status: FAIL, cells: {suite: refusal}}]"
+    )
+    one_line(call("gate", passing, "--waivers", tmp_path / "old.yaml"), "expired on 2020-01-01")
+
+
+def test_a_look_beyond_the_plan_exits_with_6(passing):
+    done = call("gate", passing, "--look", 2)
+    assert done.exit_code == 6
+    assert "LOOKS: look 2 was not declared: the gate plans 1" in done.stdout
+
+
+def test_the_report_is_written_under_a_gate_file_and_waivers(failing, tmp_path):
+    (tmp_path / "gate.yaml").write_text("format: 1\nprofile: pr\n")
+    (tmp_path / "waivers.yaml").write_text(
+        "waivers: [{who: Ada, why: known, expires: 2999-01-01, status: FAIL, cells: {arm: smd}}]"
+    )
+    done = call("report", failing, "--gate", tmp_path / "gate.yaml", "--waivers", tmp_path / "waivers.yaml")
+    assert done.exit_code == 0
+    page = (failing / "report" / "report.html").read_text()
+    assert "WAIVER by Ada, until 2999-01-01" in page
+    assert 'class="status waived"' in page
+    verdict = json.loads((failing / "report" / "drift.json").read_text())["verdict"]
+    assert (verdict["status"], verdict["unwaived"], verdict["exit_code"]) == ("WAIVED", "FAIL", 0)
+
+
+def test_pin_names_weights_and_refuses_to_move(tmp_path):
+    folder = checkpoint(tmp_path / "dense" / "seed-1")
+    out = tmp_path / "pin.json"
+    assert call("pin", tmp_path / "dense", "--out", out).exit_code == 0
+    pin = load_pin(out)
+    sha = hashlib.sha256(b"dense1").hexdigest()
+    assert pin.weights("dense") == {1: sha}
+    assert (pin.checkpoints[0].base_sha256, pin.checkpoints[0].policy) == ("b" * 64, SNAP)
+    one_line(call("pin", folder, "--out", out), "exists, and a pin that moves is none")
+    one_line(call("pin", folder, folder, "--out", tmp_path / "other.json"), "dense seed 1 is given twice")
+    one_line(call("pin", tmp_path, "--out", tmp_path / "other.json"), "holds neither a finished checkpoint nor")
+    (folder / "model.safetensors").write_bytes(b"changed")
+    one_line(call("pin", folder, "--out", tmp_path / "other.json"), "provenance says")
+    assert not (tmp_path / "other.json").exists()
+
+
+def test_pin_holds_provenance_to_the_weights(tmp_path):
+    folder = checkpoint(tmp_path / "seed-1")
+    story = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({**story, "sha256": "a" * 64}))
+    one_line(
+        call("pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base, policy and the weights"
+    )
+
+
+def test_pin_of_a_model_that_was_not_trained_here(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert call("pin", folder, "--out", tmp_path / "pin.json").exit_code == 0
+    assert load_pin(tmp_path / "pin.json").weights("base") == {0: hashlib.sha256(b"weights").hexdigest()}
+
+
+def pinned_gate(tmp_path, content=b"dense1"):
+    folder = checkpoint(tmp_path / "seed-1")
+    if content != b"dense1":
+        (folder / "model.safetensors").write_bytes(content)
+        sha = hashlib.sha256(content).hexdigest()
+        story = json.loads((folder / "provenance.json").read_text())
+        story |= {"sha256": sha, "files": {"model.safetensors": sha}}
+        (folder / "provenance.json").write_text(json.dumps(story))
+    call("pin", folder, "--out", tmp_path / "pin.json")
+    (tmp_path / "gate.yaml").write_text("format: 1\npin: pin.json\n")
+    return tmp_path / "gate.yaml"
+
+
+def test_a_reference_that_is_the_pinned_one_is_decided(passing, tmp_path):
+    assert call("gate", passing, "--gate", pinned_gate(tmp_path)).exit_code == 0
+
+
+def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
+    done = call("gate", passing, "--gate", pinned_gate(tmp_path, b"other weights"))
+    assert done.exit_code == 5
+    assert "REFHASH: pin.json pins other weights, or none, for dense seed 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not of format 1"),
+        ('{"format": 1, "date": "x", "checkpoints": []}', "lists no checkpoints"),
+        ('{"format": 1, "date": "x", "checkpoints": [3]}', "holds a checkpoint without"),
+        (
+            '{"format": 1, "date": "x", "checkpoints": '
+            '[{"arm": "a", "seed": 1, "sha256": "q", "base_sha256": "q", "policy": "p"}]}',
+            "not 64 hex digits",
+        ),
+    ],
+)
+def test_a_pin_that_cannot_be_read_is_one_line(passing, tmp_path, text, message):
+    gate = pinned_gate(tmp_path)
+    (tmp_path / "pin.json").write_text(text)
+    one_line(call("gate", passing, "--gate", gate), message)
+
+
+def test_the_ledger_is_idempotent_and_shows_what_came_before(passing, failing, tmp_path):
+    gate, ledger = pinned_gate(tmp_path), tmp_path / "drift.jsonl"
+    words = ("--gate", gate, "--ledger", ledger)
+    first = call("gate", passing, *words)
+    assert "ledger: 2 lines added" in first.stdout
+    assert first.stdout.count("the first against this pin") == 2
+    before = ledger.read_bytes()
+    assert "ledger: 0 lines added" in call("gate", passing, *words).stdout
+    assert ledger.read_bytes() == before
+    second = call("gate", failing, *words)
+    assert second.exit_code == 3
+    assert "ledger: 2 lines added" in second.stdout
+    history = [line for line in second.stdout.splitlines() if line.startswith("E1, smd @ none, refusal 192: ")]
+    assert len(history) == 1
+    assert "first, PASS) -> now -" in history[0]
+    assert ledger.read_bytes().startswith(before)  # append-only
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert {line["pin"] for line in lines} == {load_pin(tmp_path / "pin.json").sha256}
+    assert [line["status"] for line in lines] == ["PASS", "PASS", "FAIL", "FAIL"]
+
+
+def test_another_pin_has_a_history_of_its_own(passing, failing, tmp_path):
+    ledger = tmp_path / "drift.jsonl"
+    call("gate", passing, "--ledger", ledger)
+    rows = [json.loads(line) for line in ledger.read_text().splitlines()]
+    ledger.write_text("".join(json.dumps({**row, "pin": "0" * 64}) + "\n" for row in rows))
+    assert call("gate", failing, "--ledger", ledger).stdout.count("the first against this pin") == 2
+
+
+def test_an_invalid_run_adds_nothing_to_the_ledger(passing, tmp_path):
+    ledger = tmp_path / "drift.jsonl"
+    done = call("gate", passing, "--gate", pinned_gate(tmp_path, b"other"), "--ledger", ledger)
+    assert done.exit_code == 5
+    assert "nothing added" in done.stdout
+    assert not ledger.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"[]",
+        b'{"format": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_broken_ledger_is_named_before_anything_is_printed(passing, tmp_path, line):
+    ledger = tmp_path / "drift.jsonl"
+    call("gate", passing, "--ledger", ledger)
+    ledger.write_bytes(ledger.read_bytes() + line + b"\n")
+    done = call("gate", passing, "--ledger", ledger)
+    one_line(done, "drift.jsonl' line 3")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "change", [{"look": "1"}, {"waived": 1}, {"estimate": 1e999}, {"look": 10**400}, {"format": 2}]
+)
+def test_a_ledger_line_of_other_types_is_refused(passing, tmp_path, change):
+    ledger = tmp_path / "drift.jsonl"
+    call("gate", passing, "--ledger", ledger)
+    row = json.loads(ledger.read_text().splitlines()[0])
+    ledger.write_text(json.dumps({**row, **change}) + "\n")
+    with pytest.raises(DataError, match="line 1"):
+        read_ledger(ledger)
+
+
+def test_a_ledger_that_lost_its_last_newline_keeps_its_lines(passing, tmp_path):
+    ledger = tmp_path / "drift.jsonl"
+    call("gate", passing, "--ledger", ledger)
+    entries = read_ledger(ledger)
+    ledger.write_bytes(ledger.read_bytes().rstrip(b"\n"))
+    other = [type(e)(**{**e.__dict__, "look": 2}) for e in entries]
+    assert append(ledger, other) == 2
+    assert read_ledger(ledger) == entries + other
+
+
+SPEC = """\
+name: tiny
+evaluate:
+  policies: [none, "snapkv:budget=96"]
+  suites: {refusal: {items: 8}, math: {items: 8}}
+  context_tokens: [192]
+gate: GATE
+"""
+
+
+def spec_with(gate):
+    return parse_spec(SPEC.replace("GATE", yaml.safe_dump(gate, default_flow_style=True)), "spec.yaml")
+
+
+def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
+    gate = pinned_gate(tmp_path)
+    spec = spec_with({"gate_file": str(gate)})
+    kept = kept_gate(spec)
+    assert kept["gate_file"] == {
+        "name": "gate.yaml",
+        "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
+        "text": "format: 1\npin: pin.json\n",
+    }
+    open_run(tmp_path / "run", spec, resume=False, kept=kept)
+    story = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert story["gate_file"] == kept["gate_file"]
+    assert story["gate_pin"]["checkpoints"][0]["sha256"] == hashlib.sha256(b"dense1").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("format: 1\nmargins: {agent: 5}\n", "gate.yaml: unknown suite in gate.margins 'agent'"),
+        ("format: 1\nprimary: ['h2o:budget=96']\n", "unknown policy in gate.primary"),
+        ("format: 1\nlooks: 9\n", "gate.looks is 9"),
+        ("format: 1\ncontexts: [4096]\n", "unknown length in gate.contexts '4096'"),
+    ],
+)
+def test_a_gate_file_that_does_not_fit_its_spec_stops_the_run_before_it_begins(tmp_path, text, message):
+    (tmp_path / "gate.yaml").write_text(text)
+    with pytest.raises(SpecError) as caught:
+        kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gate_fields_of_the_spec_are_checked_and_written_only_where_declared():
+    plain, release = spec_with({}), spec_with({"profile": "release", "looks": 2, "deployable": ["none"]})
+    assert set(plain.written()["gate"]) == {"reference", "alpha", "margins", "primary", "estimands"}
+    assert (plain.gate.alpha, release.gate.alpha) == (0.05, 0.025)
+    assert release.written()["gate"]["looks"] == 2
+    assert parse_spec(yaml.safe_dump(release.written()), "again") == release
+    for gate, message in (
+        ({"profile": "release", "alpha": 0.05}, "profile release has 0.025"),
+        ({"deployable": ["h2o:budget=96"]}, "unknown policy in gate.deployable"),
+        ({"contexts": [77]}, "unknown length in gate.contexts '77'"),
+        ({"looks": 6}, "gate.looks is 6"),
+        ({"on_inconclusive": "pass"}, "gate.on_inconclusive is 'pass'"),
+        ({"estimand_margins": {"E1": 5}}, "gate.estimand_margins"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            spec_with(gate)
+        assert message in str(caught.value)
