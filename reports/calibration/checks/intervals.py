@@ -88,7 +88,7 @@ class IntervalCase(Case):
         ):
             z = self.model.draw(block.rng, block.size, block.counts)
             bounds = many_ess_tango(z, block.counts, samples=self.model.samples, alpha=ALPHA)
-            release = many_ess_tango(z, block.counts, samples=self.model.samples, alpha=RELEASE)
+            release = bounds._replace(lower=bounds.low, upper=bounds.high)  # one-sided at .025 is two-sided at .05
             events = (
                 bounds.pvalue < ALPHA,
                 (bounds.low <= drift) & (drift <= bounds.high),
