@@ -19,6 +19,12 @@ CHATML = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--policy-file", type=Path, default=None, help="hold the policies of this file, and only them, to tests/conform"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     import torch

@@ -1,0 +1,219 @@
+"""What every evicting policy is held to, whatever it ranks by: when it evicts, how much stays, what never leaves."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from audit.kv.ledger import NEVER
+from audit.policies import POLICIES, Policy, View, parse_policy
+from conform.world import (
+    Moment,
+    feed,
+    governed,
+    held,
+    moments,
+    new_cache,
+    policy_id,
+    prompts,
+    pytest_generate_tests,
+    refuses,
+    roomy,
+    shared,
+    small,
+    steps,
+)
+
+__all__ = ["pytest_generate_tests"]
+SCRIPT = (40, -14, 21, -9)  # a prompt, an answer, a message, an answer
+
+
+def compresses_now(policy: Policy, budget: int, now: Moment, entries: int, since: int) -> bool:
+    """Whether a cache of ``entries``, this forward's included, is due, as the fields say."""
+    if entries <= budget:
+        return False
+    if now.decoding:
+        return policy.phase != "prefill" and since >= policy.interval
+    return policy.phase != "decode"
+
+
+def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(scheduled: Policy) -> None:
+    loaded = shared()
+    since = dict.fromkeys(governed(loaded), 0)
+    evictions = 0
+    for before, now in steps(list(moments(loaded, scheduled, SCRIPT))):
+        for layer in governed(loaded):
+            budget = scheduled.for_layer(layer, 3).budget
+            since[layer] += now.new if now.decoding else 0
+            for had, has in zip(before.held[layer], now.held[layer], strict=True):
+                entries = len(had) + now.new
+                if due := compresses_now(scheduled, budget, now, entries, since[layer]):
+                    evictions += 1
+                assert len(has) == (budget if due else entries)
+            if due:
+                since[layer] = 0
+    assert evictions > 0
+
+
+def test_what_left_never_returns(scheduled: Policy) -> None:
+    for before, now in steps(list(moments(shared(), scheduled, SCRIPT))):
+        come = set(range(before.seen, now.seen))
+        for had, has in zip(before.held, now.held, strict=True):
+            assert all(later <= earlier | come for earlier, later in zip(had, has, strict=True))
+
+
+def test_sink_and_window_stay(evictor: Policy) -> None:
+    policy = roomy(evictor)
+    for now in moments(shared(), policy, (120, -10, 30, -5)):
+        protected = {j for j in range(now.seen) if j < policy.sink or j >= now.seen - policy.window}
+        assert all(protected <= head for layer in now.held for head in layer)
+
+
+def test_pinned_tokens_stay(scheduled: Policy) -> None:
+    if refuses(scheduled, pin="system"):
+        pytest.skip(f"{policy_id(scheduled)} takes no pins")
+    loaded, policy = shared(), roomy(scheduled, pin="system")
+    evicting, pins = new_cache(loaded, policy, [0, 1]), [{4, 11, 12}, {0, 50}]
+    for start, stop in ((0, 60), *((n, n + 1) for n in range(60, 75)), (75, 110)):
+        rows = [[8 + n % 50 for n in range(start, stop)]] * 2
+        pinned = torch.tensor([[n in mine for n in range(start, stop)] for mine in pins])
+        feed(loaded, evicting, rows, decoding=stop - start == 1, pinned=pinned)
+        for mine, record in zip(pins, evicting.ledger(stop), strict=True):
+            here = {n for n in mine if n < stop}
+            assert all(here <= held(record)[layer][head] for layer in governed(loaded) for head in range(2))
+    assert (evicting.ledger(110) < NEVER).any()
+
+
+def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
+    policy = roomy(evictor)
+    least = min(policy.for_layer(layer, 3).budget for layer in range(3))
+    for now in moments(shared(), policy, (least - 3, -3)):
+        assert all(head == set(range(now.seen)) for layer in now.held for head in layer)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 28, 64])
+def test_budgets_of_the_layers_sum_to_the_mean(evictor: Policy, layers: int) -> None:
+    for policy in (evictor, roomy(evictor)):
+        budgets = [policy.for_layer(layer, layers).budget for layer in range(layers)]
+        assert sum(budgets) == layers * policy.budget
+        assert min(budgets) >= policy.sink + policy.window
+
+
+def test_a_later_message_is_compressed_like_the_prompt(evictor: Policy) -> None:
+    history = list(moments(shared(), evictor, (40, -3, 30)))
+    message = [now for now in history if now.seen > 43]
+    assert len(message) == -(-30 // evictor.chunk)
+    for layer in range(3):
+        assert all(len(head) == evictor.for_layer(layer, 3).budget for head in message[-1].held[layer])
+
+
+def test_what_leaves_is_recorded_at_the_index_of_the_next_query(evictor: Policy) -> None:
+    loaded, evicting = shared(), new_cache(shared(), evictor)
+    before = torch.empty(3, 2, 0, dtype=torch.int32)
+    for size, decoding in ((16, False), (16, False), (1, True), (1, True), (1, True), (1, True), (11, False)):
+        feed(loaded, evicting, prompts(size), decoding=decoding)
+        now = evicting.ledger(int(evicting.seen))[0]
+        assert torch.equal(now[:, :, : before.shape[2]][before < NEVER], before[before < NEVER])
+        fresh = now.clone()
+        fresh[:, :, : before.shape[2]][before < NEVER] = NEVER
+        assert set(fresh.unique().tolist()) <= {int(evicting.seen), NEVER}
+        before = now
+
+
+def test_what_the_record_keeps_is_what_the_cache_holds(evictor: Policy) -> None:
+    loaded, evicting = shared(), new_cache(shared(), evictor, [0, 1, 2])
+    for rows, decoding in ((prompts(40, 23, 9), False), (prompts(1, 1, 1), True), ([prompts(7)[0], [], [9]], False)):
+        feed(loaded, evicting, rows, decoding=decoding)
+    for row, record in enumerate(evicting.ledger(int(evicting.seen.max()))):
+        seen = set(range(int(evicting.seen[row])))
+        for store, layer in zip(evicting.stores, held(record), strict=True):
+            stored = [set(head[head >= 0].tolist()) for head in store.positions[row]]
+            assert stored == [head & seen for head in layer]
+
+
+def test_chunks_fed_by_hand_equal_chunks_cut_by_the_policy(evictor: Policy) -> None:
+    """A given text enters ``chunk`` tokens at a time, each chunk attending before it is evicted from."""
+    loaded, (text,) = shared(), prompts(44)
+    byhand, cut = new_cache(loaded, replace(evictor, chunk=1000)), new_cache(loaded, evictor)
+    for start in range(0, 44, evictor.chunk):
+        part = [text[start : start + evictor.chunk]]
+        assert torch.equal(feed(loaded, byhand, part), feed(loaded, cut, part))
+    assert torch.equal(byhand.ledger(44), cut.ledger(44))
+
+
+def test_chunks_do_not_matter_while_everything_fits(evictor: Policy) -> None:
+    loaded, (text,) = shared(), prompts(40)
+    policy = roomy(evictor)
+    budget = min(policy.for_layer(layer, 3).budget for layer in range(3))
+    whole = feed(loaded, new_cache(loaded, policy), [text[:budget]])
+    evicting = new_cache(loaded, policy)
+    parts = torch.cat([feed(loaded, evicting, [text[n : n + 7]]) for n in range(0, len(text[:budget]), 7)], 1)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+
+
+def a_view(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> View:
+    """What the policy is shown of the first layer when a row of forty tokens is first over budget."""
+    shown: list[View] = []
+    rule = type(policy).importance
+
+    def spy(self: Policy, view: View) -> Tensor:
+        shown.append(view)
+        return rule(self, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(policy), "importance", spy)
+        feed(shared(), new_cache(shared(), policy), prompts(40))
+    return shown[0]
+
+
+def ranks_each_entry_by_itself(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an entry's rank is its own: the same beside other entries, other queries, at another time."""
+    view = a_view(policy, monkeypatch)
+    some = torch.arange(0, 40, 3)
+    fewer = view._replace(
+        keys=view.keys[:, :, some],
+        values=view.values[:, :, some],
+        positions=view.positions[:, :, some],
+        mass=torch.rand(view.mass.shape, generator=torch.Generator().manual_seed(1))[:, :, some],
+        queries=-view.queries,
+        moments=None if view.moments is None else view.moments._replace(mean=-view.moments.mean),
+        seen=view.seen + 100,
+    )
+    return torch.equal(policy.importance(view)[:, :, some], policy.importance(fewer))
+
+
+def test_a_rank_of_the_entrys_own_survives_any_chunking(evictor: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the first layer depend on their token alone, so there the same entries stay however they arrived."""
+    if not ranks_each_entry_by_itself(evictor, monkeypatch):
+        pytest.skip(f"{evictor.name} ranks an entry by others or by queries: what stays depends on the chunks")
+    loaded, (text,) = shared(), prompts(70)
+    kept = []
+    for chunk in (70, 33, 16, 7, 1):
+        evicting = new_cache(loaded, evictor)
+        for start in range(0, 70, chunk):
+            feed(loaded, evicting, [text[start : start + chunk]])
+        kept.append(held(evicting.ledger(70)[0])[0])
+    assert all(k == kept[0] for k in kept)
+
+
+@pytest.mark.parametrize(("name", "alone"), [("random", True), ("streaming", True), ("knorm", True), ("snapkv", False)])
+def test_which_rules_rank_each_entry_by_itself(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks_each_entry_by_itself(small(POLICIES.get(name)), monkeypatch) is alone
+
+
+def test_a_policy_is_frozen_and_comparable(policy: Policy) -> None:
+    assert policy == replace(policy)
+    assert hash(policy) == hash(replace(policy))
+    for field in fields(policy):
+        with pytest.raises(FrozenInstanceError):
+            setattr(policy, field.name, None)
+
+
+def test_canonical_string_parses_back_to_the_same_policy(policy: Policy) -> None:
+    for one in (policy, POLICIES.get(policy.name)()):
+        again = parse_policy(one.canonical)
+        assert again == one
+        assert again.hash == one.hash

@@ -1,0 +1,130 @@
+"""The public cache on stock transformers, every policy and model family: padding, positions, turns, nothing lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from audit import CompressedCache, shadow
+from audit.policies import Policy
+from conform.world import CONFIGS, exact_norms, left_padded, prompts, pytest_generate_tests, random_model
+
+__all__ = ["pytest_generate_tests"]
+
+SOME = ["llama-gqa", "gemma3", "phi"]  # grouped, hybrid, partly rotated
+
+
+@cache
+def model(name: str) -> Any:
+    made = random_model(name)
+    exact_norms(made)
+    return made
+
+
+SCRIPT = torch.tensor(prompts(34, 34, 34))
+PARTS = [1] * 8 + [21] + [1] * 5  # an answer, a message, an answer
+
+
+@torch.no_grad()
+def played(made: Any, past: Any, ids: Tensor, mask: Tensor, *, script: Tensor = SCRIPT) -> Tensor:
+    """Logits [B, T, V] of a prompt and of the script, fed in parts."""
+    logits, start = [], ids.shape[1]
+    every, every_mask = whole(ids, mask, script)
+    positions = (every_mask.cumsum(1) - 1).clamp(min=0)
+    for part in [start, *PARTS]:
+        stop = start + part if logits else start
+        now = slice(stop - part, stop)
+        output = made(
+            every[:, now], attention_mask=every_mask[:, :stop], position_ids=positions[:, now], past_key_values=past
+        )
+        logits.append(output.logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+def whole(ids: Tensor, mask: Tensor, script: Tensor = SCRIPT) -> tuple[Tensor, Tensor]:
+    """Everything ``played`` feeds, in one piece."""
+    return torch.cat([ids, script], 1), torch.cat([mask, torch.ones_like(script)], 1)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids, positions = left_padded(prompts(40, 23, 9))
+    return ids, (positions >= 0).long()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_left_padded_row_equals_the_row_alone(name: str, policy: Policy) -> None:
+    ids, mask = batch()
+    together = CompressedCache.for_model(model(name), policy)
+    logits = played(model(name), together, ids, mask)
+    real = mask[1].bool()
+    alone = CompressedCache.for_model(model(name), policy, seed=1)
+    expected = played(model(name), alone, ids[1:2, real], mask[1:2, real], script=SCRIPT[1:2])
+    torch.testing.assert_close(logits[1:2, 17:], expected, rtol=0, atol=1e-12)
+    assert torch.equal(together.ledger.evicted_at[1, :, :, :57], alone.ledger.evicted_at[0])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shadow_pass_replays_the_public_cache(name: str, replayed: Policy) -> None:
+    ids, mask = batch()
+    past = CompressedCache.for_model(model(name), replayed)
+    logits = played(model(name), past, ids, mask)
+    every, every_mask = whole(ids, mask)
+    with torch.no_grad(), shadow(model(name), past.ledger):
+        replayed = model(name)(every, attention_mask=every_mask).logits
+    torch.testing.assert_close(logits[every_mask.bool()], replayed[every_mask.bool()], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_tokens_stand_at_the_number_of_tokens_seen(name: str, evictor: Policy) -> None:
+    ids, mask = batch()
+    made, stood = model(name), []
+    rotary = next(m for n, m in made.named_modules() if n.endswith("rotary_emb"))
+    hook = rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: stood.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1]),
+        with_kwargs=True,
+    )
+    try:
+        played(made, CompressedCache.for_model(made, evictor), ids, mask)
+    finally:
+        hook.remove()
+    _, every_mask = whole(ids, mask)
+    expected = (every_mask.cumsum(1) - 1).clamp(min=0)
+    forwards = stood[:: len(stood) // (1 + len(PARTS))]  # hybrid models rotate once for each kind of layer
+    assert torch.equal(torch.cat(forwards, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "phi"])
+def test_zero_compression_is_the_dense_cache_bit_for_bit(name: str, evictor: Policy) -> None:
+    ids, mask = batch()
+    huge = replace(evictor, budget=4000)
+    roomy = played(model(name), CompressedCache.for_model(model(name), huge), ids, mask)
+    dense = played(model(name), CompressedCache.for_model(model(name), "none"), ids, mask)
+    _, every_mask = whole(ids, mask)
+    assert torch.equal(roomy[every_mask.bool()], dense[every_mask.bool()])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_policy_equals_the_dynamic_cache(name: str) -> None:
+    ids, mask = batch()
+    compressed = played(model(name), CompressedCache.for_model(model(name), "none"), ids, mask)
+    dense = played(model(name), DynamicCache(config=model(name).config), ids, mask)
+    _, every_mask = whole(ids, mask)
+    torch.testing.assert_close(compressed[every_mask.bool()], dense[every_mask.bool()], rtol=0, atol=1e-12)
+    if name == "llama-mha":  # without groups to fold, the operations are the same ones
+        assert torch.equal(compressed[every_mask.bool()], dense[every_mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi"])
+def test_savings_are_bytes_that_are_gone(name: str, evictor: Policy) -> None:
+    past = CompressedCache.for_model(model(name), evictor)
+    played(model(name), past, torch.tensor(prompts(400)), torch.ones(1, 400, dtype=torch.int64), script=SCRIPT[:1])
+    dense = 3 * 2 * 2 * 434 * 8 * 8  # layers, keys and values, heads, tokens, channels, bytes of a float64
+    held = (evictor.budget + max(evictor.chunk, evictor.interval)) / 434
+    assert past.bytes <= (held + 0.05) * dense

@@ -1,0 +1,147 @@
+"""The identity, for every replayable policy: what was sampled, its shadow pass and decoding written out are one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from audit import shadow
+from audit.kv.ledger import NEVER, Rollout
+from audit.policies import Policy
+from conform.stepwise import stepwise_logits
+from conform.world import (
+    CORE,
+    feed,
+    gap,
+    ledger_of,
+    new_cache,
+    policy_id,
+    prompts,
+    pytest_generate_tests,
+    served,
+    shared,
+    two_turns,
+)
+
+__all__ = ["pytest_generate_tests"]
+
+
+@pytest.mark.parametrize("model", CORE)
+def test_shadow_pass_equals_the_sampler_over_two_turns(model: str, replayed: Policy) -> None:
+    assert gap(shared(model), two_turns(shared(model), replayed), "shadow") < 1e-12
+
+
+def test_shadow_pass_is_exact_under_every_schedule(replayed_variant: Policy) -> None:
+    assert gap(shared(), two_turns(shared(), replayed_variant), "shadow") < 1e-12
+
+
+def test_shadow_pass_is_exact_in_float32(replayed: Policy) -> None:
+    # weights as wide as in the float64 tests draw logits of 20 and more, whose float32 rounding alone reaches 1e-5
+    loaded = shared(dtype=torch.float32, spread=0.2)
+    assert gap(loaded, two_turns(loaded, replayed), "shadow") < 1e-5
+
+
+def test_bfloat16_rounds_and_the_gap_is_printed(lossy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = shared(dtype=torch.bfloat16, spread=0.1)
+    played = two_turns(loaded, lossy)
+    exact, dense = gap(loaded, played, "shadow"), gap(loaded, played, "dense")
+    with capsys.disabled():
+        print(f"\n{policy_id(lossy)}: bfloat16 max |log p_sampler - log p_shadow| {exact:.4f} nats, dense {dense:.4f}")
+    assert exact < max(dense / 2, 0.05)
+
+
+def test_a_dense_pass_or_a_record_off_by_one_is_caught(lossy: Policy) -> None:
+    played = two_turns(shared(), lossy)
+    assert gap(shared(), played, "dense") > (1e-2 if lossy.evictor.evicts else 1e-5)
+    tables = [("evicted_at", 1e-4)] if lossy.evictor.evicts else []
+    tables += [("keys_quantised_at", 1e-6), ("values_quantised_at", 1e-6)] if lossy.quantiser else []
+    for (table, least), by in itertools.product(tables, (1, -1)):
+        shifted = [replace(r, **{table: shift(getattr(r, table), by)}) for r in played.rollouts]
+        assert gap(shared(), played._replace(rollouts=shifted), "shadow") > least
+
+
+def shift(times: Tensor, by: int) -> Tensor:
+    """Every time ``by`` queries later; an entry's own query sees it still."""
+    own = torch.arange(1, times.shape[-1] + 1, dtype=torch.int32)
+    return torch.where(times < NEVER, torch.maximum(times + by, own), NEVER)
+
+
+def test_group_members_share_one_prompt_and_stay_exact(replayed: Policy) -> None:
+    played = two_turns(shared(), replayed, group=3, lengths=(40, 9))
+    assert gap(shared(), played, "shadow", group=3) < 1e-12
+    assert gap(shared(), played, "shadow", group=1) < 1e-12
+    drawn = {tuple(r.ids[r.prompt_length :].tolist()) for r in played.rollouts[:3]}
+    assert len(drawn) == 3, "members draw their own tokens"
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"])
+def test_sampler_equals_decoding_written_out(model: str, lossy: Policy) -> None:
+    loaded = shared(model)
+    played = two_turns(loaded, lossy, lengths=(26,), short=True)
+    with torch.no_grad():
+        logits = stepwise_logits(loaded.model, played.rollouts[0])
+    expected = torch.tensor(played.logprobs[0], dtype=torch.float64)
+    torch.testing.assert_close(drawn_logprobs(logits, played.rollouts[0]), expected, rtol=0, atol=1e-12)
+
+
+def drawn_logprobs(logits: Tensor, rollout: Rollout) -> Tensor:
+    """Log-probs of the sampled tokens of one row, from logits [T, V]."""
+    logprobs = logits[:-1].log_softmax(-1).gather(1, rollout.ids[1:, None])[:, 0]
+    return logprobs[rollout.sampled[1:]]
+
+
+def test_gradients_of_the_shadow_pass_are_those_of_decoding_written_out(lossy: Policy) -> None:
+    loaded = served()
+    (rollout,) = two_turns(loaded, lossy, lengths=(22,), short=True).rollouts
+    weights = torch.linspace(-1, 2, int(rollout.sampled.sum()), dtype=torch.float64)
+    gradients = []
+    for logits in (shadow_logits, stepwise_logits):
+        loaded.model.zero_grad()
+        (drawn_logprobs(logits(loaded.model, rollout), rollout) * weights).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in loaded.model.parameters()]))
+    assert gradients[1].norm() > 1
+    assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 1e-12
+
+
+def shadow_logits(model: Any, rollout: Rollout) -> Tensor:
+    with shadow(model, ledger_of(rollout)):
+        logits: Tensor = model(rollout.ids[None]).logits
+    return logits[0]
+
+
+def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
+    together = two_turns(shared(), variant)
+    for row in (0, 2):
+        alone = two_turns(shared(), variant, only=row)
+        assert together.rollouts[row].ids.tolist() == alone.rollouts[0].ids.tolist()
+        assert torch.equal(together.rollouts[row].evicted_at, alone.rollouts[0].evicted_at)
+        assert together.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-11)
+
+
+def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
+    random_state = torch.get_rng_state()
+    first = two_turns(shared(), policy)
+    again = two_turns(shared(), policy)
+    assert first.logprobs == again.logprobs
+    for a, b in zip(first.rollouts, again.rollouts, strict=True):
+        assert torch.equal(a.evicted_at, b.evicted_at)
+    assert torch.equal(torch.get_rng_state(), random_state), "draws derive from seeds, never from the global generator"
+
+
+def test_caches_that_share_a_policy_object_share_nothing_else(policy: Policy) -> None:
+    loaded, texts = shared(), prompts(40, 33)
+    apart = []
+    for row, text in enumerate(texts):
+        evicting = new_cache(loaded, replace(policy), [row])
+        apart.append([feed(loaded, evicting, [text[:30]]), feed(loaded, evicting, [text[30:]])])
+    caches = [new_cache(loaded, policy, [row]) for row in range(2)]
+    first = [feed(loaded, c, [text[:30]]) for c, text in zip(caches, texts, strict=True)]
+    second = [feed(loaded, c, [text[30:]]) for c, text in zip(caches, texts, strict=True)]
+    for row in range(2):
+        assert torch.equal(apart[row][0], first[row])
+        assert torch.equal(apart[row][1], second[row])

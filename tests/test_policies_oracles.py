@@ -1,0 +1,199 @@
+"""Each rule against a naive re-derivation in numpy, 200 draws each: the same entries stay, ties included.
+
+Nothing here is shared with the product: scores are sums in float64 loops, and what stays is picked by sorting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from audit.kv.evict import retained
+from audit.policies import Policy, View, parse_policy
+
+Array = np.ndarray[Any, Any]
+SEEN = 41
+DRAWS = pytest.mark.parametrize("seed", range(200))
+
+
+def view(seed: int, *, window: int = 4, slots: int = 20, batch: int = 2, groups: int = 2) -> View:
+    """Random tensors; in every other draw some entries are copies of others, so that they tie."""
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.randperm(40, generator=g)[:slots].sort().values for _ in range(batch * 2)])
+    positions = positions.reshape(batch, 2, slots).int()
+    positions[0, :, -3:] = -1  # a row with empty slots
+    copied = torch.randint(slots, (slots,), generator=g) if seed % 2 else torch.arange(slots)
+    return View(
+        layer=1,
+        keys=torch.randn(batch, 2, slots, 8, generator=g)[:, :, copied],
+        values=torch.randn(batch, 2, slots, 8, generator=g)[:, :, copied],
+        positions=positions,
+        seen=torch.tensor([SEEN] * batch),
+        queries=torch.randn(batch, 2 * groups, window, 8, generator=g),
+        query_positions=torch.tensor([[SEEN - window + n for n in range(window)]] * batch),
+        mass=torch.rand(batch, 2, slots, generator=g)[:, :, copied],
+        scaling=8**-0.5,
+        row_keys=torch.tensor([11, 12][:batch]),
+    )
+
+
+def naive_keep(scores: Array, at: Array, policy: Policy, seen: int = SEEN) -> set[int]:
+    """Positions that stay in one head: sink and window, then the best scores, ties to the earlier position."""
+    entries = [(p, s) for p, s in zip(at.tolist(), scores.tolist(), strict=True) if p >= 0]
+    stay = {p for p, _ in entries if p < policy.sink or p >= seen - policy.window}
+    others = sorted((-s, p) for p, s in entries if p not in stay)
+    return stay | {p for _, p in others[: policy.budget - len(stay)]}
+
+
+def kept_alike(text: str, v: View, scores: Array) -> None:
+    """The product keeps what the naive ranking keeps; scores are rounded to float32, as the product ranks."""
+    policy = parse_policy(text)
+    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    for b, h in np.ndindex(*v.positions.shape[:2]):
+        at = v.positions[b, h].numpy()
+        got = set(at[kept[b, h].numpy()].tolist())
+        assert got == naive_keep(tied(scores[b, h]), at, policy), (b, h)
+
+
+def tied(scores: Array) -> Array:
+    """Scores that differ by rounding alone made equal."""
+    return np.round(scores, 12)
+
+
+def entries(v: View, b: int, h: int) -> tuple[Array, Array]:
+    """Keys [K, D] of one head in float64 and which slots are filled."""
+    return v.keys[b, h].double().numpy(), v.positions[b, h].numpy() >= 0
+
+
+@DRAWS
+def test_streaming(seed: int) -> None:
+    v = view(seed)
+    kept_alike("streaming:budget=9,sink=3", v, v.positions.double().numpy())
+
+
+@DRAWS
+def test_h2o(seed: int) -> None:
+    v = view(seed)
+    kept_alike("h2o:budget=9,window=4,sink=1", v, v.mass.double().numpy())
+
+
+@DRAWS
+def test_random(seed: int) -> None:
+    v = view(seed)
+    scores = np.zeros(v.positions.shape)
+    for b, h in np.ndindex(2, 2):
+        draw = scrambled(int(v.row_keys[b]) + scrambled(seed))
+        draw = scrambled(scrambled(draw + 1_000_003 * v.layer) + h)
+        scores[b, h] = [scrambled(draw + p) & 0xFFFFFF for p in v.positions[b, h].tolist()]
+    kept_alike(f"random:budget=9,seed={seed}", v, scores)
+
+
+def scrambled(x: int) -> int:
+    """Multiply and xor-shift, three times over, on unsigned 64-bit integers."""
+    for factor, shift in ((0x9E3779B97F4A7C15, 32), (0xC2B2AE3D27D4EB4F, 29), (0x94D049BB133111EB, 32)):
+        x = x * factor % 2**64
+        x ^= x >> shift
+    return x
+
+
+@DRAWS
+def test_knorm_and_keydiff(seed: int) -> None:
+    v = view(seed)
+    norm, unlike = np.zeros(v.positions.shape), np.zeros(v.positions.shape)
+    for b, h in np.ndindex(2, 2):
+        keys, there = entries(v, b, h)
+        unit = [k / np.sqrt((k**2).sum()) for k in keys]
+        mean = sum(u for u, present in zip(unit, there, strict=True) if present) / there.sum()
+        for n, key in enumerate(keys):
+            norm[b, h, n] = -np.sqrt((key**2).sum())
+            unlike[b, h, n] = -(unit[n] @ mean) / np.sqrt((mean**2).sum())
+    kept_alike("knorm:budget=9", v, norm)
+    kept_alike("keydiff:budget=9", v, unlike)
+
+
+@DRAWS
+def test_tova(seed: int) -> None:
+    v = view(seed, window=1)
+    v = v._replace(positions=v.positions[:, :1].expand(-1, 2, -1))  # heads hold the same entries
+    expected = np.zeros(v.positions.shape)
+    for b, head in np.ndindex(2, 4):
+        keys, there = entries(v, b, head // 2)
+        weights = np.exp(keys @ v.queries[b, head, 0].double().numpy() / np.sqrt(8)) * there
+        expected[b] += weights / weights.sum() / 4
+    kept_alike("tova:budget=9", v, expected)
+
+
+def snapkv_scores(v: View, pool: str) -> Array:
+    scores = np.zeros(v.positions.shape)
+    for b, h in np.ndindex(2, 2):
+        keys, there = entries(v, b, h)
+        at = v.positions[b, h].numpy()
+        total = np.zeros(len(at))
+        for query, group in np.ndindex(4, 2):
+            logits = keys @ v.queries[b, h * 2 + group, query].double().numpy() / np.sqrt(8)
+            weights = np.where(there & (at <= SEEN - 4 + query), np.exp(logits), 0)
+            total += weights / weights.sum() / 8
+        total[(at < 0) | (at >= SEEN - 4)] = 0
+        neighbours = [np.pad(total, 1)[n : n + 3] for n in range(len(at))]
+        scores[b, h] = [n.mean() if pool == "avg" else n.max() for n in neighbours]
+    return scores
+
+
+@DRAWS
+def test_snapkv(seed: int) -> None:
+    v = view(seed)
+    # a mean of the same three neighbours in another order ties but for rounding, so copies are for the maximum
+    for pool in ("max",) if seed % 2 else ("max", "avg"):
+        kept_alike(f"snapkv:budget=9,window=4,kernel=3,pool={pool}", v, snapkv_scores(v, pool))
+
+
+@DRAWS
+def test_pyramidkv(seed: int) -> None:
+    """SnapKV's ranking; a layer's budget is the rise of a rounded running sum."""
+    v, layers = view(seed), 2 + seed % 30
+    whole, layer = parse_policy("pyramidkv:budget=9,window=4,kernel=3"), seed % (2 + seed % 30)
+    policy = whole.for_layer(layer, layers)
+    most, least = 2 * 5 - 5 / 20, 5 / 20
+    exact = [4 + most - n * (most - least) / (layers - 1) for n in range(layers)]
+    assert abs(sum(whole.for_layer(n, layers).budget for n in range(layer + 1)) - sum(exact[: layer + 1])) <= 0.5 + 1e-9
+    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    scores = tied(snapkv_scores(v, "max"))
+    for b, h in np.ndindex(2, 2):
+        at = v.positions[b, h].numpy()
+        assert set(at[kept[b, h].numpy()].tolist()) - {-1} == naive_keep(scores[b, h], at, policy)
+
+
+@DRAWS
+def test_rkv(seed: int) -> None:
+    v = view(seed)
+    expected = np.zeros(v.positions.shape)
+    for b, h in np.ndindex(2, 2):
+        keys, there = entries(v, b, h)
+        before = there & (v.positions[b, h].numpy() < SEEN - 4)
+        attended = np.zeros(len(keys))
+        for query in range(4):
+            logits = [keys @ v.queries[b, 2 * h + g, query].double().numpy() / np.sqrt(8) for g in range(2)]
+            weights = np.where(before, np.exp(np.max(logits, axis=0)), 0)
+            attended += weights / weights.sum() / 4
+        pooled = [np.pad(attended, 3)[n : n + 7].max() for n in range(len(keys))]
+        shares = np.where(there, np.exp(redundancy(keys, there)), 0)
+        expected[b, h] = 0.1 * np.array(pooled) - 0.9 * shares / shares.sum()
+    kept_alike("rkv:budget=9,window=4", v, expected)
+
+
+def redundancy(keys: Array, there: Array) -> Array:
+    """Mean cosine of all keys to each; for every key, the latest one more than .5 alike is spared."""
+    filled = np.flatnonzero(there)
+    sums = np.zeros(len(keys))
+    for i in filled:
+        norm = np.sqrt((keys[i] ** 2).sum())
+        cosines = {j: keys[i] @ keys[j] / norm / np.sqrt((keys[j] ** 2).sum()) for j in filled if j != i}
+        alike = [j for j, cosine in cosines.items() if cosine > 0.5]
+        if alike:
+            cosines[max(alike)] = 0.0
+        for j, cosine in cosines.items():
+            sums[j] += cosine / len(filled)
+    return sums
