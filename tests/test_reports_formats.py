@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,19 @@ from golden_report import golden_text
 from reports_synthetic import Design, build, policy, tiny, write_unit
 
 from audit.errors import RunError
+from reports.adjudication import digest
+from reports.analysis.results import MethodVerdict
+from reports.calibration.stamp import stamp
 from reports.drift import drift_report
-from reports.figures import quadrant
+from reports.figures import heatmap, quadrant
 from reports.formats import markdown
 from reports.gate import Status, decide
+from reports.judge_panel import Adjudication, Arm, Bounds, JudgedCell, Rate
+from reports.judge_panel import render as render_adjudication
 from reports.load import load_run
 from reports.plain import clip, drift, inline, points, visible
-from reports.story import SENTENCES
-from reports.write import formats, write_report
+from reports.story import SENTENCES, banner
+from reports.write import formats, write_report, write_whole
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (
@@ -348,3 +354,141 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
     left, right, low, high = quadrant._bounds([first, second])
     assert (left, right) == pytest.approx((-6.5, 5.5))
     assert (low, high) == pytest.approx((-2.5, 28.5))
+
+
+RATE = Rate(0.9, 0.8, 0.95, 36, 40)
+BOUNDS = Bounds(-0.02, -0.05, 0.01, -0.045, 0.005)
+
+
+def labelled(run, records):
+    """A run whose refusal cell people looked at."""
+    cell = JudgedCell(
+        estimand="E1",
+        arm="smd",
+        policy="none",
+        suite="refusal",
+        context_tokens=192,
+        margin=0.05,
+        pairs=24,
+        discordant=3,
+        concordant=20,
+        reference=Arm(RATE, RATE),
+        candidate=Arm(RATE, RATE),
+        bias=0.01,
+        bias_upper=0.03,
+        guard=False,
+        raw=BOUNDS,
+        corrected=BOUNDS,
+        judged=Status.PASS,
+        status=Status.INCONCLUSIVE,
+        reasons=(),
+    )
+    found = Adjudication(records, 23, 1, (cell,), Status.PASS, Status.INCONCLUSIVE)
+    write_whole(run / "report" / "adjudication.json", render_adjudication(found))
+
+
+def test_human_labels_of_these_records_are_shown(tmp_path):
+    run = build(tmp_path / "run", tiny())
+    labelled(run, digest(load_run(run).records))
+    report = write_report(run)
+    text = (run / "report" / "report.md").read_text()
+    assert "## Judge and people" in text
+    assert "| E1, smd @ none, refusal 192 | -2.0 pp \\[-5.0, +1.0\\] | PASS |" in text
+    assert "With human labels in these cells the verdict is INCONCLUSIVE (by the judge PASS)." in text
+    assert json.loads((run / "report" / "drift.json").read_text())["adjudication"]["cells"][0]["bias_upper"] == 0.03
+    assert report.problems == ()
+
+
+def test_human_labels_of_other_records_are_a_problem(tmp_path):
+    run = build(tmp_path / "run", tiny())
+    labelled(run, "0" * 64)
+    report = write_report(run)
+    assert report.adjudication is None
+    assert report.problems == (
+        "adjudication.json is about other records than these; read the sheet again (kvaudit adjudicate)",
+    )
+    assert "Judge and people" not in (run / "report" / "report.md").read_text()
+
+
+def test_the_calibration_stands_in_the_banner_the_limits_and_json(written):
+    text = (written[0] / "report" / "report.md").read_text()
+    assert text.count(markdown.escape(stamp().sentence)) == 2
+    body = json.loads((written[0] / "report" / "drift.json").read_text())
+    assert body["calibration"]["false_pass_mean"] == stamp().false_pass_mean
+
+
+def contrast_of(lower, upper, pvalue=0.5, reference_lower=0.5):
+    effect = SimpleNamespace(lower=lower, upper=upper, pvalue_drop=pvalue, n_clusters=60, alpha=0.05)
+    return SimpleNamespace(effect=effect, rates=SimpleNamespace(reference_lower=reference_lower))
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "pvalue", "reference_lower", "decided", "hatched"),
+    [
+        (-0.04, 0.02, 0.5, 0.5, None, False),  # within
+        (-0.08, -0.01, 0.01, 0.5, None, False),  # a drop
+        (-0.08, 0.02, 0.3, 0.5, None, True),  # neither
+        (-0.04, 0.02, 0.5, 0.03, None, True),  # nothing to lose
+        (-0.08, -0.01, 0.01, 0.5, Status.INCONCLUSIVE, True),  # a drop that the family does not let stand
+        (-0.08, 0.02, 0.3, 0.5, Status.PASS, False),
+    ],
+)
+def test_cells_that_say_nothing_are_hatched(lower, upper, pvalue, reference_lower, decided, hatched):
+    assert heatmap.undecided(contrast_of(lower, upper, pvalue, reference_lower), 0.05, decided) is hatched
+
+
+def test_cells_without_numbers_or_margin_are_hatched():
+    assert heatmap.undecided(SimpleNamespace(effect=None), 0.05)
+    assert heatmap.undecided(contrast_of(-0.01, 0.01), None)
+
+
+@pytest.fixture(scope="module")
+def doses(tmp_path_factory):
+    policies = ("none", *(policy("snapkv", b) for b in (24, 48, 96)))
+    design = Design(
+        arms=("dense", "smd"), seeds=(1, 2, 3), policies=policies, suites=("refusal",), clusters=64, items=128
+    )
+    design.serving = {policies[1]: 0.4, policies[2]: 0.2}
+    run = build(tmp_path_factory.mktemp("doses") / "run", design)
+    return run, write_report(run)
+
+
+def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
+    run, report = doses
+    text = (run / "report" / "report.md").read_text()
+    assert "Safe budget of dense, smd @ snapkv: refusal cleared to budget 96, not at 48." in text
+    assert "| smd | snapkv | to 96 (not 48: FAIL) |" in text
+    assert 'id="doses-figure_1"' in (run / "report" / "report.html").read_text()
+    safe = json.loads((run / "report" / "drift.json").read_text())["analysis"]["safe"]
+    assert [(s["arm"], s["cleared"], s["failed"]) for s in safe] == [("dense", 96, 48), ("smd", 96, 48)]
+    assert report.analysis.seeds[0].sd is not None
+
+
+def test_an_analysis_that_flips_the_verdict_is_said_at_the_top(doses):
+    _, report = doses
+    flip = MethodVerdict("CR3-t", "PASS", True, 2)
+    changed = replace(report, analysis=replace(report.analysis, methods=(flip,)))
+    top = banner(changed, decide(changed))
+    assert "Another analysis would flip this verdict: CR3-t (PASS). The declared one stands." in top.asides
+    assert not any("flip this verdict" in line for line in banner(report, decide(report)).asides)
+
+
+def test_one_seed_claims_no_recipe(written):
+    text = (written[0] / "report" / "report.md").read_text()
+    assert "* Recipe claim not supported: it takes 3 paired seeds." in text
+    assert "recipe claim not supported" in (written[0] / "report" / "report.html").read_text()
+
+
+def test_no_report_of_any_kind_says_no_drift(written, hostile, doses):
+    for folder in (written[0] / "report", hostile, doses[0] / "report"):
+        for path in folder.iterdir():
+            assert "no drift" not in " ".join(path.read_text().lower().split())
+
+
+def test_long_sections_start_closed_and_the_verdict_does_not(doses):
+    page = (doses[0] / "report" / "report.html").read_text()
+    order = re.findall(r'<section id="(\w+)">\s*(<details>)?', page)
+    folded = {name for name, closed in order if closed}
+    assert {"churn", "concentration", "seeds", "methods", "exploratory", "outcomes"} <= folded
+    assert not {"decided", "gate", "safe", "limits"} & folded
+    assert [name for name, _ in order][:3] == ["decided", "compared", "gate"]
