@@ -243,7 +243,7 @@ def test_folders_without_rollouts_are_refused(tiny_folder: Path, copied: Path) -
     assert "holds no provenance.json; give the folder of a finished checkpoint" in refused(tiny_folder)
     story = json.loads((copied / "provenance.json").read_text())
     (copied / "provenance.json").write_text(json.dumps(story | {"ledgers": {}}))
-    assert "kept no ledgers/final.safetensors; train it with ledger_every above 0" in refused(copied)
+    assert "keeps no ledgers/final.safetensors; train it again with ledger_every above 0" in refused(copied)
 
 
 def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> None:

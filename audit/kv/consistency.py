@@ -94,13 +94,14 @@ def _protected(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
 
 
 def _exact(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
-    held = _held(gone)
-    for time in _times(gone):
-        wrong = (held[:, time] != policy.budget).nonzero()
-        if len(wrong):
-            head = int(wrong[0])
-            return f"head {head} keeps {int(held[head, time])} entries after query {time - 1}, budget {policy.budget}"
-    return None
+    times = _times(gone)
+    held = _held(gone)[:, times]
+    wrong = (held != policy.budget).nonzero()
+    if not len(wrong):
+        return None
+    head, place = wrong[wrong[:, 1].argmin()].tolist()  # the earliest
+    count, query = int(held[head, place]), times[place] - 1
+    return f"head {head} keeps {count} entries after query {query}, budget {policy.budget}"
 
 
 def _phase(gone: Tensor, rollout: Rollout, policy: Policy) -> str | None:

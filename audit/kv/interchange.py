@@ -236,7 +236,8 @@ def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
 def _first(error: ValidationError) -> str:
     """The first mistake with its place, such as rollouts.2.events.0.query."""
     mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in mistake["loc"]) or "the file"
+    path = ".".join(str(part) for part in mistake["loc"]) or "the file"
+    place = "".join(character if character.isprintable() else "?" for character in path[:_SHOWN])
     if mistake["type"] in ("missing", "json_invalid", "extra_forbidden"):
-        return f"{place[:_SHOWN]}: {mistake['msg']}"
-    return f"{place[:_SHOWN]} is {str(mistake['input'])[:_SHOWN]!r}: {mistake['msg']}"
+        return f"{place}: {mistake['msg']}"
+    return f"{place} is {str(mistake['input'])[:_SHOWN]!r}: {mistake['msg']}"
