@@ -10,6 +10,7 @@ from torch import Tensor
 
 from audit.kv.ledger import NEVER
 from audit.policies import POLICIES, Policy, View, parse_policy
+from audit.sampler import Decoding, Sampler
 from conform.world import (
     Moment,
     feed,
@@ -132,6 +133,18 @@ def test_what_the_record_keeps_is_what_the_cache_holds(evictor: Policy) -> None:
         for store, layer in zip(evicting.stores, held(record), strict=True):
             stored = [set(head[head >= 0].tolist()) for head in store.positions[row]]
             assert stored == [head & seen for head in layer]
+
+
+def test_a_row_that_is_given_nothing_is_left_as_it_is(scheduled: Policy) -> None:
+    sampler = Sampler(shared(), scheduled)
+    alone, beside = sampler.open(prompts(40), [0]), sampler.open(prompts(40, 23), [0, 1])
+    for episode, chunks in ((alone, [()]), (beside, [(), prompts(0, 30)[1]])):
+        episode.decode(Decoding(6))
+        episode.extend(chunks)
+        episode.decode(Decoding(6))
+    expected, got = alone.rollouts()[0], beside.rollouts()[0]
+    assert torch.equal(expected.evicted_at, got.evicted_at)
+    assert expected.ids.tolist() == got.ids.tolist()
 
 
 def test_chunks_fed_by_hand_equal_chunks_cut_by_the_policy(evictor: Policy) -> None:
