@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.commands import calibrate as command
+from reports.calibration import table
 from reports.calibration.case import FULL, Scale
-from reports.calibration.checks import templates
+from reports.calibration.checks import families, templates
 from reports.calibration.run import simulate
 from reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from reports.calibration.stamp import shipped, stamp
@@ -103,3 +104,20 @@ def test_words_about_code_do_not_make_a_calibration_stale():
     two = '"""Another."""\nX = "#"\n\ndef f():\n    # more\n    """Say\n    at length."""\n    return 1\n'
     assert code_only(one) == 'X = "#"\ndef f():\n    return 1'
     assert code_hash(one) == code_hash(two) != code_hash(one.replace("1", "2"))
+
+
+def test_the_full_table_repeats_what_decides_and_nothing_else(monkeypatch):
+    scale = Scale("tiny", 0.005, every_case=False, slack=0.0, confirms=True)
+    monkeypatch.setattr(table, "CHECKS", tuple(c for c in table.CHECKS if c.cases is not families.cases))
+    seen = []
+    done = table.calibrate(scale, seed=1, workers=1, progress=lambda _, name: seen.append(name))
+    again = [name.removeprefix("again ") for name in seen if name.startswith("again ")]
+    assert len(again) == len(set(again)) == done.repeated > 10
+    by_name = {figure.what: figure for figure in done.figures}
+    mean = by_name["gate passes at the margin, C >= C_min, mean"]
+    most = by_name["gate passes at the margin, C >= C_min, any design"]
+    assert mean.simulations == 4 * 50
+    assert most.simulations == 4 * 50 + 3 * 500
+    assert {case.name for case in most.leaders} <= set(again)
+    unasked = by_name["interval clears a drift at the margin, other rates and margins"]
+    assert not {case.name for case in unasked.leaders} & set(again)

@@ -16,7 +16,7 @@ from reports.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
 from reports.calibration.table import TIMES, Calibration, all_cases, as_json, calibrate
 
 FAILED = 3
-REPEATED = f"the {LEADERS} most extreme cases, drawn again {TIMES} times as often (rows 1 to 4 and 6 to 9)"
+REPEATED = f"the {LEADERS} most extreme cases drawn again, {TIMES} times as often"
 
 
 def run(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
@@ -60,7 +60,7 @@ def _print(done: Calibration) -> None:
         "share simulations, seconds are those of a row's cases.",
     )
     if done.repeated:
-        say(console, f"extremes are those of {REPEATED}; means are over all cases.")
+        say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {REPEATED}.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
     say(console, verdict)
 

@@ -69,7 +69,8 @@ def calibrate(scale: Scale, *, seed: int, workers: int, progress: Progress) -> C
     started = time.perf_counter()
     outcomes = simulate(all_cases(scale), seed=seed, workers=workers, progress=progress)
     figures = [(check, figure) for check in CHECKS for figure in check.figures(outcomes, scale)]
-    leaders = {c.name: c for check, f in figures if scale.confirms and check.confirms and f.high for c in f.leaders}
+    deciding = [f for check, f in figures if scale.confirms and check.confirms and f.high > 0 and f.asked != NOT_ASKED]
+    leaders = {case.name: case for figure in deciding for case in figure.leaders}
     longer = [case.repeated(TIMES) for case in leaders.values()]
     fresh = zlib.crc32(f"{seed} again".encode())
     again = simulate(
@@ -83,7 +84,7 @@ def calibrate(scale: Scale, *, seed: int, workers: int, progress: Progress) -> C
         seconds=time.perf_counter() - started,
         simulations=sum(outcome.case.simulations for outcome in (*outcomes, *again)),
         repeated=len(again),
-        figures=tuple(confirmed(figure, by_name) for _, figure in figures),
+        figures=tuple(confirmed(f, by_name) if f in deciding else f for _, f in figures),
         sources=source_hashes(),
     )
 
