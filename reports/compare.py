@@ -6,6 +6,7 @@ With two metrics, such as the labels of two judges of the same answers, the wors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from reports.drift import contrasts
 from reports.gate import EXIT_CODES, Status, Verdict, decide, worst
 from reports.pairing import CANDIDATE, REFERENCE, Paired, paired
 from reports.panel import panels
-from reports.plan import DENSE_POLICY, read_plan
+from reports.plan import DENSE_POLICY, read_plan, short_names
 from reports.readers.base import Log
 from reports.report import Report
 from reports.stats.kappa import Kappa, kappa
@@ -32,6 +33,27 @@ class Sides:
     candidate: Log
     lower_is_better: bool = False
     own_clusters: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What tells both files apart: their names, with folder or chosen cell where these are needed."""
+        files = self.reference.path, self.candidate.path
+        alike = files[0].name == files[1].name and files[0] != files[1]
+        shown = ("/".join(path.parts[-2:]) if alike else path.name or str(path) for path in files)
+        cells = (_cell(log.facts) for log in (self.reference, self.candidate))
+        first, second = (f"{name}{cell}" for name, cell in zip(shown, cells, strict=True))
+        return first, second
+
+    @property
+    def title(self) -> str:
+        """candidate against reference."""
+        return f"{self.names[1]} against {self.names[0]}"
+
+
+def _cell(facts: Mapping[str, str]) -> str:
+    if "arm" not in facts:
+        return ""
+    return f" ({facts['arm']} @ {short_names([facts['policy']])[facts['policy']]})"
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,7 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
     records = pairs.records
     suites = sorted(set(records["suite"]))
     spec = {
-        "model": f"{sides.candidate.path.name} against {sides.reference.path.name}",
+        "model": sides.title,
         "train": {"arms": [CANDIDATE], "seeds": _seeds(pairs)},
         "evaluate": {"policies": [DENSE_POLICY], "suites": suites},
         "gate": {
@@ -92,7 +114,7 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
     }
     plan = read_plan(spec, records, {})
     report = Report(
-        run=f"{sides.candidate.path.name} against {sides.reference.path.name}",
+        run=sides.title,
         plan=plan,
         reasons=pairs.reasons,
         cells=(),

@@ -42,7 +42,7 @@ def _about(comparison: Comparison, d: Decision) -> str:
     effect, sides = d.effect, comparison.sides
     churn = percent((effect.losses + effect.gains) / effect.n_items)
     return inline(
-        f"{_cell(comparison, d)}, {sides.candidate.path.name} minus {sides.reference.path.name}. Margin "
+        f"{_cell(comparison, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
         f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, churn "
         f"{churn}."
     )

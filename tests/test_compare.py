@@ -421,6 +421,7 @@ def test_the_page_of_a_run_cell_is_not_confused_by_policies(tmp_path):
     done = run_command(*words)
     assert done.exit_code in (0, 3, 4), done.output
     assert "refusal at 192 tokens" in done.output
+    assert "run (naive @ snapkv 96) minus run (dense @ snapkv 96)" in done.output
 
 
 SCORE = st.sampled_from(["0", "1", "0.5", "", "nan", "2", "x"])

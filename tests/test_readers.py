@@ -104,10 +104,13 @@ def test_a_failed_inspect_sample_has_no_score_and_its_log_is_not_whole(tmp_path)
         file.writestr("_journal/start.json", json.dumps({"eval": {"task": "t"}}))
         file.writestr("samples/a_epoch_1.json", json.dumps({"id": "a", "epoch": 1, "scores": {"s": {"value": "C"}}}))
         file.writestr("samples/b_epoch_1.json", json.dumps({"id": "b", "epoch": 1, "error": {"message": "no"}}))
+        failed = {"id": "c", "epoch": 1, "error": {"message": "no"}, "scores": {"s": {"value": "I"}}}
+        file.writestr("samples/c_epoch_1.json", json.dumps(failed))
     log = read(path)
     scores = dict(log.rows[["item", "score"]].to_numpy())
     assert scores["a"] == 1.0
     assert math.isnan(scores["b"])
+    assert math.isnan(scores["c"])  # a plumbing error is no verdict
     assert "started" in log.unfinished
 
 
