@@ -49,15 +49,15 @@ def _check_writable(out: Path) -> None:
 
 def _print(done: Calibration) -> None:
     console = wide_console()
-    table = Table("row", "check", "asked", "reached", "cases", "simulations", "seconds", "ok")
+    table = Table("row", "check", "asked", "reached", "cases", "simulations", "core seconds", "ok")
     for figure in done.figures:
         table.add_row(*_cells(figure))
     console.print(table, markup=False)
     short = [figure for figure in done.figures if not figure.ok]
     say(
         console,
-        f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes; rows "
-        "share simulations, seconds are those of a row's cases.",
+        f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes; rows share "
+        "simulations.",
     )
     if done.repeated:
         say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {REPEATED}.")

@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
     case: Case
     rates: Rates
-    seconds: float
+    seconds: float  # of a core, whatever else ran beside
 
 
 @dataclass(frozen=True)

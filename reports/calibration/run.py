@@ -39,9 +39,9 @@ def _collect(pool: ProcessPoolExecutor, cases: Sequence[Case], seed: int, progre
 
 
 def _outcome(case: Case, seed: int) -> Outcome:
-    started = time.perf_counter()
+    started = time.process_time()
     rates = case.rates(seed)
-    return Outcome(case, rates, time.perf_counter() - started)
+    return Outcome(case, rates, time.process_time() - started)
 
 
 @contextmanager

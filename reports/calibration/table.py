@@ -134,6 +134,6 @@ def _entry(figure: Figure) -> dict[str, Any]:
         "ok": None if figure.asked == NOT_ASKED else figure.ok,
         "cases": figure.cases,
         "simulations": figure.simulations,
-        "seconds": round(figure.seconds, 1),
+        "core_seconds": round(figure.seconds, 1),
         "most_extreme": [case.name for case in figure.leaders],
     }
