@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from audit.errors import SpecError
 from audit.kv.ledger import NEVER
 from audit.policies import POLICIES, Policy, View, parse_policy
 from audit.sampler import Decoding, Sampler
@@ -41,17 +42,17 @@ def compresses_now(policy: Policy, budget: int, now: Moment, entries: int, since
     return policy.phase != "decode"
 
 
-def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(scheduled: Policy) -> None:
-    loaded = shared()
+def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compressed: Policy) -> None:
+    loaded, policy = shared(), compressed.evictor
     since = dict.fromkeys(governed(loaded), 0)
     evictions = 0
-    for before, now in steps(list(moments(loaded, scheduled, SCRIPT))):
+    for before, now in steps(list(moments(loaded, compressed, SCRIPT))):
         for layer in governed(loaded):
-            budget = scheduled.for_layer(layer, 3).budget
+            budget = budgets(policy)[layer]
             since[layer] += now.new if now.decoding else 0
             for had, has in zip(before.held[layer], now.held[layer], strict=True):
                 entries = len(had) + now.new
-                if due := compresses_now(scheduled, budget, now, entries, since[layer]):
+                if due := compresses_now(policy, budget, now, entries, since[layer]):
                     evictions += 1
                 assert len(has) == (budget if due else entries)
             if due:
@@ -73,24 +74,38 @@ def test_sink_and_window_stay(evictor: Policy) -> None:
         assert all(protected <= head for layer in now.held for head in layer)
 
 
-def test_pinned_tokens_stay(scheduled: Policy) -> None:
+def test_pinned_tokens_stay_or_are_refused_where_a_layer_has_no_room(scheduled: Policy) -> None:
     if refuses(scheduled, pin="system"):
         pytest.skip(f"{policy_id(scheduled)} takes no pins")
-    loaded, policy = shared(), roomy(scheduled, pin="system")
-    evicting, pins = new_cache(loaded, policy, [0, 1]), [{4, 11, 12}, {0, 50}]
-    for start, stop in ((0, 60), *((n, n + 1) for n in range(60, 75)), (75, 110)):
+    policy, pins = roomy(scheduled, pin="system"), [{4, 11, 12}, {0, 50}]
+    if min(budgets(policy)) < policy.sink + policy.window + 3:
+        with pytest.raises(SpecError, match="pin=system"):
+            feed_pinned(policy, pins)
+        policy = replace(policy, budget=220)
+    feed_pinned(policy, pins)
+
+
+def feed_pinned(policy: Policy, pins: list[set[int]]) -> None:
+    """A prompt, an answer and a message of two rows; ``pins`` are held throughout."""
+    loaded, length = shared(), 2 * policy.budget
+    evicting = new_cache(loaded, policy, [0, 1])
+    for start, stop in ((0, length), *((length + n, length + n + 1) for n in range(15)), (length + 15, length + 50)):
         rows = [[8 + n % 50 for n in range(start, stop)]] * 2
         pinned = torch.tensor([[n in mine for n in range(start, stop)] for mine in pins])
         feed(loaded, evicting, rows, decoding=stop - start == 1, pinned=pinned)
         for mine, record in zip(pins, evicting.ledger(stop), strict=True):
-            here = {n for n in mine if n < stop}
-            assert all(here <= held(record)[layer][head] for layer in governed(loaded) for head in range(2))
-    assert (evicting.ledger(110) < NEVER).any()
+            assert all(mine <= held(record)[layer][head] for layer in governed(loaded) for head in range(2))
+    assert (evicting.ledger(length) < NEVER).any()
+
+
+def budgets(policy: Policy) -> list[int]:
+    """The budget of each of three layers."""
+    return [policy.evictor.for_layer(layer, 3).budget for layer in range(3)]
 
 
 def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
     policy = roomy(evictor)
-    least = min(policy.for_layer(layer, 3).budget for layer in range(3))
+    least = min(budgets(policy))
     for now in moments(shared(), policy, (least - 3, -3)):
         assert all(head == set(range(now.seen)) for layer in now.held for head in layer)
 
@@ -98,9 +113,9 @@ def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 28, 64])
 def test_budgets_of_the_layers_sum_to_the_mean(evictor: Policy, layers: int) -> None:
     for policy in (evictor, roomy(evictor)):
-        budgets = [policy.for_layer(layer, layers).budget for layer in range(layers)]
-        assert sum(budgets) == layers * policy.budget
-        assert min(budgets) >= policy.sink + policy.window
+        own = [policy.for_layer(layer, layers).budget for layer in range(layers)]
+        assert sum(own) == layers * policy.budget
+        assert min(own) >= policy.sink + policy.window
 
 
 def test_a_later_message_is_compressed_like_the_prompt(evictor: Policy) -> None:
@@ -160,7 +175,7 @@ def test_chunks_fed_by_hand_equal_chunks_cut_by_the_policy(evictor: Policy) -> N
 def test_chunks_do_not_matter_while_everything_fits(evictor: Policy) -> None:
     loaded, (text,) = shared(), prompts(40)
     policy = roomy(evictor)
-    budget = min(policy.for_layer(layer, 3).budget for layer in range(3))
+    budget = min(budgets(policy))
     whole = feed(loaded, new_cache(loaded, policy), [text[:budget]])
     evicting = new_cache(loaded, policy)
     parts = torch.cat([feed(loaded, evicting, [text[n : n + 7]]) for n in range(0, len(text[:budget]), 7)], 1)

@@ -111,6 +111,7 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
         "policy": under_test,
         "evictor": [p for p in under_test if p.evicts],
         "scheduled": [v for v in varied if v.evicts],
+        "compressed": [*(v for v in varied if v.evicts), *pairs],
         "variant": [*varied, *pairs],
         "replayed": [p for p in under_test if p.replayable],
         "replayed_variant": [p for p in (*varied, *pairs) if p.replayable],
@@ -119,7 +120,7 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
     return list(chosen[argument])
 
 
-ARGUMENTS = ("policy", "evictor", "scheduled", "variant", "replayed", "replayed_variant", "lossy")
+ARGUMENTS = ("policy", "evictor", "scheduled", "compressed", "variant", "replayed", "replayed_variant", "lossy")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
