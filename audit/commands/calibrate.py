@@ -54,11 +54,8 @@ def _print(done: Calibration) -> None:
         table.add_row(*_cells(figure))
     console.print(table, markup=False)
     short = [figure for figure in done.figures if not figure.ok]
-    say(
-        console,
-        f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes; rows share "
-        "simulations.",
-    )
+    drawn = f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes"
+    say(console, f"{drawn}; rows share simulations.")
     if done.repeated:
         say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {REPEATED}.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
