@@ -51,10 +51,12 @@ def main() -> None:
 def measured(run: str) -> None:
     """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
     from reports import write
+    from reports.analysis import analyse
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    for module, name in ((write, "load_run"), (write, "drift_report"), (write, "largest_losses"), (write, "decide")):
+    timed = [(write, name) for name in ("load_run", "drift_report", "largest_losses", "decide")]
+    for module, name in (*timed, (analyse, "analyse")):
         setattr(module, name, _timed(name, getattr(module, name), stages))
     found = write.formats()
     write.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}

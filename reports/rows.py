@@ -11,7 +11,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from io import BytesIO
 from itertools import chain
+from json.scanner import make_scanner
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 _SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
 _NAMES = tuple(f.name for f in fields(Record))
 _values = itemgetter(*_NAMES)
-_decode = json.JSONDecoder().decode
+_scan = make_scanner(json.JSONDecoder())
 _OUTCOMES = {outcome.value for outcome in Outcome}
 _SPEAKERS = {role.value for role in Role}
 
@@ -44,38 +46,50 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
     """Add the records of a file to the columns and what is wrong with it to the problems; returns its sha256."""
     digest = hashlib.sha256()
     first = 1
-    for lines in _blocks(path):
-        raw = b"".join(lines)
+    for raw in _blocks(path):
         digest.update(raw)
-        values = _plain(raw, len(lines))
+        count = raw.count(b"\n") + (not raw.endswith(b"\n"))
+        values = _plain(raw, count)
         if values is None:
-            read = list(_strict(path.name, lines, first, problems))
+            read = list(_strict(path.name, BytesIO(raw), first, problems))
             columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
         else:
-            columns.add(path.name, range(first, first + len(lines)), values)
-        first += len(lines)
+            columns.add(path.name, range(first, first + count), values)
+        first += count
     return digest.hexdigest()
 
 
-def _blocks(path: Path) -> Iterator[list[bytes]]:
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in whole lines, a block of them at a time."""
     with path.open("rb") as handle:
-        while lines := handle.readlines(BLOCK):
-            yield lines
+        while block := handle.read(BLOCK):
+            yield block if block.endswith(b"\n") else block + handle.readline()
 
 
 def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
     """The columns of a block in which everything is as it should be, else None."""
     try:
-        text = raw.decode().split("\n")
-        rows = [_decode(line) for line in text[:count]]
-        if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
+        rows = _objects(raw.decode(), count)
+        if rows is None or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
             return None
         values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
         if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
             return None
         return _kept(values) if _shares_fit(values["survival"]) else None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration):
         return None  # the strict reading says what and where
+
+
+def _objects(text: str, count: int) -> list[Any] | None:
+    """The values of a text with exactly one on every line; None where a line ends elsewhere."""
+    rows, end = [], 0
+    for _ in range(count):
+        value, end = _scan(text, end)
+        rows.append(value)
+        if text[end : end + 1] not in ("\n", ""):
+            return None
+        end += 1
+    return rows if end >= len(text) else None
 
 
 def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
