@@ -126,8 +126,7 @@ def chosen(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
 
 def digest(records: pd.DataFrame) -> str:
     """A hash of what was scored, so that labels are not read back into other records."""
-    rows = records[list(DIGESTED)].astype(dict.fromkeys(DIGESTED[:-1], str))
-    hashes = pd.util.hash_pandas_object(rows, index=False).to_numpy()
+    hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 

@@ -73,6 +73,8 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
     for log in (a, b):
         if log.unfinished:
             yield Reason("INCOMPLETE", f"{log.path.name} is not whole: {log.unfinished}")
+        if log.duplicates:
+            yield Reason("DUPLICATE", f"{log.path.name}: {log.duplicates} records stand twice; the first was kept")
     if a.reader == b.reader:
         differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
         if differing:

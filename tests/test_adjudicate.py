@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,7 +190,8 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     assert cell.bias_upper > 0.025  # 50 pairs cannot show an even judge
     assert not cell.guard
     passed = next(d for d in decide(drift_report(load_run(written[0]))).decisions)
-    held = type(passed)(**{**{f: getattr(passed, f) for f in passed.__dataclass_fields__}, "status": Status.PASS})
+    held = replace(passed, status=Status.PASS)
+    assert guarded(held, replace(cell, guard=True)) == (Status.PASS, held.reasons)
     status, reasons = guarded(held, cell)
     assert status is Status.INCONCLUSIVE
     assert reasons[0].code == "JUDGE_DIFF"

@@ -275,6 +275,19 @@ def test_a_log_that_was_not_finished_is_invalid(tmp_path):
     assert "candidate.eval is not whole: Inspect's status is 'cancelled'" in [r.text for r in done.verdict.reasons]
 
 
+@pytest.mark.parametrize(("unit", "code"), [("naive-seed11", 5), ("naive-seed12", 0)])
+def test_only_the_compared_units_of_a_run_must_be_whole(tmp_path, unit, code):
+    run = build(tmp_path / "run", Design(arms=("dense", "naive"), suites=("refusal",), policies=("none",), items=320))
+    next((run / "records").glob(f"{unit}--*.done.json")).unlink()
+    (again,) = (run / "records").glob(f"{unit}--*.jsonl")
+    again.write_text(again.read_text() + again.read_text().splitlines(keepends=True)[0])
+    logs = [read_log(run, Request(None, {"arm": arm, "seed": "11"})) for arm in ("dense", "naive")]
+    done = compare(Sides(*logs), "score", margin=20)
+    assert done.verdict.exit_code == code
+    if code:
+        assert [reason.code for reason in done.verdict.reasons] == ["INCOMPLETE", "DUPLICATE"]
+
+
 def test_a_reference_of_one_seed_serves_every_seed_of_the_candidate(tmp_path):
     rng = np.random.default_rng(4)
     a, b = rng.random(300) < 0.9, rng.random((3, 300)) < 0.85

@@ -61,6 +61,7 @@ class Log:
     settings: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)  # shown, not compared
     unfinished: str = ""  # why the file does not hold all that it set out to
+    duplicates: int = 0  # rows that stood twice and that reading has left out already
 
 
 class Reader:

@@ -42,8 +42,10 @@ class Records(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of one arm under one policy."""
-        frame, problems, unfinished = _folder(path) if path.is_dir() else _file(path)
+        frame, problems, incomplete = _folder(path) if path.is_dir() else _file(path)
         frame = _selected(path, frame, request.select)
+        units = set(frame["file"].astype(str))
+        unsealed = sorted(units & set(incomplete))
         return Log(
             path,
             self.name,
@@ -51,22 +53,22 @@ class Records(Reader):
             tuple(f"{p.file}:{p.line}: {p.reason}" if p.line else f"{p.file}: {p.reason}" for p in problems),
             settings=_settings(frame),
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
-            unfinished=unfinished,
+            unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
+            duplicates=sum(p.file in units and "duplicate of" in p.reason for p in problems),
         )
 
 
-def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], str]:
+def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
     data = load_run(path)
-    unfinished = f"{len(data.incomplete)} units are not finished; resume the run" if data.incomplete else ""
-    return data.records, data.problems, unfinished
+    return data.records, data.problems, data.incomplete
 
 
-def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], str]:
+def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
     columns, problems = Columns(), list[Problem]()
     read_unit(path, columns, problems)
     if not columns.rows:
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
-    return columns.frame(), tuple(problems), ""
+    return columns.frame(), tuple(problems), ()
 
 
 def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
