@@ -1,15 +1,24 @@
-# make audit | test | check | fix | bench: each sets up .venv by itself.
+# make audit | test | check | fix | bench: each sets up .venv by itself; test-matrix, one .venv-* per transformers.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: audit test check fix bench setup clean
+# versions of transformers that the cache, the shadow pass and every policy are held to
+MATRIX ?= 5.4.0 newest
+
+.PHONY: audit test test-matrix $(MATRIX:%=test-transformers-%) check fix bench setup clean
 audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-matrix: $(MATRIX:%=test-transformers-%)
+
+$(MATRIX:%=test-transformers-%): test-transformers-%: .venv-%/.installed
+	.venv-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
+	.venv-$*/bin/python -m pytest tests/conform tests/test_kv_*.py tests/test_policies*.py
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -33,5 +42,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
+.PRECIOUS: .venv-%/.installed
+.venv-%/.installed: pyproject.toml constraints.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt torch
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt \
+		--upgrade --editable '.[dev]' transformers$(if $(filter newest,$*),,==$*)
+	touch $@
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-* runs

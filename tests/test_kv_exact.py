@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conform.world import (
@@ -17,10 +15,8 @@ from conform.world import (
     shared,
     two_turns,
 )
-from transformers import Gemma3TextConfig
 
-from audit.errors import DataError, RunError, SpecError
-from audit.kv.cache import EvictingCache
+from audit.errors import SpecError
 from audit.kv.ledger import NEVER
 from audit.kv.shadow import replay_logits, suffix_logits
 from audit.policies import parse_policy
@@ -121,19 +117,6 @@ def test_a_context_beyond_the_positions_is_refused_before_anything_runs() -> Non
     loaded = served()
     with pytest.raises(SpecError, match="600 tokens is longer than the model's 512"):
         Sampler(loaded, parse_policy("none")).open(prompts(600), [0])
-
-
-def test_a_ledger_of_another_model_is_refused() -> None:
-    played = two_turns(served(), "streaming:budget=12,sink=2,chunk=16")
-    bad = [replace(r, evicted_at=r.evicted_at[:2]) for r in played.rollouts]
-    with pytest.raises(DataError, match="another model"):
-        suffix_logits(served().model, bad, group=1, view="shadow")
-
-
-def test_a_model_without_full_attention_is_refused() -> None:
-    config = Gemma3TextConfig(layer_types=["sliding_attention"] * 2, num_hidden_layers=2, sliding_window=8)
-    with pytest.raises(RunError, match="no full-attention layer"):
-        EvictingCache(config, parse_policy("none"), torch.arange(1))
 
 
 @pytest.mark.parametrize("policy", ["none", "snapkv:budget=14,window=4,interval=5,chunk=16"])

@@ -1,0 +1,166 @@
+"""What a user can get wrong about a cache, a policy or a ledger: one line each, exit code 2 at the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conform.world import feed, new_cache, prompts, random_model, shared, two_turns
+from conftest import byte_tokenizer
+from safetensors.torch import save_file
+from test_cli import refused
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from audit import CompressedCache, shadow
+from audit.errors import AuditError, DataError, RunError, SpecError
+from audit.kv.cache import EvictingCache
+from audit.kv.ledger import Rollout, save_ledgers
+from audit.kv.shadow import suffix_logits
+from audit.policies import parse_policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("streaming:budget=2", "budget=2 is below sink + window = 4 + 0"),
+        ("snapkv:budget=96,windw=8", "Did you mean 'window'?"),
+        ("snapkv:budget=96+h2o:budget=96", "one evicting policy and one quantising policy"),
+        ("streaming:budget=64,pin=sytem", "Did you mean 'system'?"),
+        ("kivi:bits=3", "wanted one of 2, 4"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_one_line(policy: str, message: str) -> None:
+    assert message in refused("generate", "Hello", "--policy", policy)
+
+
+def test_a_pinned_role_longer_than_the_budget_is_one_line(tiny_folder: Path) -> None:
+    words = ["generate", "Hello", "--model", tiny_folder, "--system", "Be kind. " * 20]
+    line = refused(*words, "--policy", "streaming:budget=64,pin=system")
+    assert "pin=system holds " in line
+    assert "budget=64" in line
+
+
+def test_a_model_without_full_attention_is_one_line(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=["sliding_attention"] * 2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    words = ("generate", "Hello", "--model", tmp_path, "--policy")
+    assert "no full-attention layer" in refused(*words, "streaming:budget=64")
+    with pytest.raises(RunError, match="no full-attention layer"):
+        EvictingCache(config, parse_policy("none"), torch.arange(1))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads"])
+def test_a_replay_under_another_model_is_one_line(field: str, tmp_path: Path, tiny_folder: Path) -> None:
+    policy = parse_policy("streaming:budget=12,sink=2,chunk=16")
+    played = two_turns(shared(), policy)  # three layers of two heads
+    cut = {"num_hidden_layers": lambda t: t[:2], "num_key_value_heads": lambda t: t[:, :1]}[field]
+    foreign = [replace(r, evicted_at=cut(r.evicted_at)) for r in played.rollouts]
+    with pytest.raises(DataError, match="of another model"):
+        suffix_logits(shared().model, foreign, group=1, view="shadow")
+    past = CompressedCache.for_model(model := random_model(), policy)
+    ids = torch.tensor(prompts(30))
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    ledger = replace(past.ledger, evicted_at=cut(past.ledger.evicted_at[0])[None])
+    with pytest.raises(DataError, match="of another model"), shadow(model, ledger):
+        model(ids)
+    # the model in the folder has two layers of two heads
+    rollouts = played.rollouts if field == "num_hidden_layers" else [cut_all(r, cut) for r in played.rollouts]
+    save_ledgers(tmp_path / "rollouts.safetensors", rollouts, policy)
+    words = ("verify", "--rollouts", tmp_path / "rollouts.safetensors", "--model", tiny_folder)
+    assert "of another model" in refused(*words)
+
+
+def cut_all(rollout: Rollout, cut: Callable[[torch.Tensor], torch.Tensor]) -> Rollout:
+    """Two layers, one head."""
+    return replace(rollout, evicted_at=cut(rollout.evicted_at[:2]))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "text", "missing"])
+def test_a_damaged_or_foreign_ledger_is_one_line(damage: str, tmp_path: Path, tiny_folder: Path) -> None:
+    path = tmp_path / "rollouts.safetensors"
+    policy = "streaming:budget=12,sink=2,chunk=16"
+    save_ledgers(path, two_turns(shared(), policy).rollouts, parse_policy(policy))
+    whole = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(whole[:-100])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "foreign":
+        save_file({"weights": torch.zeros(3)}, path)
+    elif damage == "text":
+        path.write_text("not a ledger\n" * 9)
+    else:
+        path.unlink()
+    assert str(path) in refused("verify", "--rollouts", path, "--model", tiny_folder)
+
+
+def test_a_cache_for_a_second_batch_is_one_line() -> None:
+    model, ids = random_model(), torch.tensor(prompts(20, 20))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    with pytest.raises(SpecError, match="serves 2 rows, got 3; make a new one"):
+        model(torch.tensor(prompts(20, 20, 20)), past_key_values=past)
+
+
+def test_a_second_conversation_in_a_used_cache_is_one_line() -> None:
+    """The same number of rows: only the mask of a new prompt, shorter than what was seen, tells."""
+    model, ids = random_model(), torch.tensor(prompts(20, 20))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with torch.no_grad():
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=past)
+        with pytest.raises(SpecError, match="make a new one"):
+            model(ids, attention_mask=torch.ones_like(ids), past_key_values=past)
+
+
+def test_pins_without_a_policy_that_pins_and_of_another_prompt_are_one_line() -> None:
+    model, pins = random_model(), torch.ones(1, 7, dtype=torch.bool)
+    with pytest.raises(SpecError, match="go together"):
+        CompressedCache.for_model(model, "streaming:budget=12,sink=2,pin=system")
+    with pytest.raises(SpecError, match="go together"):
+        CompressedCache.for_model(model, "streaming:budget=12,sink=2", pinned=pins)
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2,pin=system", pinned=pins)
+    with pytest.raises(SpecError, match="must agree"):
+        model(torch.tensor(prompts(20)), past_key_values=past)
+
+
+def test_pins_beyond_the_budget_are_refused_before_anything_leaves() -> None:
+    evicting = new_cache(shared(), parse_policy("streaming:budget=12,sink=2,pin=system"))
+    with pytest.raises(SpecError, match="pin=system holds 12 tokens, which do not fit budget=12 with sink=2"):
+        feed(shared(), evicting, prompts(30), pinned=(torch.arange(30) < 14)[None])
+
+
+def test_a_mixture_is_drawn_before_a_cache_is_made() -> None:
+    with pytest.raises(SpecError, match="is a mixture"):
+        new_cache(shared(), parse_policy("tova|none"))
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: parse_policy("to\nva"), "unknown policy"),
+        (lambda: parse_policy("streaming:budget=\x1b[31m"), "wanted int"),
+    ],
+)
+def test_hostile_text_in_a_policy_stays_in_its_line(act: Any, message: str) -> None:
+    with pytest.raises(AuditError, match=message) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
