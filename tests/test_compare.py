@@ -417,6 +417,18 @@ def test_pages_hold_the_verdict_the_number_and_nothing_to_run(tmp_path):
     assert body["files"] == {"reference": str(paths[0]), "candidate": str(paths[1])}
 
 
+def test_names_in_a_file_are_not_obeyed_by_the_terminal(tmp_path):
+    rows = [(f"i{i}\x1b[2J", f"t{i // 5}", f"\x1b[31m{m}", 1) for i in range(300) for m in "xy"]
+    a = table(tmp_path / "a.csv", rows, "item,cluster,metric,score")
+    b = table(tmp_path / "b.csv", rows[:-10], "item,cluster,metric,score")
+    asked = run_command(a, b)
+    shown = run_command(a, b, "--metric", "␛[31mx", "--metric", "␛[31my", "--out", tmp_path / "out")
+    assert (asked.exit_code, shown.exit_code) == (2, 5)
+    assert "␛[31mx" in asked.output
+    assert "\x1b" not in asked.output + shown.output
+    assert not [path for path in (tmp_path / "out").iterdir() if "\x1b" in path.read_text()]
+
+
 def test_hostile_names_are_escaped_on_the_page(tmp_path):
     header = "item,suite,cluster,score"
     rows = [(f"i{i}", "<b>x</b>`|", f"t{i // 5}", 1) for i in range(300)]

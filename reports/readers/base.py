@@ -13,11 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from audit.errors import DataError
+from reports.plain import clip, inline
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 LONGEST_LINE = 64 * 2**20  # bytes
 LARGEST_SEED = 2**62
 _LINES_TO_LOOK_AT = 20
+_LONGEST_METRIC = 120  # characters
 Cluster = Callable[[Mapping[str, Any], str], str | None]
 
 
@@ -122,6 +124,11 @@ def name_of(value: Any) -> str | None:
         return None
     text = str(value).strip() if isinstance(value, str) else f"{value:d}" if abs(value) < LARGEST_SEED else ""
     return text or None
+
+
+def metric_name(text: str) -> str:
+    """A metric's name as it may be printed: on one line, nothing in it obeyed by a terminal."""
+    return inline(clip(text, _LONGEST_METRIC))
 
 
 def score_of(value: Any) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 from audit.errors import DataError
 from reports.readers.archive import Archive, MissingPackage, TooLarge
-from reports.readers.base import Log, Reader, Request, Row, Scores, log_of, name_of, repeat_of
+from reports.readers.base import Log, Reader, Request, Row, Scores, log_of, metric_name, name_of, repeat_of
 
 SETTINGS = ("scorers", "model_generate_config")  # that two logs must share
 HEADER, START = "header.json", "_journal/start.json"
@@ -97,7 +97,7 @@ def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: li
         return
     for scorer, score in found.items():
         for metric, value in _values(scorer, score):
-            scores.add(row._replace(metric=metric), value, where)
+            scores.add(row._replace(metric=metric_name(metric)), value, where)
 
 
 def _values(scorer: str, score: Any) -> Iterator[tuple[str, Any]]:

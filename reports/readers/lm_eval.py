@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError
-from reports.readers.base import Log, Reader, Request, Row, Scores, first_objects, json_lines, log_of, name_of
+from reports.readers.base import (
+    Log,
+    Reader,
+    Request,
+    Row,
+    Scores,
+    first_objects,
+    json_lines,
+    log_of,
+    metric_name,
+    name_of,
+)
 
 _FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
@@ -66,7 +77,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, wh
     cluster = request.cluster(fields, item) if request.cluster else None
     asked = " ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash"))
     for metric in metrics:
-        name = metric if own == "none" else f"{metric},{own}"
+        name = metric_name(metric if own == "none" else f"{metric},{own}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
 
 

@@ -12,6 +12,7 @@ from audit.errors import DataError, SpecError, UnknownName
 from audit.records import FORMAT, Outcome
 from reports.columns import Columns
 from reports.load import load_run
+from reports.plain import inline
 from reports.plan import match_policies
 from reports.readers.base import Cluster, Log, Reader, Request, Row, first_objects
 from reports.rows import Problem, read_unit
@@ -91,7 +92,7 @@ def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.
 
 
 def _listed(names: list[str]) -> str:
-    return "; ".join(names[:12]) + (f"; and {len(names) - 12} more" if len(names) > 12 else "")
+    return "; ".join(inline(name) for name in names[:12]) + (f"; and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:

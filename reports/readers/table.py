@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError
-from reports.readers.base import ONE_SUITE, Log, Reader, Request, Row, log_of, name_of, repeat_of, score_of
+from reports.readers.base import ONE_SUITE, Log, Reader, Request, Row, log_of, metric_name, name_of, repeat_of, score_of
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")
@@ -69,7 +69,7 @@ def _row(row: Mapping[str, str], request: Request, line: int) -> Row:
         raise DataError("no item")
     return Row(
         item=item,
-        metric=row.get("metric", "score").strip() or "score",
+        metric=metric_name(row.get("metric", "score").strip() or "score"),
         score=_score(row["score"]),
         cluster=request.cluster(row, item) if request.cluster else name_of(row.get("cluster", "")),
         sample=next((_whole(row[name], name) for name in SAMPLES if name in row), 0),
