@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from audit.errors import SpecError
+from reports.calibration.stamp import stamp
 from reports.drift import contrasts
 from reports.gate import EXIT_CODES, Status, Verdict, decide, worst
 from reports.pairing import CANDIDATE, REFERENCE, Paired, paired
@@ -123,6 +124,7 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         examples=(),
         problems=(*sides.reference.problems, *sides.candidate.problems),
         n_records=len(records),
+        calibration=stamp(),
     )
     return Comparison(sides, metric, report, decide(report), pairs.notes, records)
 

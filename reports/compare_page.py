@@ -56,7 +56,8 @@ def _asides(comparison: Comparison, head: Decision | None) -> list[str]:
     if head is not None and head.effect:
         spot = percent(blind_spot(head.effect.n_clusters, comparison.report.plan.alpha))
         lines.append(f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled.")
-    return [*lines, *comparison.notes]
+    lines += comparison.notes
+    return [*lines, comparison.report.calibration.sentence] if comparison.report.calibration else lines
 
 
 def _cell(comparison: Comparison, d: Decision) -> str:

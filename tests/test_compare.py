@@ -412,6 +412,7 @@ def test_pages_hold_the_verdict_the_number_and_nothing_to_run(tmp_path):
     assert "<script" not in page
     assert "PASS" in page
     assert "PASS" in text
+    assert all("This gate falsely passes" in whole for whole in (page, text, data, done.output))
     body = json.loads(data)
     assert body["verdict"]["status"] == "PASS"
     assert body["files"] == {"reference": str(paths[0]), "candidate": str(paths[1])}
