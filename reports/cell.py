@@ -13,7 +13,7 @@ from reports.stats.blindspot import blind_spot, clusters_required
 from reports.stats.effect import Effect
 from reports.stats.resolve import clusters_to_decide
 from reports.stats.rule import Call, calls
-from reports.verdict import AT_FLOOR, FLOOR, PRECEDENCE, Decision, Status, worst, worst_recipe
+from reports.verdict import AT_FLOOR, FLOOR, PRECEDENCE, Adjustment, Decision, Status, worst, worst_recipe
 
 _STATUS = {
     Call.PASS: Status.PASS,
@@ -97,7 +97,7 @@ def _toward(effect: Effect, sign: int) -> Effect:
     )
 
 
-def decision(cell: GatedCell, alpha: float, method: str, judge: Callable[[Row, float], Judged]) -> Decision:
+def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[Row, float], Judged]) -> Decision:
     """A cell passes when all its tests do; the worst of them is the one that is shown."""
     first = cell.rows[0].contrast
     if cell.margin is None:
@@ -124,7 +124,8 @@ def decision(cell: GatedCell, alpha: float, method: str, judge: Callable[[Row, f
         margin=cell.margin,
         pvalue_drop=shown.pvalue if c.effect else None,
         pvalue_holm=shown.holm if c.effect else None,
-        adjusted_by=method,
+        adjusted_by=adjustment.method,
+        pvalue_floor=adjustment.floor,
         clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
         clusters_to_decide=max(known_needs) if known_needs and len(known_needs) == len(open_needs) else None,
         blind_spot=blind_spot(c.effect.n_clusters, alpha) if c.effect else None,

@@ -194,7 +194,11 @@ def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None
 def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
     shares = [panel.unscored[cell] for cell in cells]
     if max(shares) > UNSCORED_LIMIT:
-        return Reason("MISSING", f"{max(shares):.1%} of the samples of a cell are unscored; the limit is 1 %")
+        apart = f"{100 * (max(shares) - min(shares)):.1f} pp"
+        text = (
+            f"{max(shares):.1%} of the samples of a cell are unscored, {apart} more than of another; the limit is 1 %"
+        )
+        return Reason("MISSING", text)
     return None
 
 

@@ -74,6 +74,9 @@ def decide(report: Report) -> Verdict:
         unwaived=worst([start, *(a.unwaived for a in arms)]),
         adjustment=adjustment,
         annotations=(),
+        gate_sha256=plan.rules.sha256,
+        look=plan.rules.look,
+        looks=plan.rules.looks,
     )
     return replace(verdict, annotations=tuple(remarks(report, verdict)))
 
@@ -89,8 +92,8 @@ def _decisions(cells: Sequence[GatedCell], plan: Plan) -> tuple[list[Decision], 
         i = places[_key(row)]
         return judged(row, margin, Pvalues(family.pvalues[i], family.holm[i], recipes[i]))
 
-    decided = [decision(cell, plan.alpha, family.method, judge) for cell in cells]
-    return decided, Adjustment(family.method, family.reason, family.floor)
+    adjustment = Adjustment(family.method, family.reason, family.floor)
+    return [decision(cell, plan.alpha, adjustment, judge) for cell in cells], adjustment
 
 
 def _key(row: Row) -> tuple[int, int]:

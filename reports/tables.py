@@ -9,7 +9,7 @@ from typing import Any
 from reports.advice import note
 from reports.gate import Decision, Status, Verdict
 from reports.plain import clip, drift, inline, percent, points, pvalue
-from reports.plan import DENSE_POLICY
+from reports.plan import DENSE_POLICY, Plan
 from reports.report import Contrast, Report
 from reports.stats.blindspot import blind_spot, clusters_required
 
@@ -76,10 +76,23 @@ def compared(report: Report) -> Table:
         ("gated policies", "; ".join(plan.labels.get(p, p) for p in plan.primary)),
         ("suites", "; ".join(f"{s} at {c} tokens: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(f"{suite} {100 * margin:g} pp" for suite, margin in plan.margins.items())),
-        ("one-sided level", f"{plan.alpha:g}"),
+        ("one-sided level", f"{plan.alpha:.3g}"),
+        *_declared(plan),
         ("records", f"{report.n_records}"),
     ]
     return table_of(["", "value"], rows, words=2)
+
+
+def _declared(plan: Plan) -> list[tuple[str, str]]:
+    """Rules beyond a spec's own: gate file, profile, looks."""
+    rules, found = plan.rules, []
+    if rules.sha256 is not None:
+        found.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
+    if rules.profile is not None:
+        found.append(("profile", f"{rules.profile}: alpha {rules.alpha:g}, INCONCLUSIVE: {rules.on_inconclusive}"))
+    if rules.looks > 1:
+        found.append(("looks", f"{rules.look} of {rules.looks}, each at {rules.alpha_per_look:.3g}"))
+    return found
 
 
 def gate(report: Report, decisions: Sequence[Decision], *, gated: bool) -> Table:
@@ -109,9 +122,16 @@ def _gate_row(report: Report, d: Decision, *, recipe: bool) -> list[str]:
         f"[{points(e.lower)}, {points(e.upper)}] {margin}",
         f"{e.losses:.3g}/{e.gains:.3g}",
         f"{e.deff:.2f}",
-        pvalue(d.pvalue_drop),
+        _adjusted(d),
         "; ".join(text for text in (note(d), d.statement) if text),
     ]
+
+
+def _adjusted(d: Decision) -> str:
+    """The p-value of a cell; at the smallest that its patterns can reach it says no more than that."""
+    if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
+        return f"<= {d.pvalue_floor:.1g}"
+    return pvalue(d.pvalue_drop)
 
 
 def named(report: Report, d: Decision) -> str:

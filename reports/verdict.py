@@ -61,6 +61,7 @@ class Decision:
     effect: Effect | None
     rates: Rates | None
     adjusted_by: str = "max-T"
+    pvalue_floor: float = 0.0  # no adjusted p-value can be smaller
     worst: float | None = None  # the estimate with unscored samples counted against the candidate
     best: float | None = None
     policies: tuple[str, ...] = ()
@@ -117,6 +118,9 @@ class Verdict:
     unwaived: Status
     adjustment: Adjustment
     annotations: tuple[str, ...]
+    gate_sha256: str | None  # of the gate file, None where the spec's own section decides
+    look: int
+    looks: int
 
 
 def worst(statuses: Iterable[Status]) -> Status:
