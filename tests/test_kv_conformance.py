@@ -105,6 +105,23 @@ class Greedy(Policy):
         return view.positions.float()
 
 
+@dataclass(frozen=True)
+class Neighbours(Policy):
+    """Ranks by the slot before, and says that the order of slots does not matter."""
+
+    name: ClassVar[str] = "neighbours"
+    ordered: ClassVar[bool] = False
+    window: int = 0
+
+    def importance(self, view: View) -> Tensor:
+        return view.keys.float().norm(dim=-1).roll(1, -1)
+
+
+def test_a_claim_about_the_order_of_slots_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError):
+        eviction.test_slots_may_come_in_any_order_where_the_policy_says_so(small(Neighbours), monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("wrong", "test", "more"),
     [

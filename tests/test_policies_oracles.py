@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from audit.kv.evict import retained
+from audit.kv.evict import only_victim, retained
 from audit.policies import Policy, View, parse_policy
 
 Array = np.ndarray[Any, Any]
@@ -197,3 +197,16 @@ def redundancy(keys: Array, there: Array) -> Array:
         for j, cosine in cosines.items():
             sums[j] += cosine / len(filled)
     return sums
+
+
+@DRAWS
+def test_one_entry_too_many_leaves_as_if_all_had_been_sorted(seed: int) -> None:
+    """The step of decoding that drops a single entry, slots in any order, scores with many ties."""
+    g = torch.Generator().manual_seed(seed)
+    shuffled = torch.stack([torch.randperm(14, generator=g) for _ in range(4)]).reshape(2, 2, 14).int() + SEEN - 14
+    scores = torch.randint(3, (2, 2, 14), generator=g).float()
+    policy = parse_policy(f"h2o:budget=13,sink={seed % 3},window={seed % 5}")
+    victims = only_victim(scores, shuffled, torch.tensor([SEEN] * 2), policy)
+    for b, h in np.ndindex(2, 2):
+        at = shuffled[b, h].numpy()
+        assert set(at.tolist()) - {int(at[victims[b, h]])} == naive_keep(scores[b, h].numpy(), at, policy)

@@ -197,6 +197,17 @@ def a_view(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> View:
     return shown[0]
 
 
+def test_slots_may_come_in_any_order_where_the_policy_says_so(evictor: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    if evictor.ordered:
+        pytest.skip(f"{evictor.name} asks for slots in order of position")
+    view = a_view(evictor, monkeypatch)
+    order = torch.randperm(view.keys.shape[2], generator=torch.Generator().manual_seed(0))
+    slots = ("keys", "values", "positions", "mass")
+    shuffled = view._replace(**{name: getattr(view, name)[:, :, order] for name in slots})
+    expected = evictor.importance(view)[:, :, order]
+    torch.testing.assert_close(evictor.importance(shuffled), expected, rtol=1e-5, atol=1e-6)
+
+
 def ranks_each_entry_by_itself(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether an entry's rank is its own: the same beside other entries, other queries, at another time."""
     view = a_view(policy, monkeypatch)
