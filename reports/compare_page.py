@@ -8,8 +8,6 @@ from typing import Any
 
 from reports.advice import note
 from reports.compare import Comparison, TwoJudges
-from reports.formats import html, markdown
-from reports.formats import json as json_format
 from reports.gate import Decision, Status
 from reports.pairing import CANDIDATE, REFERENCE
 from reports.plain import drift, inline, percent, points, pvalue
@@ -178,6 +176,9 @@ def _files(logs: Sequence[Log]) -> Table:
 
 def pages(comparison: Comparison, two: TwoJudges | None = None) -> dict[str, str]:
     """File name -> text, of the comparison or of the worse of two judges."""
+    from reports.formats import html, markdown  # they draw figures: a second that the terminal need not wait for
+    from reports.formats import json as json_format
+
     top, parts = comparison_banner(comparison), comparison_sections(comparison, two)
     body: dict[str, Any] = json.loads(json_format.render(comparison.report))
     body["notes"], body["metric"] = list(top.asides), comparison.metric
