@@ -8,17 +8,20 @@ from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.report import Report
 from reports.section import Section
 
+SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences of the banner; the table has all
 
 
 def dose_sections(report: Report) -> list[Section]:
     """How far down behaviour holds, and how fast it goes."""
     reference = report.plan.reference
+    axes = list(dict.fromkeys(s.axis for s in report.analysis.safe))
     return [
         Section(
             "safe",
-            "Safe budget",
-            "The smallest budget at which an arm is non-inferior within its margin to the uncompressed reference.",
+            f"Safe {' and '.join(axes) or 'budget'}",
+            f"The {' and the '.join(SAFE[axis] for axis in axes)} at which an arm is non-inferior within its margin to "
+            "the uncompressed reference.",
             tables=(tables.safe(report, "budget"), tables.safe(report, "length")),
             notes=(
                 "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "

@@ -104,7 +104,7 @@ def _detail_sections(report: Report) -> list[Section]:
             "parity",
             "Capability beside safety",
             "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
-            figures=("quadrant",),
+            figures=("quadrant",) if _both_kinds(report) else (),
         ),
         Section(
             "heatmap",
@@ -138,6 +138,12 @@ def _detail_sections(report: Report) -> list[Section]:
         beside.displacement_section(report),
         *beside.method_sections(report),
     ]
+
+
+def _both_kinds(report: Report) -> bool:
+    """Whether the run asked for capability and for something else."""
+    capability = set(report.plan.capability)
+    return bool(capability) and bool(set(report.plan.suites) - capability)
 
 
 def _run_sections(report: Report) -> list[Section]:

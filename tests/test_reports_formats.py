@@ -1,5 +1,6 @@
 """The written report: golden text, hostile text, one self-contained page, the same bytes twice."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -8,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from golden_report import golden_text
-from reports_synthetic import Design, build, policy, tiny, write_unit
+from reports_synthetic import Design, build, policy, records_of, tiny, write_unit
 
 from audit.errors import RunError
 from reports.adjudication import digest
@@ -492,3 +494,38 @@ def test_long_sections_start_closed_and_the_verdict_does_not(doses):
     assert {"churn", "concentration", "seeds", "methods", "exploratory", "outcomes"} <= folded
     assert not {"decided", "gate", "safe", "limits"} & folded
     assert [name for name, _ in order][:3] == ["decided", "compared", "gate"]
+
+
+def two_lengths(folder):
+    """A run at 192 and 768 tokens in which smd loses the longer one."""
+    design = Design(
+        arms=("dense", "smd"), seeds=(1,), policies=("none", policy("snapkv", 96)), suites=("refusal",), clusters=64
+    )
+    run = build(folder, design)
+    longer = replace(design, context=768, drops={("smd", "refusal"): 0.4})
+    for unit, rows in records_of(longer):
+        write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    spec = yaml.safe_load((run / "spec.yaml").read_text())
+    spec["evaluate"]["context_tokens"] = [192, 768]
+    (run / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    known = json.loads((run / "provenance.json").read_text())
+    known["spec_file_sha256"] = hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest()
+    (run / "provenance.json").write_text(json.dumps(known))
+    return run
+
+
+def test_a_run_of_two_lengths_has_length_curves_and_a_safe_length(tmp_path):
+    run = two_lengths(tmp_path / "run")
+    report = write_report(run)
+    assert report.problems == ()
+    text = (run / "report" / "report.md").read_text()
+    assert "| smd | none | to 192 (not 768: FAIL) |" in text
+    assert "## Safe length" in text
+    assert "Capability beside safety" not in text, "one suite has nothing to stand beside"
+    page = (run / "report" / "report.html").read_text()
+    assert 'id="lengths-figure_1"' in page
+    assert 'id="doses-figure_1"' not in page
+    curve = next(c for c in report.analysis.doses if (c.arm, c.family) == ("smd", "none"))
+    rates = [d.rate for d in curve.doses]
+    assert curve.slope.estimate == pytest.approx((rates[1] - rates[0]) / 2)
+    assert curve.unit == "items"
