@@ -4,14 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, build, policy
+from reports_synthetic import Design, build, policy, records_of, write_unit
 
+from audit.records import Outcome
 from reports.advice import note
 from reports.drift import drift_report
 from reports.gate import EXIT_CODES, Status, decide, decide_cell, worst
 from reports.load import load_run
 from reports.stats.tango import ess_tango
 from reports.story import banner
+from reports.tables import gate as gate_table
 
 SNAP = policy("snapkv", 96)
 
@@ -246,3 +248,57 @@ def test_inconclusive_says_how_many_clusters_would_decide(tmp_path):
         if d.gated and d.effect.estimate > -0.05:
             assert d.status is Status.INCONCLUSIVE
             assert d.clusters_to_decide >= 59
+
+
+def unscored(tmp_path, share, arm="naive"):
+    """A run in which a share of one arm's answers was not graded."""
+    run = build(tmp_path / "run", Design(**UNSCORED))
+    for unit, rows in records_of(Design(**UNSCORED)):
+        if rows[0].arm == arm:
+            for i in range(round(share * len(rows))):
+                rows[i] = dataclasses.replace(rows[i], outcome=Outcome.UNSCORED, score=None)
+            write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    return drift_report(load_run(run))
+
+
+UNSCORED = {
+    "arms": ("dense", "naive"),
+    "seeds": (1,),
+    "policies": ("none",),
+    "suites": ("refusal",),
+    "items": 600,
+    "clusters": 100,
+    "seed_sd": 0.0,
+}
+
+
+def test_unscored_answers_are_bounded_beside_the_number(tmp_path):
+    report = unscored(tmp_path, 0.01)  # 6 of 600: the most that is allowed
+    verdict = decide(report)
+    head = verdict.decisions[verdict.headline]
+    assert head.worst == pytest.approx(head.effect.estimate)
+    assert head.best == pytest.approx(head.effect.estimate + 0.01)
+    [line] = [line for line in banner(report, verdict).asides if line.startswith("Unscored answers")]
+    assert f"all counted for it {100 * head.best:+.1f} pp" in line
+
+
+def test_more_than_one_percent_unscored_is_invalid_and_says_how_far_apart_the_cells_are(tmp_path):
+    report = unscored(tmp_path, 0.02)
+    verdict = decide(report)
+    assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
+    [reason] = [r for d in verdict.decisions if d.gated for r in d.reasons]
+    assert reason.code == "MISSING"
+    assert reason.text == "2.0% of the samples of a cell are unscored, 2.0 pp more than of another; the limit is 1 %"
+
+
+def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
+    for report in (unscored(tmp_path / "a", 0.02), unscored(tmp_path / "b", 0.0)):
+        lines = banner(report, decide(report)).asides
+        assert sum("Blind spot: a failure confined to 3.0 % of the templates" in line for line in lines) == 1
+
+
+def test_a_pvalue_at_its_floor_says_so(tmp_path):
+    report = report_of(tmp_path, drops={("naive", "refusal"): 0.5}, primary=("none",))
+    verdict = decide(report)
+    assert min(d.pvalue_drop for d in verdict.decisions) == verdict.adjustment.floor == 1e-4
+    assert "<= 0.0001" in [row[-2] for row in gate_table(report, verdict.decisions, gated=True).rows]
