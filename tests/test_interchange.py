@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from conform.world import served, two_turns
 from safetensors.torch import save_file
-from test_kv_exact import served, two_turns
 from typer.testing import CliRunner, Result
 
 from audit.cli import app
