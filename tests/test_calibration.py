@@ -16,7 +16,7 @@ from reports.gate import Status, decide_cell
 from reports.stats.clustered import cr1_variance, many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect
 from reports.stats.rule import Call, calls
-from reports.stats.seeds import many_recipe_effects
+from reports.stats.seeds import Recipe, many_recipe_effects
 from reports.stats.tango import ess_tango, many_ess_tango
 
 SEED = 20_260
@@ -81,6 +81,13 @@ def test_looks_at_the_full_level_are_found_out(monkeypatch):
     monkeypatch.setattr(peeking, "alpha_per_look", lambda alpha, looks: alpha)
     outcomes = simulated([replace(case, simulations=4000) for case in peeking.cases(SMALL)])
     assert missed(peeking.figures(outcomes, SMALL))
+
+
+def test_a_recipe_without_seed_variance_is_found_out(monkeypatch):
+    monkeypatch.setattr(
+        "reports.stats.seeds.recipe_variance", lambda item, means, clusters: Recipe(item, np.float64(clusters - 1))
+    )
+    assert missed(recipes.figures(simulated(recipes.cases(SMALL)), SMALL))
 
 
 def outcome(number: int, rate: float, simulations: int = 100) -> Outcome:

@@ -69,11 +69,12 @@ def test_a_folder_for_the_figures_is_made(tiny, tmp_path):
 
 
 def test_several_processes_give_the_figures_of_one():
-    cases = templates.cases(TINY)[:3]
+    cases = templates.cases(TINY)[4:7]
     seen = []
     one = simulate(cases, seed=3, workers=1, progress=lambda done, name: None)
     two = simulate(cases, seed=3, workers=2, progress=lambda done, name: seen.append(done))
     assert [o.rates for o in one] == [o.rates for o in two]
+    assert len({o.rates["passed"] for o in one}) == 3
     assert seen == [1, 2, 3]
 
 
