@@ -1,7 +1,8 @@
 """The judge held against people: its error rates in both arms, what they can do to a drift, and the drift without them.
 
 Error rates come from a simple random sample of pairs: the concordant ones that were drawn, and the discordant ones
-thinned to the same share, so that Clopper-Pearson applies. The corrected drift uses every label.
+thinned to the same share, so that Clopper-Pearson applies (it takes pairs of one template for independent). The
+corrected drift uses every label.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import numpy.typing as npt
 
 from audit.errors import DataError
 from reports.adjudication import Indices, PairedAnswers
-from reports.gate import Decision, Status, Verdict, decide_cell, worst
+from reports.gate import Status, Verdict, decide_cell, worst
 from reports.judge_panel import Adjudication, Arm, Bounds, JudgedCell, Rate
-from reports.report import Reason
 from reports.sheet_key import KeyCell
 from reports.stats.adjudication import adjudicated
 from reports.stats.binomial import Proportion
@@ -24,7 +24,6 @@ from reports.stats.effect import Effect
 from reports.stats.holm import holm
 from reports.stats.judge_error import JudgeError, differential_bias, judge_error
 
-JUDGE_DIFF = "JUDGE_DIFF"
 Labels = npt.NDArray[np.float64]
 
 
@@ -125,17 +124,6 @@ def random_sample(h: HumanLabels, seed: int) -> Indices:
     share = len(drawn) / alike if alike else 1.0
     kept = np.random.default_rng([seed, len(apart), int(apart.sum())]).random(len(apart)) < share
     return np.sort(np.concatenate([drawn, np.flatnonzero(apart & kept)]))
-
-
-def guarded(d: Decision, cell: JudgedCell) -> tuple[Status, tuple[Reason, ...]]:
-    """A decision on judge labels alone, which may not PASS where the judge could have made half the margin itself."""
-    if cell.guard or d.status not in (Status.PASS, Status.PASS_NOTED):
-        return d.status, d.reasons
-    text = (
-        f"the judge's errors may differ between the arms by {100 * cell.bias_upper:.1f} pp, over half the margin: "
-        "judge labels alone cannot pass this cell"
-    )
-    return Status.INCONCLUSIVE, (Reason(JUDGE_DIFF, text), *d.reasons)
 
 
 def _bounds(effect: Effect) -> Bounds:

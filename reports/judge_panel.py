@@ -75,6 +75,12 @@ class JudgedCell:
     status: Status
     reasons: tuple[Reason, ...]
 
+    @property
+    def alone(self) -> Status:
+        """The verdict on judge labels alone: no PASS where the judge could have made half the margin itself."""
+        held = not self.guard and self.judged in (Status.PASS, Status.PASS_NOTED)
+        return Status.INCONCLUSIVE if held else self.judged
+
 
 @dataclass(frozen=True)
 class Adjudication:

@@ -7,11 +7,14 @@ from reports.plain import percent, points
 from reports.plan import short_names
 from reports.tables import Table, table_of
 
+JUDGE_DIFF = "JUDGE_DIFF"
+_NAMED = 3  # cells that a sentence spells out
+
 
 def cells_table(found: Adjudication) -> Table:
     """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
-    headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone may pass"]
+    headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
     names = _names(found)
     return table_of(headers, [_row(cell, name) for cell, name in zip(found.cells, names, strict=True)])
 
@@ -27,7 +30,7 @@ def _row(cell: JudgedCell, name: str) -> list[str]:
         cell.status.value,
         f"{cell.discordant} + {cell.concordant} of {cell.pairs}",
         f"{bias}, {100 * cell.bias_upper:.1f} pp",
-        "yes" if cell.guard else "no",
+        cell.alone.value,
     ]
 
 
@@ -41,7 +44,9 @@ def errors_table(found: Adjudication) -> Table:
 
 
 def panel_notes(found: Adjudication) -> tuple[str, ...]:
-    """How to read both tables."""
+    """How to read both tables, and the cells that judge labels alone cannot pass."""
+    held = [n for n, cell in zip(_names(found), found.cells, strict=True) if cell.alone is not cell.judged]
+    more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     return (
         f"{found.labels} pairs were labelled blind: every one that the judge tells apart, and a random sample of the "
         "others. The corrected interval adds both parts by MOVER.",
@@ -49,6 +54,7 @@ def panel_notes(found: Adjudication) -> tuple[str, ...]:
         "call undesired. From a random sample of pairs; intervals are Clopper-Pearson.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
+        *([f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."] if held else []),
     )
 
 
