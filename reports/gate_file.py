@@ -8,7 +8,7 @@ one that says the same, was declared after the run, and the verdict says so with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -84,8 +84,8 @@ def changes(own: Plan, plan: Plan) -> Iterator[str]:
         ("looks", own.rules.looks, plan.rules.looks),
         ("reference", own.reference, plan.reference),
         ("estimands", own.estimands, plan.estimands),
-        ("gated policies", own.primary, plan.primary),
-        ("deployable policies", own.deployable, plan.deployable),
+        ("gated policies", _short(own, own.primary), _short(plan, plan.primary)),
+        ("deployable policies", _short(own, own.deployable), _short(plan, plan.deployable)),
         ("gated lengths", own.gated_contexts, plan.gated_contexts),
         ("on_inconclusive", own.rules.on_inconclusive, plan.rules.on_inconclusive),
     ):
@@ -149,6 +149,10 @@ def _tuned(plan: Plan, asked: Asked) -> Plan:
 def _section(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     gate = spec.get("gate")
     return gate if isinstance(gate, Mapping) else {}
+
+
+def _short(plan: Plan, policies: Sequence[str]) -> tuple[str, ...]:
+    return tuple(plan.labels[policy] for policy in policies)
 
 
 def _text(value: Any) -> str:
