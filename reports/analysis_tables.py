@@ -135,6 +135,28 @@ def seed_spread(report: Report) -> Table:
     return table_of(headers, rows)
 
 
+def reach(report: Report) -> Table:
+    """The smallest drop each gated cell would have found, against its margin."""
+    rows = [
+        [
+            cell_name(report, r.cell),
+            str(r.n_clusters),
+            f"{100 * r.margin:g}",
+            f"{100 * r.detectable:.1f}",
+            "-" if r.clusters_to_decide is None else str(r.clusters_to_decide),
+        ]
+        for r in report.analysis.reach
+    ]
+    headers = [
+        "cell",
+        "templates",
+        "margin, pp",
+        "smallest drop found with power .8, pp",
+        "templates that would decide",
+    ]
+    return table_of(headers, rows)
+
+
 def methods(report: Report) -> Table:
     """What each other way of analysing would have said of the run."""
     rows = [

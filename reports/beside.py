@@ -157,6 +157,15 @@ def method_sections(report: Report) -> list[Section]:
     notes = (note + " The verdict stays the pre-declared one; the t interval and the bootstrap pass too easily.",)
     return [
         Section(
+            "reach",
+            "What this size can find",
+            "The smallest true drop that each gated cell would have found, from its own interval. Where it is above "
+            "the margin, a cell that is open was likely to stay open.",
+            tables=(tables.reach(report),),
+            notes=("For the size of a next run: kvaudit plan.",) if report.analysis.reach else (),
+            folded=True,
+        ),
+        Section(
             "methods",
             "Other ways to analyse",
             "Would another analysis of the same cells have said something else?",

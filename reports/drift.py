@@ -26,6 +26,7 @@ from reports.selectivity import selectivity
 from reports.validity import pin_reasons, run_reasons
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
+MOST_PROBLEMS = 1000  # that a report names
 
 
 def drift_report(data: RunData, asked: Asked | None = None) -> Report:
@@ -139,8 +140,10 @@ def _position(plan: Plan, index: Any) -> tuple[int, int, int, int]:
 
 
 def _problems(data: RunData) -> Iterator[str]:
-    for problem in data.problems:
+    for problem in data.problems[:MOST_PROBLEMS]:
         where = f"{problem.file}:{problem.line}" if problem.line else problem.file
         yield f"{where}: {problem.reason}"
+    if len(data.problems) > MOST_PROBLEMS:
+        yield f"and {len(data.problems) - MOST_PROBLEMS} more problems in the files"
     for unit in data.incomplete:
         yield f"{unit}: not finished (no seal); resume the run to complete it"

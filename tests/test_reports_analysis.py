@@ -234,6 +234,17 @@ def test_seeds_of_a_gated_cell():
     assert seeds.sd == pytest.approx(1 / 16)
 
 
+def test_reach_is_two_quantiles_of_the_error_its_bounds_imply():
+    design = small(policies=("none",), clusters=10, items=40, margins={"refusal": 10.0})
+    found, report = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and i < 4))
+    [reach] = found.reach
+    effect = next(c.effect for c in report.contrasts if c.estimand == "E1")
+    # t with 9 degrees of freedom: 1.8331 at .95, 0.8834 at .80
+    wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (1.833113 + 0.883404)
+    assert reach.detectable == pytest.approx(wanted, rel=1e-5)
+    assert (reach.margin, reach.n_clusters) == (0.1, 10)
+
+
 def sides(candidate, reference, clusters, candidate_best=None, reference_best=None):
     candidate, reference = (np.asarray(v, dtype=float) for v in (candidate, reference))
     return Sides(

@@ -8,6 +8,7 @@ from reports_synthetic import Design, build, policy, write_unit
 from audit.errors import DataError
 from audit.runs import open_run
 from audit.spec_file import parse_spec
+from reports.drift import drift_report
 from reports.load import load_run
 
 
@@ -155,3 +156,13 @@ def test_a_run_folder_that_the_program_opens_carries_the_hash_of_its_spec(tmp_pa
 
 def test_synthetic_policy_strings_are_canonical():
     assert policy("snapkv", 48) == "snapkv:budget=48,sink=4,window=8,interval=1,phase=both,chunk=64"
+
+
+def test_a_report_names_a_thousand_problems_and_counts_the_rest(run):
+    unit = units(run)[0]
+    write_unit(unit, unit.read_text() + "broken\n" * 1500)
+    data = load_run(run)
+    assert len(data.problems) == 1500
+    problems = drift_report(data).problems
+    assert len(problems) == 1001
+    assert problems[-1] == "and 500 more problems in the files"

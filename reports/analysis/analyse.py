@@ -9,6 +9,7 @@ from reports.analysis.concentrated import cell_concentration
 from reports.analysis.dose import dose_curves
 from reports.analysis.exploration import explore
 from reports.analysis.logit import logit_checks
+from reports.analysis.reach import reached
 from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
 from reports.analysis.seed_spread import seed_spreads
@@ -31,5 +32,6 @@ def analyse(report: Report, tables: Mapping[tuple[str, int], Panel], verdict: Ve
         methods=methods,
         logit=tuple(logit_checks(plan, tables, report.contrasts)),
         seeds=tuple(seed_spreads(report.contrasts, verdict.decisions)),
+        reach=tuple(reached(verdict.decisions)),
         exploration=explore(plan, report.contrasts),
     )

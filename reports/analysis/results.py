@@ -185,6 +185,17 @@ class SeedSpread:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The smallest drop that a gated cell would have found with power .8, and how many templates would decide it."""
+
+    cell: CellName
+    margin: float
+    n_clusters: int
+    detectable: float
+    clusters_to_decide: int | None
+
+
+@dataclass(frozen=True)
 class Finding:
     """A contrast outside the gate that a false discovery rate of 10 % lets stand; its interval is not adjusted."""
 
@@ -217,4 +228,5 @@ class Analysis:
     methods: tuple[MethodVerdict, ...] = ()
     logit: tuple[LogitCheck, ...] = ()
     seeds: tuple[SeedSpread, ...] = ()
+    reach: tuple[Reach, ...] = ()
     exploration: Exploration | None = None
