@@ -305,6 +305,27 @@ def test_a_codec_that_is_not_the_policy_s_is_caught(coded: Path, tmp_path: Path)
     assert re.search(r"the ledger was quantised by kivi:\S+, the policy names nothing", done.stdout)
 
 
+def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> None:
+    """A prompt of three in chunks of two, one drawn token fed with three given ones, two more drawn."""
+    policy = parse_policy("int8:chunk=2")
+    plain = ledger({}, tokens=9)
+    assert policy.quantiser is not None
+    due = torch.tensor([2, 2, 3, 5, 5, 7, 7, 8, NEVER], dtype=torch.int32)
+    rollout = replace(
+        plain,
+        prompt_length=3,
+        sampled=torch.tensor([False] * 3 + [True] + [False] * 3 + [True] * 2),
+        codec=policy.quantiser.canonical,
+        keys_quantised_at=due,
+        values_quantised_at=due,
+    )
+    assert quantisation_breach(rollout, policy) is None
+    early = due.clone()
+    early[6] = 6
+    words = quantisation_breach(replace(rollout, values_quantised_at=early), policy)
+    assert words == "the values of entry 6 are quantised at 6, due at 7"
+
+
 @pytest.mark.parametrize("policy", policies_for("variant", small_policies()), ids=policy_id)
 def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy) -> None:
     loaded = shared("gemma3")  # one layer follows its own window

@@ -61,11 +61,11 @@ def _times_quantised(rollout: Rollout, until: Callable[[int, int], int], chunk: 
 
 def _forwards(rollout: Rollout, chunk: int) -> list[int]:
     """Tokens seen after each forward: given ones come a chunk at a time, drawn ones singly, the last not at all."""
-    drawn, sampled = _drawn(rollout).tolist(), rollout.sampled.tolist()
+    sampled = rollout.sampled.tolist()
     end = len(sampled) - sampled[-1]
     ends, start = [], 0
     while start < end:
-        most = start + 1 if drawn[start] else min(end, start + chunk)
+        most = min(end, start + chunk)
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         ends.append(stop)
         start = stop
