@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -47,7 +48,12 @@ class Registry(Generic[T]):
         if spec is None or spec.loader is None or not path.is_file():
             raise DataError(f"plug-in file {str(path)!r} cannot be read; give the path of a .py file")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        sys.modules[spec.name] = module  # dataclasses look there for annotations that are text
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
         self._collect(module)
         return sorted(set(self.all()) - before)
 

@@ -26,20 +26,29 @@ class Served:
     chat: Any = field(default_factory=lambda: SimpleNamespace(stop_ids=frozenset()))
 
 
-def random_llama(width: int, layers: int, attention: str = NAME) -> Served:
-    """Random weights, the same for the same arguments; 8 heads over 4 KV heads, vocabulary 4096."""
+def random_llama(
+    width: int,
+    layers: int,
+    attention: str = NAME,
+    *,
+    vocabulary: int = 4096,
+    positions: int = 4096,
+    spread: float = 0.02,
+) -> Served:
+    """Random weights of standard deviation ``spread``, the same for the same arguments; 8 heads over 4 KV heads."""
     config = LlamaConfig(
-        vocab_size=4096,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=int(width * 2.75),
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
+        initializer_range=spread,
     )
     config._attn_implementation = attention
     torch.manual_seed(0)
-    return Served(f"random Llama, width {width} x {layers} layers", LlamaForCausalLM(config).eval(), 4096)
+    return Served(f"random Llama, width {width} x {layers} layers", LlamaForCausalLM(config).eval(), positions)
 
 
 def embedded() -> Iterator[Served]:

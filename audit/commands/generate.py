@@ -62,7 +62,7 @@ def _sample(question: Question, model: LoadedModel, policy: Policy) -> tuple[Com
     needed = len(prompt.ids) + question.max_new_tokens
     if needed > model.max_positions:
         raise SpecError(f"prompt and answer need {needed} positions, model {model.name!r} has {model.max_positions}")
-    episode = Sampler(model, policy).open([prompt.ids], [question.seed])
+    episode = Sampler(model, policy).open([prompt.ids], [question.seed], roles=[prompt.roles])
     decoding = Decoding(question.max_new_tokens, temperature=question.temperature)
     (completion,) = episode.decode(decoding)
     assert completion is not None

@@ -47,7 +47,8 @@ class EvictingCache:
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
         self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries held per row
-        self._pins = Pins(policy.evictor, len(row_keys), row_keys.device) if policy.pinned_roles else None
+        governed = [plan.policy.evictor for plan in self.plans if plan.sliding_window is None]
+        self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
         self.bytes_peak = 0
 
@@ -102,6 +103,9 @@ class EvictingCache:
         store, window = self.stores[layer], self.plans[layer].sliding_window
         whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
         padded = bool((self._counts[layer] != store.length).any())
+        if isinstance(store, QuantisedStore) and query.shape[2] == 1 and store.attends_codes:
+            visible = visibility(self._positions, store.positions, window) if padded else None
+            return store.attend_one(query, visible, scaling)
         out = []
         for rows, keys, values in store.read():
             if whole:

@@ -17,13 +17,11 @@ def split(x: Tensor, size: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]."""
-    if bits == 8:
-        return codes
-    parts = split(codes, 8 // bits)
-    packed: Tensor = parts[..., 0].clone()
-    for n in range(1, 8 // bits):
-        packed |= parts[..., n] << (bits * n)
+    """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]; a byte holds channels D * bits / 8 apart."""
+    packed: Tensor | None = None
+    for n, part in enumerate(codes.chunk(8 // bits, -1)):
+        packed = part.clone() if packed is None else packed | (part << (bits * n))
+    assert packed is not None
     return packed
 
 
@@ -32,7 +30,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     mask = 2**bits - 1
-    return torch.stack([(packed >> (bits * n)) & mask for n in range(8 // bits)], -1).flatten(-2)
+    return torch.cat([(packed >> (bits * n)) & mask for n in range(8 // bits)], -1)
 
 
 def encode_tokens(x: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor]:

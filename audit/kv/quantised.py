@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from audit.kv.coded import group_logits, token_logits, token_mix
 from audit.kv.codes import (
     decode_keys,
     decode_tokens,
@@ -24,6 +25,7 @@ from audit.kv.codes import (
 )
 from audit.kv.store import Part, Store
 from audit.policies import Quantiser
+from audit.policies.quantiser import working
 
 WIDEST = 2**15 - 1  # groups that an int16 can name
 HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
@@ -70,13 +72,15 @@ class QuantisedStore(Store):
 
     def read(self) -> Iterator[Part]:
         """Row blocks of bounded size, decoded one after the other."""
+        for rows in self._blocks():
+            yield Part(rows, *self.entries(rows))
+
+    def _blocks(self) -> list[slice]:
         keys = self._tail[0]
         row = keys.shape[1] * self.length * keys.shape[3] * keys.element_size()
         most = HOST_BLOCK if keys.device.type == "cpu" else DEVICE_BLOCK
         step = max(1, most // max(row, 1))
-        for first in range(0, len(keys), step):
-            rows = slice(first, first + step)
-            yield Part(rows, *self.entries(rows))
+        return [slice(first, first + step) for first in range(0, len(keys), step)]
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         codec = self._codec
@@ -104,6 +108,53 @@ class QuantisedStore(Store):
         else:
             keys = self._tail[0].new_zeros(codes.shape)
         return self._with_tail(keys, 0, self._keys_done[rows], rows)
+
+    @property
+    def attends_codes(self) -> bool:
+        """Whether ``attend_one`` may be used: below float32, decoding rounds, and the shadow pass must round alike."""
+        return self._tail[0].dtype in (torch.float32, torch.float64)
+
+    def attend_one(self, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+        """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
+        packed = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3])
+        out = [
+            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling)
+            for rows in self._blocks()
+        ]
+        return torch.cat(out).reshape(*query.shape[:3], -1)
+
+    def _attend(self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+        start, at = self._start, self.positions[rows, :, self._start :]
+        tail_keys, tail_values = self._tail[0][rows], self._tail[1][rows]
+        logits = self._logits(rows, query)
+        exact = (at >= self._keys_done[rows])[:, :, None]
+        logits[..., start:] = torch.where(exact, query @ tail_keys.transpose(2, 3), logits[..., start:])
+        logits *= scaling
+        if visible is not None:
+            logits = logits.masked_fill(~visible, float("-inf"))
+        shares = logits.softmax(-1)
+        exact = (at >= self._values_done[rows])[:, :, None]
+        direct = shares[..., start:] * exact
+        shares[..., start:] -= direct
+        codes = unpack(self._slots["value_codes"][rows, :, : self.length], self._codec.bits)
+        parameters = self._split(self._slots["value_parameters"][rows, :, : self.length], tail_values)
+        return token_mix(shares, self._codec.numbers(codes, query.dtype), parameters) + direct @ tail_values
+
+    def _logits(self, rows: slice, query: Tensor) -> Tensor:
+        """q k [b, H, X, length] of the entries that are codes; anything for the others."""
+        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
+        codec = self._codec
+        if self._table is not None and not (self._aligned and self._table.shape[2]):
+            return query @ self._keys(rows, tokens).transpose(2, 3)
+        codes = unpack(tokens["key_codes"], codec.bits)
+        if self._table is None:
+            parameters = self._split(tokens["key_parameters"], self._tail[0])
+            return token_logits(query, codec.numbers(codes, query.dtype), parameters)
+        table = split(self._table[rows], self._numbers(self._table))
+        whole = min(table.shape[2] * codec.key_group, self.length)
+        runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
+        logits = group_logits(query, codec.numbers(runs, query.dtype), table)
+        return torch.nn.functional.pad(logits, (0, self.length - whole))
 
     def _split(self, parameters: Tensor, like: Tensor) -> Tensor:
         """Stored parameters [..., n * P] as [..., n, P]."""
@@ -140,12 +191,33 @@ class QuantisedStore(Store):
         if self._table is None:
             self._store_tokens("key", self._tail[0], leaving)
         elif bool(leaving.any()):
-            self._store_groups(self._table, leaving)
+            if self._aligned:
+                self._store_runs(self._table, int(leaving[0, 0].sum()))
+            else:
+                self._store_groups(self._table, leaving)
 
     def _store_tokens(self, name: str, exact: Tensor, leaving: Tensor) -> None:
         codes, parameters = encode_tokens(exact, self._codec)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
         self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
+
+    def _store_runs(self, table: Tensor, count: int) -> None:
+        """The next ``count`` keys of every row, where slots and positions are the same: groups are runs of slots."""
+        codec, first = self._codec, int(self._keys_done[0])
+        exact = self._tail[0][:, :, first - self._start : first - self._start + count]
+        runs = exact.reshape(*exact.shape[:2], -1, codec.key_group, exact.shape[3]).to(working(exact.dtype))
+        parameters = codec.fit(runs.amin(3), runs.amax(3)).to(exact.dtype)
+        codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
+        self._slots["key_codes"][:, :, first : first + count] = pack(codes, codec.bits)
+        groups = torch.arange(count, device=exact.device) // codec.key_group + table.shape[2]
+        self._name_groups(table.shape[2] + count // codec.key_group)
+        self._slots["key_group"][:, :, first : first + count] = groups.to(self._slots["key_group"].dtype)
+        self._table = torch.cat([table, parameters.flatten(-2)], 2)
+
+    def _name_groups(self, groups: int) -> None:
+        """Make room for the numbers of this many groups."""
+        if groups > WIDEST:
+            self._slots["key_group"] = self._slots["key_group"].int()
 
     def _store_groups(self, table: Tensor, leaving: Tensor) -> None:
         """Runs of ``key_group`` leaving keys, by position and per head, get parameters of their own."""
@@ -156,8 +228,7 @@ class QuantisedStore(Store):
         parameters = fit_groups(self._tail[0], group, groups, codec)  # [B, H, G, D, P]
         codes = encode_keys(self._tail[0], parameters_of(group, parameters), codec)
         self._write("key_codes", pack(codes, codec.bits), leaving)
-        if table.shape[2] + groups > WIDEST:
-            self._slots["key_group"] = self._slots["key_group"].int()
+        self._name_groups(table.shape[2] + groups)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
         self._table = torch.cat([table, parameters.flatten(-2)], 2)
         if not self._aligned:

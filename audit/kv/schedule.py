@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ from audit.policies import Policy, Quantiser
 class Pins:
     """Which positions of each row never leave: bool [B, T], grown as tokens come."""
 
-    def __init__(self, policy: Policy, rows: int, device: torch.device) -> None:
-        self._policy = policy
+    def __init__(self, policies: Sequence[Policy], rows: int, device: torch.device) -> None:
+        self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the least room
         self._at = torch.zeros(rows, 0, dtype=torch.bool, device=device)
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:

@@ -69,6 +69,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         self._config, self._policy, self._seed = model.config, policy, seed
         self._rotary, self._pinned = rotary_for(model, policy), pinned
         self._evicting: EvictingCache | None = None
+        self._columns = 0  # given so far, padding included
 
     @classmethod
     def for_model(
@@ -118,6 +119,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
+        self._columns += new
+        if attention_mask is not None and attention_mask.shape[-1] != self._columns:
+            raise SpecError(
+                f"the attention mask has {attention_mask.shape[-1]} columns, this CompressedCache has been given "
+                f"{self._columns}: for another batch or conversation, make a new one"
+            )
         positions = _row_positions(attention_mask, self._evicting.seen, new)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:

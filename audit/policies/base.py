@@ -109,7 +109,7 @@ class Policy:
             raise SpecError(f"policy {self.name}: phase={self.phase!r}, wanted one of {', '.join(PHASES)}")
         for role in self.pinned_roles:
             if role not in set(Role):
-                raise UnknownName(f"role in pin of policy {self.name}", role, list(Role))
+                raise UnknownName(f"role in pin of policy {self.name}", role, [str(known) for known in Role])
         if self.evicts and self.budget < self.sink + self.window:
             raise SpecError(
                 f"policy {self.name}: budget={self.budget} is below sink + window = {self.sink} + {self.window}; "

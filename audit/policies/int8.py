@@ -27,6 +27,5 @@ class Int8(Absmax):
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         return self._scaled(x, parameters).round().to(torch.int8).view(torch.uint8)
 
-    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        scale = parameters[..., 0]
-        return codes.view(torch.int8).to(scale.dtype) * scale
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.view(torch.int8).to(dtype)

@@ -61,6 +61,5 @@ class Kivi(Quantiser):
         steps = (x - zero) / torch.where(scale > 0, scale, 1)
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 
-    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        scale, zero = parameters.unbind(-1)
-        return torch.addcmul(zero, codes.to(scale.dtype), scale)
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from audit.errors import SpecError
@@ -31,8 +31,9 @@ class PyramidKV(SnapKV):
                 f"(budget - window) / {FUNNEL} = {(self.budget - self.window) // FUNNEL} entries beyond the window"
             )
 
-    def for_layer(self, layer: int, layers: int) -> PyramidKV:
-        return replace(self, budget=self._total(layer + 1, layers) - self._total(layer, layers))
+    def for_layer(self, layer: int, layers: int) -> SnapKV:
+        shared = {field.name: getattr(self, field.name) for field in fields(SnapKV)}
+        return SnapKV(**shared | {"budget": self._total(layer + 1, layers) - self._total(layer, layers)})
 
     def _total(self, count: int, layers: int) -> int:
         """Entries of the first ``count`` layers together."""

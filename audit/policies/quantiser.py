@@ -1,7 +1,7 @@
 """The contract of a quantising policy: nothing leaves, entries past the residual window are stored in fewer bits.
 
 Which entries are quantised when is the policy's ``keys_until`` and ``values_until``; how, its ``fit``, ``encode`` and
-``decode``. The cache stores codes and parameters, the shadow pass calls the same three functions.
+``numbers``. The cache stores codes and parameters, the shadow pass calls the same functions.
 """
 
 from __future__ import annotations
@@ -69,9 +69,16 @@ class Quantiser(Policy):
         """Codes (uint8, one per element) of ``x`` [...] with its parameters [..., P]."""
         raise NotImplementedError
 
-    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """What the codes stand for, in the dtype of the parameters."""
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The codes as plain numbers; an entry is number * scale, plus zero where there is one."""
         raise NotImplementedError
+
+    def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        """What the codes stand for, in the dtype of the parameters [..., P]: scale, or scale and zero."""
+        numbers = self.numbers(codes, parameters.dtype)
+        if parameters.shape[-1] == 1:
+            return numbers * parameters[..., 0]
+        return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])
 
     def importance(self, view: View) -> Tensor:
         raise AssertionError(f"a quantiser never evicts (layer {view.layer})")
