@@ -77,6 +77,7 @@ def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
             "What was compared",
             "The two sides of every difference in this report, and the rules fixed before the numbers were seen.",
             tables=(tables.compared(report),),
+            folded=True,
         ),
         Section(
             "gate",

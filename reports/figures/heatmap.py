@@ -86,7 +86,7 @@ def _panel(
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if hatch:
-            box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.45, "linewidth": 0}
+            box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.6, "linewidth": 0}
             panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, hatch=hatch, **box))
         panel.text(x, y, points(value) if c.effect else "invalid", ha="center", va="center", fontsize=8)
     labels = [inline(report.plan.labels.get(policy, policy)) for policy in policies]
