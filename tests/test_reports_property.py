@@ -12,6 +12,7 @@ from reports_synthetic import Design, policy, records_of, spec_of
 
 from audit.errors import SpecError
 from audit.records import Outcome
+from reports.analysis.analyse import analyse
 from reports.drift import drift_report
 from reports.formats import json as json_format
 from reports.formats import markdown
@@ -54,8 +55,10 @@ def data_of(records, spec):
 
 
 def check(records, spec):
-    report = drift_report(data_of(records, spec))
+    data = data_of(records, spec)
+    report = drift_report(data)
     verdict = decide(report)
+    report = dataclasses.replace(report, analysis=analyse(report, data.panels, verdict))
     assert verdict.exit_code in (0, 3, 4, 5)
     for contrast in report.contrasts:
         assert (contrast.effect is None) == bool(contrast.reasons)
