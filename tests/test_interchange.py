@@ -20,7 +20,7 @@ from audit.errors import DataError, SpecError
 from audit.kv.history import Event, history, ledger_of
 from audit.kv.interchange import read_rollouts, write_rollouts
 from audit.kv.ledger import NEVER, save_ledgers
-from audit.kv.recorded import Recorded
+from audit.kv.recorded import Recorded, check_replayable
 from audit.model import load_model
 from audit.policies import parse_policy
 from audit.sampler import Decoding, Sampler
@@ -309,11 +309,43 @@ def test_another_model_s_rollouts_are_refused(key: str, got: str, elsewhere: Pat
     assert f"rollout 0 has {got}, the model 3 layers of 2 KV heads: it is of another model" in done.stderr
 
 
-def test_token_ids_and_positions_beyond_the_model_are_refused(elsewhere: Path, tmp_path: Path) -> None:
+def test_token_ids_beyond_the_model_are_refused(elsewhere: Path, tmp_path: Path) -> None:
     whole = json.loads(elsewhere.read_text())
     whole["rollouts"][1]["ids"][3] = 967
     done = verified("--rollouts", written(tmp_path / "r.json", whole), "--model", "embedded")
     assert (done.exit_code, "rollout 1 has token ids outside the model's 967" in done.stderr) == (2, True)
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    loaded = served(dtype=torch.float32)
+    recorded = Recorded("here", tuple(two_turns(loaded, "none").rollouts), "none")
+    longest = max(len(rollout.ids) for rollout in recorded.rollouts)
+    check_replayable(recorded, loaded.model.config, longest)
+    with pytest.raises(DataError, match=f"{longest} tokens, the model {longest - 1} positions"):
+        check_replayable(recorded, loaded.model.config, longest - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_length": "40"}, "class 'str'"),
+        ({"prompt_length": 0}, "prompt_length 0"),
+        ({"prompt_length": 41}, "sampled tokens in its prompt"),
+        ({"sampled": torch.zeros(82, dtype=torch.bool)}, "or none at all"),
+        ({"sampled": torch.zeros(82)}, "torch.float32, torch.float32"),
+        ({"sampler_logprobs": torch.zeros(81)}, r"log-probs or ledger of \[81, 82\]"),
+        ({"codec": "none"}, "names 'none' as its codec"),
+        ({"keys_quantised_at": torch.zeros(1, 82, dtype=torch.int32)}, "quantisation times of another shape"),
+        ({"values_quantised_at": torch.zeros(82)}, "quantisation times of another shape"),
+    ],
+)
+def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> None:
+    loaded = served(dtype=torch.float32)
+    first = two_turns(loaded, "int8:residual=3,chunk=16").rollouts[0]
+    assert (len(first.ids), first.prompt_length) == (82, 40)
+    check_replayable(Recorded("here", (first,), "int8"), loaded.model.config, 512)
+    with pytest.raises(DataError, match=words):
+        check_replayable(Recorded("here", (replace(first, **changes),), "int8"), loaded.model.config, 512)
 
 
 @pytest.mark.parametrize("extra", [{"policy": "\x1b[31mnone"}, {"\x1b[31m\u202ekey": 1}, {"format": "\x1b[31m"}])
