@@ -75,3 +75,30 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
     index = group.clamp(min=0).long()
     rest = table.shape[3:]
     return table.gather(2, index.reshape(*index.shape, *[1] * len(rest)).expand(*index.shape, *rest))
+
+
+def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [B, H, K, D] in runs of ``key_group``: codes, group numbers [K] and parameters [B, H, G, D, P]."""
+    runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working(keys.dtype))
+    parameters = codec.fit(runs.amin(3), runs.amax(3)).to(keys.dtype)
+    codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
+    return codes, torch.arange(keys.shape[2], device=keys.device) // codec.key_group, parameters
+
+
+def code_groups(keys: Tensor, leaving: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for keys where ``leaving`` [B, H, K], per head; group numbers [B, H, K] are -1 for the others."""
+    rank = leaving.int().cumsum(2) - 1
+    group = torch.where(leaving, rank // codec.key_group, -1)
+    parameters = fit_groups(keys, group, int(group.max()) + 1, codec)
+    return encode_keys(keys, parameters_of(group, parameters), codec), group, parameters
+
+
+def without_empty(group: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Group numbers [B, H, K] and ``table`` [B, H, G, ...] without the groups whose keys have all left."""
+    batch, heads, groups = table.shape[:3]
+    used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
+    used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
+    renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))
+    order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, : int(used.sum(2).max())]
+    rest = table.shape[3]
+    return torch.where(group >= 0, renamed, -1), table.gather(2, order[..., None].expand(-1, -1, -1, rest))

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from audit.kv.coded import group_logits, token_logits, token_mix
 from audit.kv.codes import (
+    code_groups,
+    code_runs,
     decode_keys,
     decode_tokens,
-    encode_keys,
     encode_tokens,
-    fit_groups,
     pack,
     parameters_of,
     split,
     unpack,
+    without_empty,
 )
 from audit.kv.store import Part, Store
 from audit.policies import Quantiser
-from audit.policies.quantiser import working
 
 WIDEST = 2**15 - 1  # groups that an int16 can name
 HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
@@ -202,52 +202,29 @@ class QuantisedStore(Store):
         self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
     def _store_runs(self, table: Tensor, count: int) -> None:
-        """The next ``count`` keys of every row, where slots and positions are the same: groups are runs of slots."""
-        codec, first = self._codec, int(self._keys_done[0])
+        """The next ``count`` keys of every row, where slots and positions are the same."""
+        first = int(self._keys_done[0])
         exact = self._tail[0][:, :, first - self._start : first - self._start + count]
-        runs = exact.reshape(*exact.shape[:2], -1, codec.key_group, exact.shape[3]).to(working(exact.dtype))
-        parameters = codec.fit(runs.amin(3), runs.amax(3)).to(exact.dtype)
-        codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
-        self._slots["key_codes"][:, :, first : first + count] = pack(codes, codec.bits)
-        groups = torch.arange(count, device=exact.device) // codec.key_group + table.shape[2]
-        self._name_groups(table.shape[2] + count // codec.key_group)
-        self._slots["key_group"][:, :, first : first + count] = groups.to(self._slots["key_group"].dtype)
-        self._table = torch.cat([table, parameters.flatten(-2)], 2)
-
-    def _name_groups(self, groups: int) -> None:
-        """Make room for the numbers of this many groups."""
-        if groups > WIDEST:
-            self._slots["key_group"] = self._slots["key_group"].int()
+        codes, group, parameters = code_runs(exact, self._codec)
+        self._add_groups(table, parameters)
+        for name, new in (("key_codes", pack(codes, self._codec.bits)), ("key_group", group + table.shape[2])):
+            self._slots[name][:, :, first : first + count] = new.to(self._slots[name].dtype)
 
     def _store_groups(self, table: Tensor, leaving: Tensor) -> None:
-        """Runs of ``key_group`` leaving keys, by position and per head, get parameters of their own."""
-        codec, size = self._codec, self._codec.key_group
-        rank = leaving.int().cumsum(2) - 1
-        group = torch.where(leaving, rank // size, -1)
-        groups = int(group.max()) + 1
-        parameters = fit_groups(self._tail[0], group, groups, codec)  # [B, H, G, D, P]
-        codes = encode_keys(self._tail[0], parameters_of(group, parameters), codec)
-        self._write("key_codes", pack(codes, codec.bits), leaving)
-        self._name_groups(table.shape[2] + groups)
+        """The leaving keys, by position and per head."""
+        codes, group, parameters = code_groups(self._tail[0], leaving, self._codec)
+        self._add_groups(table, parameters)
+        self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
-        self._table = torch.cat([table, parameters.flatten(-2)], 2)
-        if not self._aligned:
-            self._drop_empty_groups()
-
-    def _drop_empty_groups(self) -> None:
-        """Forget the parameters of groups whose keys have all left."""
         assert self._table is not None
-        group = self._slots["key_group"][:, :, : self.length].long()
-        batch, heads, groups = self._table.shape[:3]
-        used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
-        used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
-        renamed = used.cumsum(2) - 1
-        self._slots["key_group"][:, :, : self.length] = torch.where(
-            group >= 0, renamed.gather(2, group.clamp(min=0)), -1
-        ).to(self._slots["key_group"].dtype)
-        most = int(used.sum(2).max())
-        order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :most]
-        self._table = self._table.gather(2, order[..., None].expand(-1, -1, -1, self._table.shape[3]))
+        used = self._slots["key_group"][:, :, : self.length]
+        group, self._table = without_empty(used.long(), self._table)
+        used.copy_(group)
+
+    def _add_groups(self, table: Tensor, parameters: Tensor) -> None:
+        self._table = torch.cat([table, parameters.flatten(-2)], 2)
+        if self._table.shape[2] > WIDEST:
+            self._slots["key_group"] = self._slots["key_group"].int()
 
     def _write(self, name: str, new: Tensor, where: Tensor) -> None:
         slots = self._slots[name][:, :, self._start : self.length]
