@@ -1,0 +1,162 @@
+"""Serving policies that no learner replays: a draw per request, and positions counted inside the cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import audit.kv.attention
+from audit import CompressedCache
+from audit.errors import RunError, SpecError
+from audit.kv.ledger import save_ledgers
+from audit.policies import Mixture, parse_policy
+from audit.sampler import Decoding, Sampler
+from audit.training.config import TrainConfig
+
+MIXTURE = "streaming:budget=12,sink=2|none|knorm:budget=10"
+
+
+def tiny(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    config._attn_implementation = audit.kv.attention.NAME
+    return LlamaForCausalLM(config).double().eval()
+
+
+def served() -> SimpleNamespace:
+    chat = SimpleNamespace(stop_ids=frozenset({7}))
+    return SimpleNamespace(model=tiny(), chat=chat, device=torch.device("cpu"), max_positions=512)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    torch.manual_seed(5)
+    return [torch.randint(8, 61, (n,)).tolist() for n in lengths]
+
+
+def test_every_row_of_a_mixture_is_served_as_by_the_policy_it_drew() -> None:
+    loaded, mixture, asked = served(), parse_policy(MIXTURE), prompts(30, 22, 41, 17, 28, 33)
+    seeds = [11, 12, 13, 14, 15, 16]
+    episode = Sampler(loaded, mixture).open(asked, seeds)
+    first = episode.decode(Decoding(9))
+    episode.extend(prompts(5, 6, 7, 8, 9, 4))
+    second = episode.decode(Decoding(9), [9, 0, 9, 9, 0, 9])
+    assert len({mixture.drawn(seed).name for seed in seeds}) > 1
+    for row, seed in enumerate(seeds):
+        alone = Sampler(loaded, mixture.drawn(seed)).open([asked[row]], [seed])
+        assert [c.ids for c in alone.decode(Decoding(9)) if c] == [first[row].ids]  # type: ignore[union-attr]
+        alone.extend([prompts(5, 6, 7, 8, 9, 4)[row]])
+        (more,) = alone.decode(Decoding(9), [[9, 0, 9, 9, 0, 9][row]])
+        assert (more and more.ids) == (second[row] and second[row].ids)  # type: ignore[union-attr]
+        assert torch.equal(alone.rollouts()[0].evicted_at, episode.rollouts()[row].evicted_at)
+
+
+def test_group_members_of_a_mixture_draw_for_themselves() -> None:
+    episode = Sampler(served(), parse_policy(MIXTURE)).open(prompts(30), list(range(24)), group=24)
+    episode.decode(Decoding(2))
+    kept = [int((r.evicted_at[0, 0] > len(r.ids)).sum()) for r in episode.rollouts()]
+    assert set(kept) == {10 + 1, 12 + 1, 31 + 1}  # budgets and everything, and the last token, which waits outside
+
+
+def test_the_parts_of_a_mixture_are_drawn_equally_often() -> None:
+    mixture = parse_policy("none|int8|kivi|fp8")
+    counts = [sum(mixture.drawn(key) == part for key in range(4000)) for part in mixture.parts]  # type: ignore[attr-defined]
+    assert all(abs(count - 1000) < 5 * 27.4 for count in counts), counts
+
+
+def test_a_mixture_is_for_serving_only() -> None:
+    with pytest.raises(SpecError, match="replayed"):
+        TrainConfig(arm="smd", seed=1, policy="streaming:budget=96|none", suites=("refusal",), context_tokens=192)
+    with pytest.raises(SpecError, match="draw one per request"):
+        CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)))
+    with pytest.raises(SpecError, match="mixture inside a mixture"):
+        parse_policy({"mixture": ["none", {"mixture": ["int8", "fp8"]}]})
+    assert isinstance(parse_policy(MIXTURE), Mixture)
+
+
+def test_a_policy_without_replay_leaves_no_ledger(tmp_path: Any) -> None:
+    policy = parse_policy("streaming:budget=12,sink=2,reposition=true")
+    episode = Sampler(served(), policy).open(prompts(30), [1])
+    episode.decode(Decoding(3))
+    with pytest.raises(SpecError, match="cannot be replayed"):
+        save_ledgers(tmp_path / "ledger.safetensors", episode.rollouts(), policy)
+    with pytest.raises(SpecError, match="cannot be replayed|replayed"):
+        TrainConfig(arm="smd", seed=1, policy=policy.canonical, suites=("refusal",), context_tokens=192)
+
+
+def rotated(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """The rotary rule written out: channel i turns with channel i + half."""
+    angle = positions[:, None].double() * frequencies
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def streaming_by_cache_slot(model: Any, ids: list[int], budget: int, sink: int) -> Tensor:
+    """One layer, token by token: keys are kept unrotated and take their slot in the cache as position."""
+    (layer,) = model.model.layers
+    attention, frequencies = layer.self_attn, model.model.rotary_emb.inv_freq.double()
+    keys, values, out = [], [], []
+    for token in ids:
+        hidden = model.model.embed_tokens(torch.tensor([token]))
+        normed = layer.input_layernorm(hidden)
+        query, key, value = (
+            part(normed).view(1, -1, 8).transpose(0, 1)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        keys.append(key)
+        values.append(value)
+        slots = torch.arange(len(keys))
+        turned = rotated(torch.cat(keys, 1), slots, frequencies).repeat_interleave(2, 0)
+        asked = rotated(query, slots[-1:], frequencies)
+        shares = (asked @ turned.transpose(1, 2) * 8**-0.5).softmax(-1)
+        mixed = (shares @ torch.cat(values, 1).repeat_interleave(2, 0)).transpose(0, 1).reshape(1, -1)
+        hidden = hidden + attention.o_proj(mixed)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        out.append(model.lm_head(model.model.norm(hidden)))
+        if len(keys) > budget:
+            del keys[sink], values[sink]
+    return torch.cat(out)
+
+
+@torch.no_grad()
+def test_repositioned_streaming_is_the_original_written_out() -> None:
+    model, (ids,) = tiny(layers=1), prompts(60)
+    cache = CompressedCache.for_model(model, "streaming:budget=16,sink=3,reposition=true")
+    logits = [model(torch.tensor([[token]]), past_key_values=cache).logits[:, 0] for token in ids]
+    # the model's own rotation takes cosines in float32
+    torch.testing.assert_close(torch.cat(logits), streaming_by_cache_slot(model, ids, 16, 3), rtol=0, atol=1e-5)
+    kept = CompressedCache.for_model(model, "streaming:budget=16,sink=3")
+    plain = [model(torch.tensor([[token]]), past_key_values=kept).logits[:, 0] for token in ids]
+    assert float((torch.cat(plain) - torch.cat(logits)).abs().max()) > 0.1
+
+
+def test_repositioned_sinks_do_not_drift_with_the_number_of_turns() -> None:
+    model, (ids,) = tiny(layers=1).float(), prompts(400)
+    cache = CompressedCache.for_model(model, "streaming:budget=16,sink=3,reposition=true")
+    with torch.no_grad():
+        last = [model(torch.tensor([[token]]), past_key_values=cache).logits[:, 0] for token in ids][-1]
+        exact = streaming_by_cache_slot(model.double(), ids, 16, 3)[-1:]
+    torch.testing.assert_close(last.double(), exact, rtol=0, atol=1e-4)
+
+
+def test_a_model_whose_positions_are_not_rotary_is_refused_in_one_line() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61, n_positions=64))
+    for policy in ("expected:budget=16", "streaming:budget=16,reposition=true"):
+        with pytest.raises(RunError, match="rotary positions of fixed frequencies, which 'gpt2' does not have"):
+            CompressedCache.for_model(model, policy)
