@@ -5,6 +5,7 @@ from __future__ import annotations
 from reports import analysis_tables as tables
 from reports.analysis.safe import sentence
 from reports.judge_tables import cells_table, errors_table, panel_notes
+from reports.plain import inline
 from reports.report import Report
 from reports.section import Section
 
@@ -148,6 +149,17 @@ def _gated_families(report: Report) -> set[str]:
     """The families that have a gated policy."""
     gated = report.plan.primary
     return {c.family for c in report.analysis.doses if any(d.policy in gated for d in c.doses)}
+
+
+def ceiling_notes(report: Report) -> tuple[str, ...]:
+    """The interactions whose sign depends on the scale."""
+    return tuple(
+        inline(
+            f"{tables.cell_name(report, c.cell)}: ceiling-driven, in log odds it has the other sign ({c.logit:+.2f})."
+        )
+        for c in report.analysis.logit
+        if c.ceiling_driven
+    )
 
 
 def method_sections(report: Report) -> list[Section]:

@@ -62,10 +62,10 @@ def percent(value: float | None) -> str:
 
 
 def pvalue(value: float | None) -> str:
-    """A p-value with two digits, floored at what a t tail can tell."""
+    """A p-value with two digits; the least that 9,999 draws can give is printed as a bound."""
     if value is None:
         return "-"
-    return "< 0.0001" if value < 1e-4 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+    return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
 def size(count: float) -> str:

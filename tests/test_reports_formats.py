@@ -24,7 +24,7 @@ from reports.gate import Status, decide
 from reports.judge_panel import Adjudication, Arm, Bounds, JudgedCell, Rate
 from reports.judge_panel import render as render_adjudication
 from reports.load import load_run
-from reports.plain import clip, drift, inline, points, visible
+from reports.plain import clip, drift, inline, points, pvalue, visible
 from reports.story import SENTENCES, banner
 from reports.write import formats, write_report, write_whole
 
@@ -213,6 +213,26 @@ def test_control_characters_are_shown(text, wanted):
 
 def test_inline_text_is_one_line():
     assert inline("a\nb\tc") == "a⏎b c"
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, "-"),
+        (0.0, "< 0.0001"),
+        (1 / 10_000, "< 0.0001"),
+        (2 / 10_000, "0.0002"),
+        (0.0345, "0.034"),
+        (0.5, "0.50"),
+    ],
+)
+def test_the_least_p_that_draws_can_give_is_a_bound(value, wanted):
+    assert pvalue(value) == wanted
+
+
+def test_an_interaction_that_depends_on_the_scale_is_said_where_it_stands(written):
+    text = (written[0] / "report" / "report.md").read_text()
+    assert "* naive @ snapkv 96, refusal: ceiling-driven, log odds have the other sign (+0.80)." in text
 
 
 def test_long_text_loses_its_middle():
