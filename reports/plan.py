@@ -89,7 +89,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
     suites = tuple(dict.fromkeys([*_names(evaluate, "suites"), *sorted(set(records["suite"]))]))
     primary = _policies(gate, "primary", policies) or policies
     contexts, rules = _contexts(evaluate, records), read_rules(gate)
-    train_policy = train.get("policy")
+    train_policy, capability = train.get("policy"), _capability(suites, provenance)
     return Plan(
         mode="training" if candidates else "serving",
         model=str(spec.get("model", "unknown")),
@@ -101,18 +101,31 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
         primary=primary,
         suites=suites,
         contexts=contexts,
-        capability=_capability(suites, provenance),
+        capability=capability,
         alpha=rules.alpha_per_look,
         margins=_margins(gate, suites),
         train_policy=match_policies([str(train_policy)], list(policies))[0] if train_policy else None,
         labels=short_names(policies),
-        estimands=estimands(gate, _names(gate, "estimands")),
+        estimands=_estimands(gate, suites, capability),
         planned=tuple(_planned(train, evaluate, policies)),
         rules=rules,
         gated_contexts=_gated_contexts(gate, contexts),
         deployable=_policies(gate, "deployable", policies) or primary,
         estimand_margins=estimand_margins(gate),
     )
+
+
+def _estimands(gate: Mapping[str, Any], suites: Sequence[str], capability: Sequence[str]) -> tuple[str, ...]:
+    """The estimands that decide; what compares capability with safety needs suites of both kinds."""
+    asked = estimands(gate, _names(gate, "estimands"))
+    kinds = {"capability": bool(capability), "safety": len(capability) < len(suites)}
+    for name, needed in (("selectivity", ("safety", "capability")), ("parity", ("capability",))):
+        for kind in needed:
+            if name in asked and not kinds[kind]:
+                raise SpecError(
+                    f"gate.estimands asks {name}, but no suite measures {kind}: {', '.join(map(clipped, suites))}"
+                )
+    return asked
 
 
 def _policies(gate: Mapping[str, Any], key: str, known: Sequence[str]) -> tuple[str, ...]:

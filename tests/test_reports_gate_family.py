@@ -185,6 +185,7 @@ def test_selectivity_is_the_safety_drop_minus_the_capability_drop(tmp_path):
         assert c.effect.lower == pytest.approx(c.effect.estimate - below, abs=1e-12)
     [naive] = find(decide(report), "selectivity", arm="naive")
     assert naive.status is not Status.FAIL  # both fell alike
+    assert min(naive.pvalue_drop, naive.pvalue_holm) > 0.05
     assert base["naive", "refusal"].upper < -0.05
 
 
@@ -237,3 +238,32 @@ def test_a_test_that_two_cells_share_counts_once(tmp_path):
     before = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(decide(one), "E1")}
     after = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(decide(both), "E1")}
     assert before == after
+
+
+def test_serving_runs_gate_worst_policy_selectivity_and_parity_of_the_change_from_none(tmp_path):
+    design = {"arms": ("base",), "train": False, "policies": ("none", SNAP, STREAM), "serving": {STREAM: 0.4}}
+    report = report_of(tmp_path, estimands=("E3", "selectivity", "parity"), **design)
+    verdict = decide(report)
+    [refusal], [math] = find(verdict, "E3", suite="refusal"), find(verdict, "E3", suite="math")
+    assert (refusal.policies, refusal.policy, refusal.status) == ((SNAP, STREAM), STREAM, Status.FAIL)
+    assert math.status is Status.FAIL
+    assert {d.policy: d.status for d in find(verdict, "parity")} == {SNAP: Status.PASS, STREAM: Status.FAIL}
+    assert {d.policy for d in find(verdict, "selectivity")} == {SNAP, STREAM}
+    assert Status.FAIL not in {d.status for d in find(verdict, "selectivity")}  # both suites fall alike
+    assert not find(verdict, "E4")
+
+
+def test_selectivity_without_a_number_in_one_suite_is_invalid_and_names_it(tmp_path):
+    report = report_of(tmp_path, estimands=("selectivity",), primary=("none",), clusters=5, items=50)
+    verdict = decide(report)
+    assert verdict.status is Status.INVALID
+    assert {r.code for d in find(verdict, "selectivity") for r in d.reasons} == {"FEW_CLUSTERS"}
+    assert {r.text.partition(":")[0] for d in find(verdict, "selectivity") for r in d.reasons} == {"refusal", "math"}
+
+
+def test_estimands_of_capability_need_suites_of_both_kinds(tmp_path):
+    from audit.errors import SpecError
+
+    for estimand, suites in (("selectivity", ("refusal",)), ("selectivity", ("math",)), ("parity", ("refusal",))):
+        with pytest.raises(SpecError, match=f"gate.estimands asks {estimand}, but no suite"):
+            report_of(tmp_path / estimand / suites[0], estimands=(estimand,), suites=suites, margins={suites[0]: 5})

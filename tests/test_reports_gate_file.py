@@ -216,7 +216,8 @@ def test_a_waiver_holds_through_its_last_day(data, tmp_path):
 
 def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):
     gate = gate_file(tmp_path, f"format: 1\nestimands: [E3]\ndeployable: [none, '{SNAP}']\n")
-    by_policy = WAIVER.format(arm="naive").replace("arm: naive", "policy: none")
+    [worst] = [d for d in decided(data, gate=gate)[1].decisions if d.gated and d.status is Status.FAIL]
+    by_policy = WAIVER.format(arm="naive").replace("arm: naive", f"policy: '{worst.policy}'")
     assert decided(data, gate=gate, waivers=waivers(tmp_path, by_policy))[1].status is Status.FAIL
     by_estimand = WAIVER.format(arm="naive").replace("arm: naive", "estimand: E3")
     assert decided(data, gate=gate, waivers=waivers(tmp_path, by_estimand))[1].status is not Status.FAIL
