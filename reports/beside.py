@@ -154,9 +154,7 @@ def _gated_families(report: Report) -> set[str]:
 def ceiling_notes(report: Report) -> tuple[str, ...]:
     """The interactions whose sign depends on the scale."""
     return tuple(
-        inline(
-            f"{tables.cell_name(report, c.cell)}: ceiling-driven, in log odds it has the other sign ({c.logit:+.2f})."
-        )
+        inline(f"{tables.cell_name(report, c.cell)}: ceiling-driven, log odds have the other sign ({c.logit:+.2f}).")
         for c in report.analysis.logit
         if c.ceiling_driven
     )
