@@ -40,8 +40,8 @@ def dose_sections(report: Report) -> list[Section]:
             tables=(tables.slopes(report, "budget"), tables.slopes(report, "length")),
             notes=(
                 "Points: rates with pointwise 95 % score intervals. Lines: isotonic, drawn and not tested. Slope: pp "
-                f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero is a "
-                "training that made the arm more sensitive. Families with a gated policy; drift.json holds all.",
+                f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero means "
+                "that training made the arm more sensitive. Families with a gated policy; drift.json holds all.",
             )
             if report.analysis.doses
             else (),
