@@ -185,15 +185,17 @@ def test_chunks_do_not_matter_while_everything_fits(evictor: Policy) -> None:
 def a_view(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> View:
     """What the policy is shown of the first layer when a row of forty tokens is first over budget."""
     shown: list[View] = []
-    rule = type(policy).importance
+    evicting = new_cache(shared(), policy)
+    own = type(evicting.plans[0].policy.evictor)  # a layer may follow another policy than the whole
+    rule = own.importance
 
     def spy(self: Policy, view: View) -> Tensor:
         shown.append(view)
         return rule(self, view)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(policy), "importance", spy)
-        feed(shared(), new_cache(shared(), policy), prompts(40))
+        patch.setattr(own, "importance", spy)
+        feed(shared(), evicting, prompts(40))
     return shown[0]
 
 
