@@ -13,7 +13,7 @@ import conform.test_eviction as eviction
 import conform.test_shadow as identity
 import pytest
 import torch
-from conform.world import small
+from conform.policies import small
 from torch import Tensor
 
 from audit.policies import Policy, View

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conform.world import (
-    CONFIGS,
-    feed,
-    left_padded,
-    new_cache,
-    prompts,
-    random_model,
-    served,
-    shared,
-    small_policies,
-    two_turns,
-)
+from conform.policies import small_policies
+from conform.world import CONFIGS, feed, left_padded, new_cache, prompts, random_model, served, shared, two_turns
 
 from audit.errors import SpecError
 from audit.kv.ledger import NEVER

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conform.world import policies_for, policy_id, shared, small_policies, two_turns
+from conform.policies import policies_for, policy_id, small_policies
+from conform.world import shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 

@@ -12,22 +12,8 @@ from audit.errors import SpecError
 from audit.kv.ledger import NEVER
 from audit.policies import POLICIES, Policy, View, parse_policy
 from audit.sampler import Decoding, Sampler
-from conform.world import (
-    Moment,
-    feed,
-    governed,
-    held,
-    moments,
-    new_cache,
-    policy_id,
-    prompts,
-    pytest_generate_tests,
-    refuses,
-    roomy,
-    shared,
-    small,
-    steps,
-)
+from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
+from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps
 
 __all__ = ["pytest_generate_tests"]
 SCRIPT = (40, -14, 21, -9)  # a prompt, an answer, a message, an answer

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from audit import CompressedCache, shadow
 from audit.policies import Policy
-from conform.world import CONFIGS, exact_norms, left_padded, prompts, pytest_generate_tests, random_model
+from conform.policies import pytest_generate_tests
+from conform.world import CONFIGS, exact_norms, left_padded, prompts, random_model
 
 __all__ = ["pytest_generate_tests"]
 

@@ -13,20 +13,9 @@ from torch import Tensor
 from audit import shadow
 from audit.kv.ledger import NEVER, Rollout
 from audit.policies import Policy
+from conform.policies import policy_id, pytest_generate_tests
 from conform.stepwise import stepwise_logits
-from conform.world import (
-    CORE,
-    feed,
-    gap,
-    ledger_of,
-    new_cache,
-    policy_id,
-    prompts,
-    pytest_generate_tests,
-    served,
-    shared,
-    two_turns,
-)
+from conform.world import CORE, feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
 
 __all__ = ["pytest_generate_tests"]
 

@@ -1,21 +1,14 @@
-"""What the conformance suite plays with: small variants of every policy, tiny random models, prompts and two turns.
-
-Everything here follows from a policy's class, its fields and the contract of ``audit/policies/base.py``; no policy is
-known by name.
-"""
+"""What the conformance suite plays with: tiny random models, prompts, two turns, and what a row's cache held when."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -29,12 +22,11 @@ from transformers import (
 )
 
 import audit.kv.attention
-from audit.errors import SpecError
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import NEVER, Ledger, Rollout
 from audit.kv.rotary import rotary_for
 from audit.kv.shadow import suffix_logits
-from audit.policies import POLICIES, Composed, Policy, parse_policy
+from audit.policies import Policy, parse_policy
 from audit.sampler import Decoding, Sampler
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=512)
@@ -54,94 +46,6 @@ CONFIGS = {
     "phi": PhiConfig(partial_rotary_factor=0.5, **GQA),
 }
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
-
-
-# --- policies -------------------------------------------------------------------------------------------------------
-
-SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8}
-AT_MOST = {"window": 4, "interval": 3}
-# every evicting policy also plays under these; a field that a policy refuses with others is its own business
-SCHEDULES = {
-    "each-step": {"interval": 1},
-    "one-chunk": {"interval": 5, "chunk": 1000},
-    "prefill": {"phase": "prefill"},
-    "decode": {"phase": "decode", "interval": 2, "chunk": 1000},
-}
-
-
-def small(cls: type[Policy], **fields: Any) -> Policy:
-    """The policy with a budget that bites on forty tokens; fields that this rule does not know keep their defaults."""
-    defaults = {f.name: f.default for f in dataclasses.fields(cls) if f.name in cls.field_names()}
-    values = {name: value for name, value in SMALL.items() if name in defaults}
-    values |= {name: min(most, defaults[name]) for name, most in AT_MOST.items() if name in defaults}
-    return cls(**{**values, **fields})
-
-
-def roomy(policy: Policy, **fields: Any) -> Policy:
-    """The same rule with a budget in which sink and window fit beside a choice, whatever the rule asks of them."""
-    return dataclasses.replace(policy, **{"budget": 48, "sink": 2, "window": 5, **fields})
-
-
-def small_policies() -> list[Policy]:
-    """A small variant of every registered policy."""
-    return [small(cls) for cls in POLICIES.all().values()]
-
-
-def variants(policy: Policy) -> list[Policy]:
-    """The policy, with each of its switches turned, and under other schedules if it evicts; no two alike."""
-    switches = [name for name in policy.field_names() if isinstance(getattr(policy, name), bool)]
-    others = [{name: not getattr(policy, name)} for name in switches]
-    others += SCHEDULES.values() if policy.evicts else []
-    return list(dict.fromkeys([policy, *(dataclasses.replace(policy, **fields) for fields in others)]))
-
-
-def compositions(under_test: Sequence[Policy]) -> list[Policy]:
-    """Every evicting policy with a quantising one and the other way round, partners taken in turn."""
-    registered = small_policies()
-    evictors, quantisers = ([p for p in registered if getattr(p, kind)] for kind in ("evicts", "quantises"))
-    pairs = [*zip((p for p in under_test if p.evicts), itertools.cycle(quantisers), strict=False)]
-    pairs += zip(itertools.cycle(evictors), (p for p in under_test if p.quantises), strict=False)
-    return list(dict.fromkeys(Composed(parts=pair) for pair in pairs))
-
-
-def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
-    """The policies a test asks for by the name of its argument."""
-    varied, pairs = [v for p in under_test for v in variants(p)], compositions(under_test)
-    chosen = {
-        "policy": under_test,
-        "evictor": [p for p in under_test if p.evicts],
-        "scheduled": [v for v in varied if v.evicts],
-        "compressed": [*(v for v in varied if v.evicts), *pairs],
-        "variant": [*varied, *pairs],
-        "replayed": [p for p in under_test if p.replayable],
-        "replayed_variant": [p for p in (*varied, *pairs) if p.replayable],
-        "lossy": [p for p in (*under_test, *pairs) if p.replayable and (p.evictor.evicts or p.quantiser)],
-    }
-    return list(chosen[argument])
-
-
-ARGUMENTS = ("policy", "evictor", "scheduled", "compressed", "variant", "replayed", "replayed_variant", "lossy")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test every policy its argument asks for: all registered ones, or those of ``--policy-file``."""
-    for argument in set(ARGUMENTS) & set(metafunc.fixturenames):
-        chosen = policies_for(argument, _under_test(metafunc.config.getoption("policy_file")))
-        metafunc.parametrize(argument, chosen, ids=[policy_id(p) for p in chosen])
-
-
-@cache
-def _under_test(file: Path | None) -> list[Policy]:
-    return small_policies() if file is None else [small(POLICIES.get(name)) for name in POLICIES.load_file(file)]
-
-
-def policy_id(policy: Policy) -> str:
-    """The name and whatever differs from the small variant."""
-    if isinstance(policy, Composed):
-        return "+".join(map(policy_id, policy.parts))
-    usual = small(type(policy)).parameters()
-    other = [f"{k}={v}" for k, v in policy.parameters().items() if usual.get(k) != v]
-    return ":".join([policy.name, ",".join(other)]) if other else policy.name
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -310,15 +214,6 @@ def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> f
         drawn = logprobs[rollout.sampled[rollout.prompt_length :]]
         worst = max(worst, (drawn - torch.tensor(played.logprobs[row], dtype=torch.float64)).abs().max().item())
     return worst
-
-
-def refuses(policy: Policy, **fields: Any) -> bool:
-    """Whether a policy cannot be built with these fields."""
-    try:
-        dataclasses.replace(policy, **fields)
-    except SpecError:
-        return True
-    return False
 
 
 def steps(history: Sequence[Moment]) -> Iterator[tuple[Moment, Moment]]:

@@ -1,0 +1,113 @@
+"""Which policies a conformance test meets: small variants of every one, built from its own fields by a general rule.
+
+Everything here follows from a policy's class, its fields and the contract of ``audit/policies/base.py``; no policy is
+known by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit.errors import SpecError
+from audit.policies import POLICIES, Composed, Policy
+
+SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8}
+AT_MOST = {"window": 4, "interval": 3}
+# every evicting policy also plays under these; a field that a policy refuses with others is its own business
+SCHEDULES = {
+    "each-step": {"interval": 1},
+    "one-chunk": {"interval": 5, "chunk": 1000},
+    "prefill": {"phase": "prefill"},
+    "decode": {"phase": "decode", "interval": 2, "chunk": 1000},
+}
+
+
+def small(cls: type[Policy], **fields: Any) -> Policy:
+    """The policy with a budget that bites on forty tokens; fields that this rule does not know keep their defaults."""
+    defaults = {f.name: f.default for f in dataclasses.fields(cls) if f.name in cls.field_names()}
+    values = {name: value for name, value in SMALL.items() if name in defaults}
+    values |= {name: min(most, defaults[name]) for name, most in AT_MOST.items() if name in defaults}
+    return cls(**{**values, **fields})
+
+
+def roomy(policy: Policy, **fields: Any) -> Policy:
+    """The same rule with a budget in which sink and window fit beside a choice, whatever the rule asks of them."""
+    return dataclasses.replace(policy, **{"budget": 48, "sink": 2, "window": 5, **fields})
+
+
+def small_policies() -> list[Policy]:
+    """A small variant of every registered policy."""
+    return [small(cls) for cls in POLICIES.all().values()]
+
+
+def variants(policy: Policy) -> list[Policy]:
+    """The policy, with each of its switches turned, and under other schedules if it evicts; no two alike."""
+    switches = [name for name in policy.field_names() if isinstance(getattr(policy, name), bool)]
+    others = [{name: not getattr(policy, name)} for name in switches]
+    others += SCHEDULES.values() if policy.evicts else []
+    return list(dict.fromkeys([policy, *(dataclasses.replace(policy, **fields) for fields in others)]))
+
+
+def compositions(under_test: Sequence[Policy]) -> list[Policy]:
+    """Every evicting policy with a quantising one and the other way round, partners taken in turn."""
+    registered = small_policies()
+    evictors, quantisers = ([p for p in registered if getattr(p, kind)] for kind in ("evicts", "quantises"))
+    pairs = [*zip((p for p in under_test if p.evicts), itertools.cycle(quantisers), strict=False)]
+    pairs += zip(itertools.cycle(evictors), (p for p in under_test if p.quantises), strict=False)
+    return list(dict.fromkeys(Composed(parts=pair) for pair in pairs))
+
+
+def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
+    """The policies a test asks for by the name of its argument."""
+    varied, pairs = [v for p in under_test for v in variants(p)], compositions(under_test)
+    chosen = {
+        "policy": under_test,
+        "evictor": [p for p in under_test if p.evicts],
+        "scheduled": [v for v in varied if v.evicts],
+        "compressed": [*(v for v in varied if v.evicts), *pairs],
+        "variant": [*varied, *pairs],
+        "replayed": [p for p in under_test if p.replayable],
+        "replayed_variant": [p for p in (*varied, *pairs) if p.replayable],
+        "lossy": [p for p in (*under_test, *pairs) if p.replayable and (p.evictor.evicts or p.quantiser)],
+    }
+    return list(chosen[argument])
+
+
+ARGUMENTS = ("policy", "evictor", "scheduled", "compressed", "variant", "replayed", "replayed_variant", "lossy")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test every policy its argument asks for: all registered ones, or those of ``--policy-file``."""
+    for argument in set(ARGUMENTS) & set(metafunc.fixturenames):
+        chosen = policies_for(argument, _under_test(metafunc.config.getoption("policy_file")))
+        metafunc.parametrize(argument, chosen, ids=[policy_id(p) for p in chosen])
+
+
+@cache
+def _under_test(file: Path | None) -> list[Policy]:
+    return small_policies() if file is None else [small(POLICIES.get(name)) for name in POLICIES.load_file(file)]
+
+
+def policy_id(policy: Policy) -> str:
+    """The name and whatever differs from the small variant."""
+    if isinstance(policy, Composed):
+        return "+".join(map(policy_id, policy.parts))
+    usual = small(type(policy)).parameters()
+    other = [f"{k}={v}" for k, v in policy.parameters().items() if usual.get(k) != v]
+    return ":".join([policy.name, ",".join(other)]) if other else policy.name
+
+
+def refuses(policy: Policy, **fields: Any) -> bool:
+    """Whether a policy cannot be built with these fields."""
+    try:
+        dataclasses.replace(policy, **fields)
+    except SpecError:
+        return True
+    return False
