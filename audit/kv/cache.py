@@ -13,7 +13,7 @@ from torch import Tensor
 
 from audit.errors import SpecError
 from audit.kv.attention import causal_attention, grouped_attention
-from audit.kv.evict import only_victim, retained, visibility
+from audit.kv.evict import attention_mass, only_victim, retained, visibility
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
 from audit.kv.moments import QueryMoments
@@ -23,8 +23,6 @@ from audit.kv.rotary import Rotary
 from audit.kv.schedule import Pins, Times
 from audit.kv.store import Store
 from audit.policies import Policy, View
-
-QUERY_BLOCK = 128  # queries whose attention probabilities are held at once for `mass`
 
 
 class EvictingCache:
@@ -51,6 +49,7 @@ class EvictingCache:
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
         self.bytes_peak = 0
+        self._bytes = [0] * len(self.plans)  # allocated by each layer
 
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
@@ -86,18 +85,24 @@ class EvictingCache:
         self._counts[layer] += self._new
         out = self._attention(layer, query, scaling)
         self._remember(layer, query, scaling)
+        self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
         due = self._due(layer)
         if bool(due.any()):
             self._evict(layer, due, scaling)
         if isinstance(store, QuantisedStore):
             store.flush(*self._until)
+        self._weigh(layer)
         return out
+
+    def _weigh(self, layer: int) -> None:
+        moments = self._moments[layer]
+        self._bytes[layer] = self.stores[layer].bytes + (moments.bytes if moments else 0)
 
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return sum(store.bytes for store in self.stores) + sum(m.bytes for m in self._moments if m)
+        return sum(self._bytes)
 
     def _attention(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         store, window = self.stores[layer], self.plans[layer].sliding_window
@@ -122,25 +127,11 @@ class EvictingCache:
         store, moments = self.stores[layer], self._moments[layer]
         store.observe(query, self._positions)
         if store.mass is not None:
-            self._accumulate(store, query, scaling)
+            for rows, keys, _ in store.read():
+                at, positions = self._positions[rows], store.positions[rows]
+                store.mass[rows] += attention_mass(query[rows], at, keys, positions, scaling)
         if moments:
             moments.add(query, self._positions)
-
-    def _accumulate(self, store: Store, query: Tensor, scaling: float) -> None:
-        """Add the softmax mass of the new queries, in float32 and in blocks of queries: memory O(block * K)."""
-        assert store.mass is not None
-        for rows, held, _ in store.read():
-            keys = held.float()
-            groups = query.shape[1] // keys.shape[1]
-            for start in range(0, query.shape[2], QUERY_BLOCK):
-                block = query[rows, :, start : start + QUERY_BLOCK].float()
-                at = self._positions[rows, start : start + QUERY_BLOCK]
-                packed = block.reshape(len(block), -1, groups, *block.shape[2:])
-                logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
-                visible = visibility(at, store.positions[rows], None)
-                logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
-                mass = logits.softmax(-1) * (at >= 0)[:, None, None, :, None]
-                store.mass[rows] += mass.sum((2, 3))
 
     def _due(self, layer: int) -> Tensor:
         """Rows [B] that compress now; a function of each row's own token count."""
@@ -216,6 +207,8 @@ class EvictingCache:
         self._since = [s.repeat_interleave(group) for s in self._since]
         self._counts = [c.repeat_interleave(group) for c in self._counts]
         self.bytes_peak *= group  # per row, what the shared prefill cost stays comparable
+        for layer in range(len(self.plans)):
+            self._weigh(layer)
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from audit.policies import Policy
 
 INF = float("inf")
+QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
 
 
 def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
@@ -20,6 +21,25 @@ def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Ten
     if sliding_window is not None:
         visible &= q - k < sliding_window
     return visible | (q < 0)
+
+
+def attention_mass(query: Tensor, at: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
+
+    query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
+    Blocks of queries keep memory at O(block * K).
+    """
+    keys = keys.float()
+    groups = query.shape[1] // keys.shape[1]
+    total = keys.new_zeros(keys.shape[:3])
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
+        packed = block.reshape(len(block), -1, groups, *block.shape[2:])
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
+        visible = visibility(asked, positions, None)
+        shares = logits.masked_fill(~visible[:, :, None], -INF).softmax(-1) * (asked >= 0)[:, None, None, :, None]
+        total += shares.sum((2, 3))
+    return total
 
 
 def retained(
