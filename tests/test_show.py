@@ -209,9 +209,14 @@ def test_a_mixture_shows_what_one_request_drew() -> None:
 
 def test_layers_and_heads_can_be_chosen() -> None:
     policy = "random:budget=16,chunk=16"
-    one, other = (shown(policy, "--layer", layer, "--head", 1).stdout for layer in (0, 2))
-    assert "layer 2, KV head 1" in other
-    assert one.splitlines()[2:] != other.splitlines()[2:]
+    first, head, layer = (
+        shown(policy, "--layer", chosen[0], "--head", chosen[1]).stdout.splitlines()
+        for chosen in ((0, 0), (0, 1), (2, 0))
+    )
+    assert "layer 0, KV head 1" in head[1]
+    assert "layer 2, KV head 0" in layer[1]
+    assert first[2:] != head[2:]
+    assert first[2:] != layer[2:]
 
 
 @pytest.mark.parametrize(
