@@ -17,6 +17,7 @@ from conform.policies import small
 from torch import Tensor
 
 from audit.policies import Policy, View
+from audit.policies.int8 import Int8
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +107,16 @@ class Greedy(Policy):
 
 
 @dataclass(frozen=True)
+class OneScale(Int8):
+    """One scale for whatever is quantised together, the other rows included."""
+
+    name: ClassVar[str] = "one-scale"
+
+    def fit(self, low: Tensor, high: Tensor) -> Tensor:
+        return torch.full_like(low, max(high.max(), -low.min()) / 127)[..., None]
+
+
+@dataclass(frozen=True)
 class Neighbours(Policy):
     """Ranks by the slot before, and says that the order of slots does not matter."""
 
@@ -127,6 +138,7 @@ def test_a_claim_about_the_order_of_slots_is_checked(monkeypatch: pytest.MonkeyP
     [
         (BatchMates, identity.test_batch_mates_and_padding_change_nothing, {}),
         (Slots, identity.test_batch_mates_and_padding_change_nothing, {}),
+        (OneScale, identity.test_batch_mates_and_padding_change_nothing, {}),
         (Dice, identity.test_the_same_run_twice_is_the_same, {}),
         (Reseeds, identity.test_the_same_run_twice_is_the_same, {}),
         (Remembers, identity.test_caches_that_share_a_policy_object_share_nothing_else, {}),
@@ -147,6 +159,7 @@ from typing import ClassVar
 import torch
 
 from audit.policies import Policy, View
+from audit.policies.int8 import Int8
 
 
 @dataclass(frozen=True)
