@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from audit.errors import SpecError, UnknownName
+from reports.policy_names import match_policies, policy_text, short_names
 from reports.rules import Rules, estimand_margins, estimands, number, read_rules
 from reports.yaml_file import clipped, known_keys, shown
 
+__all__ = ["DENSE_POLICY", "Plan", "Unit", "match_policies", "read_plan", "short_names"]
 DENSE_POLICY = "none"
 DEFAULT_MARGINS = {"refusal": 5.0, "agent": 5.0, "math": 3.0}  # pp
 CAPABILITY_SUITES = frozenset({"math", "gsm8k", "arithmetic"})  # unless provenance says each suite's kind
@@ -78,7 +80,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
     """The plan of a spec. Raises SpecError when the gate's numbers cannot be used."""
     train, evaluate, gate = (_section(spec, name) for name in ("train", "evaluate", "gate"))
     seen = list(dict.fromkeys(records["policy"]))
-    policies = tuple(dict.fromkeys([*match_policies(_names(evaluate, "policies"), seen), *sorted(seen)]))
+    policies = tuple(dict.fromkeys([*match_policies(_policy_names(evaluate, "policies"), seen), *sorted(seen)]))
     trained = _names(train, "arms")
     recorded = sorted(set(records["arm"]))
     reference = str(gate.get("reference") or ("dense" if trained else "base"))
@@ -104,7 +106,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
         capability=capability,
         alpha=rules.alpha_per_look,
         margins=_margins(gate, suites),
-        train_policy=match_policies([str(train_policy)], list(policies))[0] if train_policy else None,
+        train_policy=match_policies([policy_text(train_policy)], list(policies))[0] if train_policy else None,
         labels=short_names(policies),
         estimands=_estimands(gate, suites, capability),
         planned=tuple(_planned(train, evaluate, policies)),
@@ -130,7 +132,7 @@ def _estimands(gate: Mapping[str, Any], suites: Sequence[str], capability: Seque
 
 def _policies(gate: Mapping[str, Any], key: str, known: Sequence[str]) -> tuple[str, ...]:
     """The policies a gate section names, each one that the run has: a gated policy without cells must not slip by."""
-    found = tuple(dict.fromkeys(match_policies(_names(gate, key), known)))
+    found = tuple(dict.fromkeys(match_policies(_policy_names(gate, key), known)))
     for policy in found:
         if policy not in known:
             raise UnknownName(f"policy in gate.{key}", clipped(policy), map(clipped, known))
@@ -152,51 +154,13 @@ def _planned(train: Mapping[str, Any], evaluate: Mapping[str, Any], policies: Se
         arms.append(("base", 0))
     suites, samples = evaluate.get("suites"), evaluate.get("samples", 1)
     counts = suites.items() if isinstance(suites, Mapping) else ()
-    asked = match_policies(_names(evaluate, "policies"), policies)
+    asked = match_policies(_policy_names(evaluate, "policies"), policies)
     for suite, part in counts:
         items = part.get("items") if isinstance(part, Mapping) else None
         if not isinstance(items, int) or not isinstance(samples, int):
             continue
         for (arm, seed), policy, context in product(arms, asked, _integers(evaluate, "context_tokens")):
             yield Unit(arm, seed, policy, str(suite), context, items * samples)
-
-
-def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The known canonical policy of each asked one; an asked one without records stays as it is written.
-
-    A user writes ``snapkv:budget=48``, records hold every field. The known policy of the same name that agrees in all
-    fields both mention is meant; the fewest unmentioned fields first, then the order in which they are known.
-    """
-    found = []
-    for text in asked:
-        close = [k for k in known if _agrees(text, k)]
-        close.sort(key=lambda k: (k != text, -len(_fields(text)[1].items() & _fields(k)[1].items())))
-        taken = [k for k in close if k not in found]
-        found.append((taken or close or [text])[0])
-    return found
-
-
-def _agrees(asked: str, known: str) -> bool:
-    (name, want), (other, have) = _fields(asked), _fields(known)
-    return name == other and all(have.get(key, value) == value for key, value in want.items())
-
-
-def _fields(policy: str) -> tuple[str, dict[str, str]]:
-    name, _, rest = policy.partition(":")
-    pairs = (part.partition("=") for part in rest.split(",") if part)
-    return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def short_names(policies: Sequence[str]) -> dict[str, str]:
-    """``snapkv 48`` for each policy, with the fields that tell two of the same name and budget apart."""
-    parsed = {policy: _fields(policy) for policy in policies}
-    first = {p: f"{name} {fields['budget']}" if "budget" in fields else name for p, (name, fields) in parsed.items()}
-    names = {}
-    for policy, (_, fields) in parsed.items():
-        twins = [p for p in policies if first[p] == first[policy]]
-        telling = [k for k in fields if len({parsed[t][1].get(k) for t in twins}) > 1]
-        names[policy] = " ".join([first[policy], *(f"{k}={fields[k]}" for k in telling)])
-    return names
 
 
 def _section(spec: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -216,6 +180,12 @@ def _names(section: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list | tuple | Mapping):
         raise SpecError(f"spec key {key!r} is {shown(value)}, wanted a list of names")
     return [str(entry) for entry in value]
+
+
+def _policy_names(section: Mapping[str, Any], key: str) -> list[str]:
+    """The texts of a list of policies, each of which may be a mapping."""
+    value = section.get(key)
+    return [policy_text(entry) for entry in value] if isinstance(value, list | tuple) else _names(section, key)
 
 
 def _integers(section: Mapping[str, Any], key: str) -> list[int]:

@@ -1,0 +1,111 @@
+"""Policies by their text alone: which known one is meant, and a short name for each.
+
+``snapkv:budget=96`` is one policy, ``snapkv:budget=96+kivi:bits=4`` one that also quantises what stays, and
+``snapkv:budget=96|none`` a draw between two. A spec may spell the same as mappings (name, compose, mixture).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from reports.yaml_file import shown
+
+DEEPEST = 3  # a mixture of compositions of policies
+Part = tuple[str, dict[str, str]]  # name, fields
+
+
+def policy_text(value: Any, depth: int = 0) -> str:
+    """The text of a policy that may be written as a mapping; what is neither stays what it is, and matches nothing."""
+    if not isinstance(value, Mapping) or depth >= DEEPEST:
+        return value if isinstance(value, str) else shown(value)
+    for key, joint in (("compose", "+"), ("mixture", "|")):
+        if isinstance(value.get(key), list):
+            return joint.join(policy_text(entry, depth + 1) for entry in value[key])
+    fields = ",".join(f"{key}={_word(field)}" for key, field in value.items() if key != "name")
+    return f"{value.get('name')}:{fields}" if fields else str(value.get("name"))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "/".join(entry if isinstance(entry, str) else shown(entry) for entry in value)
+    return value if isinstance(value, str) else shown(value)
+
+
+def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
+    """The known canonical policy of each asked one; an asked one without records stays as it is written.
+
+    A user writes ``snapkv:budget=48``, records hold every field. The known policy of the same names that agrees in all
+    fields both mention is meant; the fewest unmentioned fields first, then the order in which they are known.
+    """
+    found: list[str] = []
+    for text in asked:
+        close = [k for k in known if k == text or _agrees(text, k)]
+        close.sort(key=lambda k: (k != text, -_common(text, k)))
+        taken = [k for k in close if k not in found]
+        found.append((taken or close or [text])[0])
+    return found
+
+
+def short_names(policies: Sequence[str]) -> dict[str, str]:
+    """``snapkv 48`` for each policy, with the fields that tell two of the same name and budget apart."""
+    first = {policy: _short(policy) for policy in policies}
+    fields = {policy: dict(_placed(policy)) for policy in policies}
+    names = {}
+    for policy in policies:
+        twins = [p for p in policies if first[p] == first[policy]]
+        telling = [k for k in fields[policy] if len({fields[t].get(k) for t in twins}) > 1]
+        names[policy] = " ".join([first[policy], *(f"{key[-1]}={fields[policy][key]}" for key in telling)])
+    return names
+
+
+def _requests(policy: str) -> list[list[Part]]:
+    """The draws of a mixture, each the parts of a composition in the order of their names."""
+    return [sorted((_part(text) for text in draw.split("+")), key=lambda p: p[0]) for draw in policy.split("|")]
+
+
+def _part(text: str) -> Part:
+    name, _, rest = text.partition(":")
+    pairs = (part.partition("=") for part in rest.split(",") if part)
+    return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _pairs(asked: str, known: str) -> list[tuple[Part, Part]] | None:
+    """The parts of two policies beside each other, None where they are not made alike."""
+    ours, theirs = _requests(asked), _requests(known)
+    if [len(draw) for draw in ours] != [len(draw) for draw in theirs]:
+        return None
+    draws = zip(ours, theirs, strict=True)
+    return [pair for own, other in draws for pair in zip(own, other, strict=True)]
+
+
+def _agrees(asked: str, known: str) -> bool:
+    pairs = _pairs(asked, known)
+    return pairs is not None and all(
+        name == other and all(have.get(key, value) == value for key, value in want.items())
+        for (name, want), (other, have) in pairs
+    )
+
+
+def _common(asked: str, known: str) -> int:
+    """Fields that both mention with the same value."""
+    return sum(len(want.items() & have.items()) for (_, want), (_, have) in _pairs(asked, known) or [])
+
+
+def _short(policy: str) -> str:
+    return " | ".join(" + ".join(_label(*_part(text)) for text in draw.split("+")) for draw in policy.split("|"))
+
+
+def _label(name: str, fields: Mapping[str, str]) -> str:
+    if "budget" in fields:
+        return f"{name} {fields['budget']}"
+    return f"{name} {fields['bits']} bit" if "bits" in fields else name
+
+
+def _placed(policy: str) -> Iterator[tuple[tuple[int, int, str], str]]:
+    """Every field under its draw, its part and its name."""
+    for i, draw in enumerate(policy.split("|")):
+        for j, text in enumerate(draw.split("+")):
+            yield from (((i, j, key), value) for key, value in _part(text)[1].items())
