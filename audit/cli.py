@@ -256,6 +256,25 @@ def adjudicate(
 
 
 @app.command()
+def displace(
+    run: Run,
+    *,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="At most this many tokens of a checkpoint, policy and suite.")
+    ] = 16384,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: what the run began with.", show_default=False)
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Measure how far next-token distributions moved on the reference's own answers; `report` shows it, no gate."""
+    with user_errors(f"kvaudit displace {run}"):
+        from audit.commands.displace import displace as measure
+
+        measure(run, tokens=tokens, threads=threads, plugins=tuple(plugin or ()))
+
+
+@app.command()
 def compare(
     reference: Annotated[Path, typer.Argument(metavar="A", help="The reference's result file.", show_default=False)],
     candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate's result file.", show_default=False)],

@@ -230,9 +230,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all: synced beside its place, then renamed."""
-    _write_whole(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    """Write a JSON file whole or not at all: synced beside its place, then renamed. ``indent`` None: on one line."""
+    _write_whole(path, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
     _sync_folder(path.parent)
 
 

@@ -53,6 +53,7 @@ class Refusal(Suite):
     source = "procedural, written for this project"
     licence = "Apache-2.0"
     max_new_tokens = 12
+    refusal = REFUSAL
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]

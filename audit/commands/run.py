@@ -99,7 +99,7 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     spec = load_spec(path)
     if options.limit is not None:
         spec = spec.limited(options.limit)
-    _set_data(spec)
+    set_data(spec)
     return _Asked(spec, out or Path("runs") / spec.name, plugins)
 
 
@@ -120,7 +120,7 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _set_data(spec: RunSpec) -> None:
+def set_data(spec: RunSpec) -> None:
     """Public suites find their rows through one variable, whoever names the folder."""
     if spec.data is not None:
         os.environ["KVAUDIT_DATA"] = expand("data", spec.data)

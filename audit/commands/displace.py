@@ -1,0 +1,88 @@
+"""``kvaudit displace``: leads every checkpoint along the reference's answers and writes displacement.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from audit.commands.console import say, wide_console
+from audit.commands.plugins import load_plugins
+from audit.commands.run import set_data
+from audit.displacement.produce import Producer
+from audit.displacement.units import Measured
+from audit.errors import DataError
+from audit.intact import check_checkpoints
+from audit.launchers.local import idle_cores
+from audit.progress import Meter
+from audit.runs import SPEC, RunFolder
+from audit.spec import RunSpec
+from audit.spec_file import load_spec
+from reports.displacement import Displacement, load_displacement
+from reports.plain import inline, percent
+
+
+def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:
+    """Measure what is missing, write the file, print its means over suites and seeds."""
+    load_plugins(plugins)
+    spec = load_spec(path / SPEC)
+    set_data(spec)
+    run = RunFolder(path, spec)
+    _check(run, spec)
+    check_checkpoints(path)
+    torch.set_num_threads(threads or _threads(run))
+    disable_progress_bar()
+    producer = Producer(run, tokens=tokens)
+    console = Console(stderr=True)
+    with Meter(console, "displace", len(producer.units), producer.finished()) as meter:
+        written = producer.work(
+            lambda done, unit: meter.at(done, _line(unit)),
+            lambda busy: say(console, f"waiting for {busy} units that other processes hold (lock files name them)"),
+        )
+        meter.at(len(producer.units), "all units")
+    _print(load_displacement(path))
+    say(wide_console(), f"written: {written}; show it with: kvaudit report {path}")
+
+
+def _check(run: RunFolder, spec: RunSpec) -> None:
+    began = run.provenance().get("spec_sha256")
+    if began != spec.sha256:
+        raise DataError(
+            f"{str(run.path / SPEC)!r} has hash {spec.sha256[:12]}, the run began with {str(began)[:12]}; "
+            "put the first one back"
+        )
+
+
+def _threads(run: RunFolder) -> int:
+    """What the run began with: rounding can depend on it."""
+    known = run.provenance().get("threads")
+    if isinstance(known, int) and known > 0:
+        return known
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else idle_cores()
+
+
+def _line(unit: Measured) -> str:
+    name, _, fields = unit.policy.partition(":")
+    kind = "floor" if unit.floor else f"{name} {fields.partition(',')[0]}".strip()
+    return f"{unit.arm} seed {unit.seed}, {kind}, {unit.suite} {unit.context_tokens}"
+
+
+def _print(rows: Sequence[Displacement]) -> None:
+    table = Table("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
+    groups: dict[tuple[str, str, bool], list[Displacement]] = {}
+    for row in rows:
+        groups.setdefault((row.arm, row.policy, row.floor), []).append(row)
+    for (arm, policy, floor), own in groups.items():
+        tokens = sum(row.tokens for row in own)
+        mean = sum(row.mean_kl * row.tokens for row in own) / tokens
+        top1 = sum(row.same_top1 * row.tokens for row in own) / tokens
+        rms = (sum(row.rms_dp**2 * row.tokens for row in own) / tokens) ** 0.5
+        name = f"{inline(arm)} again (A/A floor)" if floor else inline(arm)
+        largest = f"{max(row.max_kl for row in own):.3g}"
+        table.add_row(name, inline(policy), str(tokens), f"{mean:.3g}", largest, percent(top1), percent(rms))
+    wide_console().print(table, markup=False)
