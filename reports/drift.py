@@ -24,6 +24,7 @@ from reports.plan import DENSE_POLICY, Plan
 from reports.report import Cell, Contrast, Report
 from reports.selectivity import selectivity
 from reports.validity import pin_reasons, run_reasons
+from reports.yaml_file import name_of
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
 MOST_PROBLEMS = 1000  # that a report names
@@ -39,7 +40,7 @@ def drift_report(data: RunData, asked: Asked | None = None) -> Report:
     tables = data.panels
     found = tuple(contrasts(plan, tables))
     return Report(
-        run=str(data.spec.get("name", data.run.name)),
+        run=name_of(data.spec.get("name", data.run.name)),
         plan=plan,
         reasons=(*run_reasons(data, plan), *pin_reasons(data, plan, asked.pin)),
         cells=tuple(cells(data.records, tables, plan)),

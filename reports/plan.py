@@ -12,7 +12,7 @@ import pandas as pd
 from audit.errors import SpecError, UnknownName
 from reports.policy_names import match_policies, policy_text, short_names
 from reports.rules import Rules, estimand_margins, estimands, number, read_rules
-from reports.yaml_file import clipped, known_keys, shown
+from reports.yaml_file import clipped, known_keys, name_of, shown
 
 __all__ = ["DENSE_POLICY", "Plan", "Unit", "match_policies", "read_plan", "short_names"]
 DENSE_POLICY = "none"
@@ -83,7 +83,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
     policies = tuple(dict.fromkeys([*match_policies(_policy_names(evaluate, "policies"), seen), *sorted(seen)]))
     trained = _names(train, "arms")
     recorded = sorted(set(records["arm"]))
-    reference = str(gate.get("reference") or ("dense" if trained else "base"))
+    reference = name_of(gate.get("reference") or ("dense" if trained else "base"))
     if not trained and reference not in recorded and len(recorded) == 1:
         reference = recorded[0]
     arms = tuple(dict.fromkeys([reference, *trained, *recorded]))
@@ -94,7 +94,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
     train_policy, capability = train.get("policy"), _capability(suites, provenance)
     return Plan(
         mode="training" if candidates else "serving",
-        model=str(spec.get("model", "unknown")),
+        model=name_of(spec.get("model", "unknown")),
         reference=reference,
         candidates=candidates,
         arms=arms,
@@ -160,7 +160,7 @@ def _planned(train: Mapping[str, Any], evaluate: Mapping[str, Any], policies: Se
         if not isinstance(items, int) or not isinstance(samples, int):
             continue
         for (arm, seed), policy, context in product(arms, asked, _integers(evaluate, "context_tokens")):
-            yield Unit(arm, seed, policy, str(suite), context, items * samples)
+            yield Unit(arm, seed, policy, name_of(suite), context, items * samples)
 
 
 def _section(spec: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -179,7 +179,7 @@ def _names(section: Mapping[str, Any], key: str) -> list[str]:
         return [value]
     if not isinstance(value, list | tuple | Mapping):
         raise SpecError(f"spec key {key!r} is {shown(value)}, wanted a list of names")
-    return [str(entry) for entry in value]
+    return [name_of(entry) for entry in value]
 
 
 def _policy_names(section: Mapping[str, Any], key: str) -> list[str]:

@@ -327,6 +327,27 @@ def test_hostile_words_in_a_waiver_are_inert(data, tmp_path):
     assert "\u202e" not in shown
 
 
+def test_a_spec_of_aliases_without_end_is_decided_or_refused_in_no_time(data):
+    bomb = ["x"] * 9
+    for _ in range(30):
+        bomb = [bomb] * 9
+    for section, key in (
+        ("evaluate", "policies"),
+        *(("gate", name) for name in ("reference", "primary", "estimands", "margins", "alpha", "contexts", "profile")),
+        *(("train", name) for name in ("arms", "seeds", "policy")),
+        ("evaluate", "suites"),
+    ):
+        spec = {**data.spec, section: {**data.spec[section], key: bomb}}
+        try:
+            found = len(markdown.render(drift_report(dataclasses.replace(data, spec=spec))))
+        except AuditError as error:
+            found = len(str(error))
+        assert found < 200_000, (section, key)
+    named = drift_report(dataclasses.replace(data, spec={**data.spec, "name": bomb, "model": bomb}))
+    assert len(named.run) < 1000
+    assert len(named.plan.model) < 1000
+
+
 def test_files_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"format: 1 # \xe9")
     (tmp_path / "big.yaml").write_text("# " + "x" * 1_000_100)
