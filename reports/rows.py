@@ -153,7 +153,7 @@ def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Proble
     for number, raw in enumerate(lines, first):
         try:
             yield number, checked(Record.from_json(raw.decode()))
-        except (DataError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        except (DataError, UnicodeDecodeError, RecursionError, TypeError, OverflowError) as error:
             half = "" if raw.endswith(b"\n") else "half-written last line: "
             problems.append(Problem(file, number, half + one_line(error)))
 

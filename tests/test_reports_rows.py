@@ -71,6 +71,8 @@ def strictly(path):
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(lines(), min_size=1, max_size=6), st.sampled_from([1, 700, 1 << 20]), st.booleans())
 @example([json.dumps(BASE[0] | {"score": True}).encode() + b"\n"], 1 << 20, True)
+@example([json.dumps(BASE[0] | {"score": 10**400}).encode() + b"\n"], 1 << 20, True)
+@example([json.dumps(BASE[0] | {"survival": {"user": 10**400}}).encode() + b"\n"], 1 << 20, True)
 @example([json.dumps(BASE[0] | {"format": 1.0}).encode() + b"\n"], 1 << 20, False)
 def test_blocks_and_single_lines_agree(tmp_path_factory, found, block, ended):
     path = tmp_path_factory.mktemp("u") / "unit.jsonl"
