@@ -223,5 +223,6 @@ class Episode:
             kv=self._cache,
             logits_to_keep=1 if columns is None else columns.to(device),
         )
+        self._cache.settle()
         logits: Tensor = output.logits
         return logits

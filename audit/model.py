@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from audit.chat import Chat
 from audit.errors import DataError, RunError
 from audit.kv.attention import NAME as ATTENTION
+from audit.kv.attention import require_interface
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -69,6 +70,7 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
             digest = weights_sha256(path)
         chat = Chat(tokenizer, _generation_stops(model))
     _require_full_attention(name_or_path, model.config)
+    require_interface(model)
     return LoadedModel(
         model=model.to(place).eval(),
         chat=chat,

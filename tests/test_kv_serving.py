@@ -173,3 +173,21 @@ def test_pinned_roles_survive_a_whole_conversation() -> None:
         rows = play(Sampler(loaded, parse_policy(policy)), [(suite, i) for i in items], Decoding(8), [1, 2, 3])
         assert all((row.survival["system"] == 1.0) is whole for row in rows)
         assert all(row.survival["user"] < 1.0 for row in rows)
+
+
+def test_a_model_with_attention_of_its_own_is_refused_not_served_wrongly() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    with pytest.raises(RunError, match="'falcon' computes attention by code of its own"):
+        CompressedCache.for_model(FalconForCausalLM(config), "streaming:budget=16")
+
+
+def test_a_layer_that_goes_round_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    cache = CompressedCache.for_model(model, "streaming:budget=16,sink=2")
+    inner = model.model.layers[1].self_attn
+    plain = inner.forward
+    monkeypatch.setattr(inner, "forward", lambda *args, kv, **rest: plain(*args, **rest))  # noqa: PLW0108 - drops kv
+    with pytest.raises(RunError, match="1 of the model's 2 layers attended"):
+        model(torch.tensor(prompts(20)), past_key_values=cache)

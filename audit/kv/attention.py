@@ -73,5 +73,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
     )
 
 
+def require_interface(model: Any) -> None:
+    """Raise RunError for a model that computes attention by code of its own: nothing could be evicted there."""
+    if not type(model)._supports_attention_backend:
+        raise RunError(
+            f"model {model.config.model_type!r} computes attention by code of its own, not through transformers' "
+            "attention interface, so its cache cannot be compressed; use another model"
+        )
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

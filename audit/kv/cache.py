@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.errors import RunError, SpecError
 from audit.kv.attention import causal_attention, grouped_attention
 from audit.kv.evict import attention_mass, only_victim, retained, visibility
 from audit.kv.layers import LayerPlan, layer_plans
@@ -58,6 +58,7 @@ class EvictingCache:
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
+        self._attended = 0
         device = self.row_keys.device
         self._positions = positions.to(device, torch.int32)
         self._seen_device = self.seen.to(device)
@@ -93,7 +94,16 @@ class EvictingCache:
         if isinstance(store, QuantisedStore):
             store.flush(*self._until)
         self._weigh(layer)
+        self._attended += 1
         return out
+
+    def settle(self) -> None:
+        """After a forward: raise RunError where some layer did not attend through this cache."""
+        if self._attended != len(self.plans):
+            raise RunError(
+                f"{self._attended} of the model's {len(self.plans)} layers attended through the compressed cache; "
+                "such a model cannot be served with it"
+            )
 
     def _weigh(self, layer: int) -> None:
         moments = self._moments[layer]

@@ -17,7 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from audit.errors import DataError, RunError, SpecError
-from audit.kv.attention import NAME
+from audit.kv.attention import NAME, require_interface
 from audit.kv.cache import EvictingCache
 from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import layer_plans
@@ -147,8 +147,10 @@ def _row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Ten
 def prepare(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache; done once per model."""
     if model not in _HOOKED:
+        require_interface(model)
         model.set_attn_implementation(NAME)
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
+        model.register_forward_hook(_settle, with_kwargs=True)
         _HOOKED.add(model)
 
 
@@ -159,6 +161,12 @@ def _hand_over(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     evicting = cache.start(kwargs.get("attention_mask"), _ids(args, kwargs))
     positions = evicting.announced.clamp(min=0)
     return args, {**kwargs, "kv": evicting, "attention_mask": None, "position_ids": positions}
+
+
+def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
+    evicting = kwargs.get("kv")
+    if isinstance(evicting, EvictingCache):
+        evicting.settle()
 
 
 def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

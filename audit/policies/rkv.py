@@ -11,6 +11,7 @@ from audit.errors import SpecError
 from audit.policies.base import Policy, View
 
 ALIKE = 0.5  # cosine above which two keys count as the same content
+KEY_BLOCK = 128  # keys that are compared with all others at once
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,17 @@ class RKV(Policy):
 
 
 def redundancy(keys: Tensor, present: Tensor) -> Tensor:
-    """How much of each entry's content other keys hold, softmax over entries: [B, H, K]; 0 for empty slots."""
+    """How much of each entry's content other keys hold, softmax over entries: [B, H, K]; 0 for empty slots.
+
+    In blocks of keys: memory O(KEY_BLOCK * K).
+    """
     unit = normalize(keys.float(), dim=-1) * present[..., None]
-    alike = unit @ unit.transpose(2, 3)  # [B, H, K, K]: key, entry
-    alike.diagonal(dim1=2, dim2=3).zero_()
-    columns = torch.arange(alike.shape[-1], device=keys.device)
-    latest = torch.where(alike > ALIKE, columns, -1).amax(-1, keepdim=True)  # [B, H, K, 1]
-    alike = alike.masked_fill(columns == latest, 0.0)
-    mean = alike.sum(2) / present.sum(-1, keepdim=True)
+    columns = torch.arange(keys.shape[2], device=keys.device)
+    total = unit.new_zeros(unit.shape[:3])
+    for start in range(0, keys.shape[2], KEY_BLOCK):
+        own = columns[start : start + KEY_BLOCK, None]
+        alike = (unit[:, :, start : start + KEY_BLOCK] @ unit.transpose(2, 3)).masked_fill(columns == own, 0.0)
+        latest = torch.where(alike > ALIKE, columns, -1).amax(-1, keepdim=True)  # [B, H, block, 1]
+        total += alike.masked_fill(columns == latest, 0.0).sum(2)
+    mean = total / present.sum(-1, keepdim=True)
     return mean.masked_fill(~present, float("-inf")).softmax(-1)
