@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from datetime import date
+from pathlib import Path
 
 import pytest
 from reports_synthetic import Design, build, policy
@@ -356,3 +357,17 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path):
             load_gate_file(tmp_path / name)
     with pytest.raises(DataError, match="Is a directory"):
         load_gate_file(tmp_path)
+
+
+def test_the_files_in_the_docs_can_be_used(data, tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "reports.md").read_text()
+    blocks = [part.partition("```")[0] for part in page.split("```yaml\n")[1:]]
+    [gate] = [block for block in blocks if block.startswith("format: 1\nprofile")]
+    [waiver] = [block for block in blocks if block.startswith("waivers:")]
+    text = gate.replace("agent: 5, ", "").replace(', "snapkv:budget=64"', "")  # what the made-up run does not have
+    report, _ = decided(
+        data, gate=gate_file(tmp_path, text.replace("pin: pin.json", "")), waivers=waivers(tmp_path, waiver)
+    )
+    assert report.plan.rules.profile == "release"
+    assert report.plan.estimands == ("E1", "E2", "E3", "selectivity", "parity")
+    assert report.waivers[0].who == "Ada Byron"
