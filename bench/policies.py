@@ -31,6 +31,7 @@ from audit.sampler import Decoding, Sampler
 from bench.exactness import gaps
 from bench.models import Served, random_llama
 
+DENSE_STEPS = 32  # a dense step costs the same at every one; an eviction comes only every `interval`
 HEADINGS = (
     *("policy", "decode x dense, batch 1", "batch 8", "evict share, 1", "8", "prefill x dense", "peak KV / dense"),
     *("bound", "roofline, 1", "8", "gap fp64", "fp32", "bf16"),
@@ -90,7 +91,7 @@ def measure(served: Served, policy: Policy, prompt: torch.Tensor, asked: Any, ba
     found = Measured()
     weights = sum(p.numel() * p.element_size() for p in served.model.parameters())
     for batch in asked.batches:
-        dense_prefill, dense = generate(served, prompt, batch, asked.new)
+        dense_prefill, dense = generate(served, prompt, batch, min(asked.new, DENSE_STEPS + 1))
         with evictions_timed() as spent:
             started = time.perf_counter()
             episode = Sampler(served, policy).open([prompt[0].tolist()], list(range(batch)), group=batch)
@@ -102,7 +103,8 @@ def measure(served: Served, policy: Policy, prompt: torch.Tensor, asked: Any, ba
         rollout = episode.rollouts()[0]
         cache: EvictingCache = episode._cache  # type: ignore[union-attr]
         read = weights + cache.bytes
-        found.ratio[batch], found.rate[batch] = dense / seconds, batch * steps / seconds
+        found.ratio[batch] = dense / min(steps, DENSE_STEPS) / (seconds / steps)
+        found.rate[batch] = batch * steps / seconds
         found.evicting[batch] = spent[0] / seconds
         found.roofline[batch] = read * steps / bandwidth / seconds
         found.prefill = prefill / dense_prefill
