@@ -103,6 +103,7 @@ def test_an_extreme_is_taken_from_its_leaders_drawn_again():
     again = {o.case.name: o for o in (outcome(i, 0.055 + i / 1000, 1000) for i in (1, 4, 3))}
     second = confirmed(figure, again)
     assert (second.value, second.ok, second.simulations) == (pytest.approx(0.059), True, 3500)
+    assert second.first == 0.07
     assert confirmed(figure, {}) == figure
     least = at_least(3, "", first, "rate", 0.015, scale=FULL)
     assert (least.value, least.ok) == (0.01, False)

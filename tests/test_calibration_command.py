@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from reports.calibration.sources import SOURCES, code_hash, code_only, source_ha
 from reports.calibration.stamp import shipped, stamp
 from reports.calibration.table import all_cases
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results" / "calibration.md"
 TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)
 
 
@@ -122,3 +124,16 @@ def test_the_full_table_repeats_what_decides_and_nothing_else(monkeypatch):
     assert {case.name for case in most.leaders} <= set(again)
     unasked = by_name["interval clears a drift at the margin, other rates and margins"]
     assert not {case.name for case in unasked.leaders} & set(again)
+
+
+def test_the_shipped_calibration_is_the_full_table_and_keeps_to_it():
+    held = shipped()
+    missed = [figure["what"] for figure in held["figures"] if figure["ok"] is False]
+    assert (held["scale"], missed) == ("full", [])
+    assert all(figure["slack"] == 0 for figure in held["figures"])
+
+
+def test_the_results_page_shows_the_shipped_figures():
+    page = RESULTS.read_text(encoding="utf-8")
+    for f in shipped()["figures"]:
+        assert f"| {f['row']} | {f['what']} | {f['asked']} | {f['value']:.4f} | {f['first']:.4f} |" in page

@@ -49,7 +49,7 @@ def _check_writable(out: Path) -> None:
 
 def _print(done: Calibration) -> None:
     console = wide_console()
-    table = Table("row", "check", "asked", "reached", "cases", "simulations", "core seconds", "ok")
+    table = Table("row", "check", "asked", "at first", "reached", "cases", "simulations", "core seconds", "ok")
     for figure in done.figures:
         table.add_row(*_cells(figure))
     console.print(table, markup=False)
@@ -65,5 +65,11 @@ def _print(done: Calibration) -> None:
 def _cells(figure: Figure) -> list[str]:
     asked = figure.asked if not figure.slack else f"{figure.asked} (+- {figure.slack:.4f})"
     ok = "-" if figure.asked == NOT_ASKED else "yes" if figure.ok else "NO"
-    numbers = (f"{figure.value:.4f}", f"{figure.cases:,}", f"{figure.simulations:,}", f"{figure.seconds:.1f}")
+    numbers = (
+        f"{figure.first:.4f}",
+        f"{figure.value:.4f}",
+        f"{figure.cases:,}",
+        f"{figure.simulations:,}",
+        f"{figure.seconds:.1f}",
+    )
     return [str(figure.row), figure.what, asked, *numbers, ok]

@@ -70,7 +70,8 @@ class Figure:
     """One number of the table: what was asked (``low <= value <= high``) and what the simulations reached.
 
     ``slack`` is granted on both sides; ``simulations`` is the sum over the ``cases`` that it summarises. ``leaders``
-    are the cases whose ``rate`` was most extreme, the most extreme first, where the figure is an extreme.
+    are the cases whose ``rate`` was most extreme, the most extreme first, where the figure is an extreme. ``first`` is
+    the value before they were drawn again.
     """
 
     row: int
@@ -83,6 +84,7 @@ class Figure:
     simulations: int
     cases: int
     seconds: float
+    first: float
     rate: str
     leaders: tuple[Case, ...]
 
@@ -158,6 +160,7 @@ def _figure(
     """``order`` sorts the cases, the one that counts first; without it the mean counts."""
     rates = [o.rates[key] for o in outcomes]
     leaders = [outcomes[i].case for i in order(rates)] if order else []
+    value = rates[order(rates)[0]] if order else sum(rates) / len(rates)
     return Figure(
         row=row,
         what=what,
@@ -165,10 +168,11 @@ def _figure(
         low=bounds[0],
         high=bounds[1],
         slack=slack,
-        value=rates[order(rates)[0]] if order else sum(rates) / len(rates),
+        value=value,
         simulations=sum(o.case.simulations for o in outcomes),
         cases=len(outcomes),
         seconds=sum(o.seconds for o in outcomes),
+        first=value,
         rate=key,
         leaders=tuple(leaders[:LEADERS]),
     )

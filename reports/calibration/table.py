@@ -131,6 +131,7 @@ def _entry(figure: Figure) -> dict[str, Any]:
         "high": figure.high,
         "slack": round(figure.slack, 7),
         "value": round(figure.value, 7),
+        "first": round(figure.first, 7),
         "ok": None if figure.asked == NOT_ASKED else figure.ok,
         "cases": figure.cases,
         "simulations": figure.simulations,
