@@ -108,17 +108,19 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
-    """The figures that every report quotes."""
+    """The figures that every report quotes: extremes are the worse of the first pass and the second."""
     by_name = {figure.what: figure for figure in figures}
     mean, most = by_name[intervals.GATE_MEAN], by_name[intervals.GATE_MOST]
+    alarms, coverage = by_name[intervals.FALSE_ALARMS], by_name[intervals.COVERAGE]
+    broken = [rate for f in figures if f.row == templates.ROW for rate in (f.value, f.first)]
     return {
         "false_pass_mean": round(mean.value, 7),
-        "false_pass_max": round(most.value, 7),
+        "false_pass_max": round(max(most.value, most.first), 7),
         "false_pass_simulations": mean.simulations,
         "false_pass_designs": mean.cases,
-        "type_one_max": round(by_name[intervals.FALSE_ALARMS].value, 7),
-        "coverage_min": round(by_name[intervals.COVERAGE].value, 7),
-        "broken_templates_max": round(max(f.value for f in figures if f.row == templates.ROW), 7),
+        "type_one_max": round(max(alarms.value, alarms.first), 7),
+        "coverage_min": round(min(coverage.value, coverage.first), 7),
+        "broken_templates_max": round(max(broken), 7),
     }
 
 
