@@ -66,8 +66,7 @@ class Episode:
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary)
         self._rows = [_Row(p) for p in prompts for _ in range(group)]
         logits = self._prefill([list(p) for p in prompts], roles)
-        self._cache.expand(group)
-        self._cache.row_keys = self._seeds
+        self._cache.expand(group, self._seeds)
         self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
 

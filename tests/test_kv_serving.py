@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_a_model_whose_positions_are_not_rotary_is_refused_in_one_line() -> None
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61, n_positions=64))
     for policy in ("expected:budget=16", "streaming:budget=16,reposition=true"):
-        with pytest.raises(RunError, match="rotary positions of fixed frequencies, which 'gpt2' does not have"):
+        with pytest.raises(RunError, match="in every full-attention layer, which 'gpt2'"):
             CompressedCache.for_model(model, policy)
 
 
@@ -173,6 +174,115 @@ def test_pinned_roles_survive_a_whole_conversation() -> None:
         rows = play(Sampler(loaded, parse_policy(policy)), [(suite, i) for i in items], Decoding(8), [1, 2, 3])
         assert all((row.survival["system"] == 1.0) is whole for row in rows)
         assert all(row.survival["user"] < 1.0 for row in rows)
+
+
+def test_a_layer_without_positions_is_no_layer_to_expect_rotation_of() -> None:
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for every, fits in ((2, False), (100, True)):
+        config = SmolLM3Config(
+            vocab_size=61, num_hidden_layers=4, no_rope_layer_interval=every, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, **sizes,
+        )  # fmt: skip
+        model = SmolLM3ForCausalLM(config).eval()
+        if fits:
+            CompressedCache.for_model(model, "expected:budget=16")
+        else:
+            with pytest.raises(RunError, match="in every full-attention layer, which 'smollm3'"):
+                CompressedCache.for_model(model, "expected:budget=16")
+
+
+def test_a_cache_serves_only_the_model_it_was_made_for() -> None:
+    own, other = tiny(), tiny()
+    ids = torch.tensor(prompts(20))
+    cache = CompressedCache.for_model(own, "none")
+    with pytest.raises(RunError, match="not made for this model"):
+        other(ids, past_key_values=cache)
+    with pytest.raises(RunError, match="not made for this model, or a part of the model is called on its own"):
+        own.model(ids, past_key_values=CompressedCache.for_model(own, "none"))
+
+
+@torch.no_grad()
+def test_a_copy_of_a_prepared_model_counts_tokens_once() -> None:
+    model, ids = tiny(), torch.tensor(prompts(20))
+    CompressedCache.for_model(model, "none")
+    copy = deepcopy(model)
+    cache = CompressedCache.for_model(copy, "none")
+    logits = copy(ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, tiny()(ids).logits, rtol=0, atol=1e-12)
+    assert cache.ledger.evicted_at.shape[-1] == 20
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_what_is_in_the_cache_is_refused() -> None:
+    model, ids = tiny(), torch.tensor(prompts(20, 20))
+    cache = CompressedCache.for_model(model, "none")
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    later = torch.ones(2, 25, dtype=torch.int64)
+    later[1, 18:20] = 0
+    with pytest.raises(SpecError, match="hides tokens that this CompressedCache was given as real"):
+        model(ids[:, :5], attention_mask=later, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_what_cannot_be_replayed_has_no_ledger_to_replay() -> None:
+    model = tiny()
+    cache = CompressedCache.for_model(model, "streaming:budget=12,sink=2,reposition=true")
+    model(torch.tensor(prompts(30)), past_key_values=cache)
+    with pytest.raises(SpecError, match="cannot be replayed, so there is no ledger"):
+        _ = cache.ledger
+
+
+def test_members_of_a_group_share_the_random_draws_of_their_prompt() -> None:
+    """Prompt entries stay a uniform sample in every member: 50 of 350 entries, so 28.6 of the 200 in the prompt."""
+    (prompt,) = prompts(200)
+    episode = Sampler(served(), parse_policy("random:budget=50,chunk=1000")).open([prompt], list(range(4)), group=4)
+    for _ in range(15):
+        episode.decode(Decoding(1))
+        episode.extend([prompts(9)[0]] * 4)
+    kept = [float((r.evicted_at[:, :, :200] > len(r.ids)).sum(-1).float().mean()) for r in episode.rollouts()]
+    assert all(20 < count < 37 for count in kept), kept
+    own = [tuple((r.evicted_at[0, 0, 200:] > len(r.ids)).tolist()) for r in episode.rollouts()]
+    assert len(set(own)) == 4, "what follows the prompt is drawn by each member"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"compose": ["snapkv:budget=64|streaming:budget=20", "kivi"]}, "one evicting policy and one quantising"),
+        ({"compose": ["snapkv:budget=64+kivi", "none"]}, "one evicting policy and one quantising"),
+        ("streaming:budget=12,sink=2,reposition=true+int8", "takes no quantiser"),
+        ("snapkv|snapkv", "name two policies that differ"),
+        ("snapkv:budget=" + "9" * 30, "at most 1073741824"),
+        ("random:seed=" + "9" * 30, "at most 1073741824"),
+        ("expected:future=99999999", "at most 65536"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_one_line(source: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        parse_policy(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("snapkv:pin=system/tool", "snapkv:pin=tool/system"),
+        ("snapkv:pin=system/system", "snapkv:pin=system"),
+        ("rkv:weight=-0", "rkv:weight=0.0"),
+        ("snapkv+kivi:chunk=8", "snapkv+kivi"),
+        ("kivi+snapkv:budget=96", "snapkv:budget=96+kivi"),
+        ("snapkv:budget=0096", {"name": "snapkv", "budget": 96}),
+        ("streaming:reposition=True", {"name": "streaming", "reposition": True}),
+    ],
+)
+def test_equal_policies_have_equal_hashes_however_they_are_written(one: Any, other: Any) -> None:
+    assert parse_policy(one) == parse_policy(other)
+    assert parse_policy(one).hash == parse_policy(other).hash
+    assert parse_policy(one).canonical == parse_policy(other).canonical
+    assert parse_policy(parse_policy(one).canonical) == parse_policy(one)
 
 
 def test_a_model_with_attention_of_its_own_is_refused_not_served_wrongly() -> None:

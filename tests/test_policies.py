@@ -144,7 +144,7 @@ def test_random_is_uniform_and_differs_by_seed_row_layer_and_head() -> None:
 
 def test_random_ignores_the_rows_beside_it() -> None:
     v, policy = view(0), parse_policy("random:seed=5")
-    alone = v._replace(positions=v.positions[1:], row_keys=v.row_keys[1:])
+    alone = v._replace(positions=v.positions[1:], entry_keys=v.entry_keys[1:])
     assert torch.equal(policy.importance(v)[1:], policy.importance(alone))
 
 

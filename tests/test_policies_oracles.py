@@ -36,7 +36,7 @@ def view(seed: int, *, window: int = 4, slots: int = 20, batch: int = 2, groups:
         query_positions=torch.tensor([[SEEN - window + n for n in range(window)]] * batch),
         mass=torch.rand(batch, 2, slots, generator=g)[:, :, copied],
         scaling=8**-0.5,
-        row_keys=torch.tensor([11, 12][:batch]),
+        entry_keys=torch.tensor([11, 12][:batch])[:, None, None],
     )
 
 
@@ -85,7 +85,7 @@ def test_random(seed: int) -> None:
     v = view(seed)
     scores = np.zeros(v.positions.shape)
     for b, h in np.ndindex(2, 2):
-        draw = scrambled(int(v.row_keys[b]) + scrambled(seed))
+        draw = scrambled(int(v.entry_keys[b]) + scrambled(seed))
         draw = scrambled(scrambled(draw + 1_000_003 * v.layer) + h)
         scores[b, h] = [scrambled(draw + p) & 0xFFFFFF for p in v.positions[b, h].tolist()]
     kept_alike(f"random:budget=9,seed={seed}", v, scores)

@@ -38,6 +38,7 @@ class EvictingCache:
             raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
         assert rotary or not policy.evictor.needs_rotary, policy.canonical
         self.policy, self.row_keys = policy, row_keys
+        self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
         self.stores = [_store(plan) for plan in self.plans]
         self._moments = [_query_moments(plan, rotary) for plan in self.plans]
@@ -202,18 +203,28 @@ class EvictingCache:
             query_positions=absent if store.query_positions is None else store.query_positions[rows],
             mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows],
             scaling=scaling,
-            row_keys=self.row_keys[rows],
+            entry_keys=self._entry_keys(store.positions[rows], rows),
             moments=moments.of(rows) if moments else None,
         )
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times: the members of a group share one prefill."""
+    def _entry_keys(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
+        """The key of the row that each entry was made for: group members share their prompt's entries."""
+        own = self.row_keys[rows][:, None, None]
+        if self._shared is None:
+            return own
+        keys, lengths = (part[rows][:, None, None] for part in self._shared)
+        return torch.where(positions < lengths, keys, own)
+
+    def expand(self, group: int, row_keys: Tensor) -> None:
+        """Repeat every row ``group`` times, members with keys of their own: they share one prefill."""
         if group == 1:
             return
+        shared = (self.row_keys, self.seen.to(self.row_keys.device))
+        self._shared = (shared[0].repeat_interleave(group), shared[1].repeat_interleave(group))
         for part in (*self.stores, *self._moments, *self._sinks, self._pins, self._times):
             if part is not None:
                 part.expand(group)
-        self.row_keys, self.seen = self.row_keys.repeat_interleave(group), self.seen.repeat_interleave(group)
+        self.row_keys, self.seen = row_keys, self.seen.repeat_interleave(group)
         self._since = [s.repeat_interleave(group) for s in self._since]
         self._counts = [c.repeat_interleave(group) for c in self._counts]
         self.bytes_peak *= group  # per row, what the shared prefill cost stays comparable

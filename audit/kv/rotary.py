@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from audit.errors import RunError
-from audit.policies import Policy
+from audit.kv.layers import layer_plans
+from audit.policies import Policy, parse_policy
 
+# how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
+ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with length
-
-
-def rotary_for(model: Any, policy: Policy) -> Rotary | None:
-    """The model's rotation where the policy asks for it; RunError where the model's is of another kind."""
-    return Rotary.of(model, policy.evictor.name) if policy.evictor.needs_rotary else None
 
 
 class Rotary:
@@ -27,32 +25,6 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = frequencies  # [F] radians per position
-
-    @classmethod
-    def of(cls, model: Any, asked_by: str) -> Rotary:
-        """The rotation of a model's full-attention layers; RunError where its positions are not of this kind."""
-        decoder = model.get_decoder()
-        table = next((m for name, m in decoder.named_modules() if name.endswith("rotary_emb")), None)
-        buffers = {} if table is None else dict(table.named_buffers())
-        frequencies = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
-        rotary = cls(frequencies.double()) if isinstance(frequencies, Tensor) else None
-        if rotary is None or not (_is_fixed(model.config) and rotary._agrees(decoder)):
-            raise RunError(
-                f"policy {asked_by} needs rotary positions of fixed frequencies, which {model.config.model_type!r} "
-                "does not have; use another policy"
-            )
-        return rotary
-
-    def _agrees(self, decoder: Any) -> bool:
-        """Whether the model's own function turns a vector as ``turn`` does."""
-        own = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
-        if own is None:
-            return False
-        size = 2 * len(self._frequencies)
-        probe = torch.linspace(-1, 1, size, dtype=torch.float64, device=self._frequencies.device)[None, None, None]
-        angle = (5 * self._frequencies).repeat(2)[None, None]
-        turned, _ = own(probe, probe, angle.cos(), angle.sin())
-        return bool(torch.allclose(turned, self.turn(probe, torch.tensor([[5]], device=probe.device)), atol=1e-9))
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """``x`` [B, H, N, D] turned by ``by`` positions [B, N] (integers, negative takes a rotation back)."""
@@ -82,3 +54,62 @@ def _is_fixed(config: Any) -> bool:
     table = config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
     table = table.get("full_attention", table)
     return table.get("rope_type", "default") in _FIXED
+
+
+class _Probe:
+    """Notes every layer's queries and gives no attention, so that equal tokens stay equal through all layers."""
+
+    def __init__(self) -> None:
+        self.queries: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:  # noqa: ARG002
+        self.queries[layer] = query
+        return torch.zeros_like(query)
+
+
+def rotary_for(model: Any, policy: Policy) -> Rotary | None:
+    """The rotation of a model's full-attention layers, where the policy asks for it.
+
+    RunError where the model has none, or where some governed layer is seen not to turn its queries so.
+    """
+    if not policy.evictor.needs_rotary:
+        return None
+    if model not in _KNOWN:
+        _KNOWN[model] = _of(model)
+    rotary = _KNOWN[model]
+    if rotary is None:
+        raise RunError(
+            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies in every full-attention layer, "
+            f"which {model.config.model_type!r} does not have; use another policy"
+        )
+    return rotary
+
+
+_KNOWN: WeakKeyDictionary[Any, Rotary | None] = WeakKeyDictionary()
+
+
+def _of(model: Any) -> Rotary | None:
+    table = next((m for name, m in model.get_decoder().named_modules() if name.endswith("rotary_emb")), None)
+    buffers = {} if table is None else dict(table.named_buffers())
+    frequencies = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
+    if not isinstance(frequencies, Tensor) or not _is_fixed(model.config):
+        return None
+    rotary = Rotary(frequencies.double())
+    return rotary if _turns_so(model, rotary) else None
+
+
+@torch.no_grad()
+def _turns_so(model: Any, rotary: Rotary) -> bool:
+    """Whether the same token, five positions on, has the same query in every governed layer, turned by five."""
+    probe, device = _Probe(), next(model.parameters()).device
+    ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
+    model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
+    plans = layer_plans(model.config, parse_policy("none"))
+    for layer, plan in enumerate(plans):
+        if plan.sliding_window is None:
+            query = probe.queries[layer].double()
+            expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
+            worst = (query[:, :, 1:] - expected).abs().amax()
+            if float(worst) > ROUNDING[model.dtype] * float(query.abs().amax()):
+                return False
+    return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from audit.kv.rotary import rotary_for
 from audit.kv.shadow import Replay
 from audit.policies import Policy, parse_policy
 
-_HOOKED: WeakSet[torch.nn.Module] = WeakSet()
-
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """Answers the model's questions about length; the entries themselves live in the evicting cache."""
@@ -39,8 +36,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
+    announced = False
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
+        if not self.announced:
+            raise RunError(
+                "this CompressedCache was not made for this model, or a part of the model is called on its own; "
+                "call the model that for_model was given"
+            )
+        self.is_initialized, self.announced = True, False
         self.seen += key_states.shape[-2]
         return key_states, value_states
 
@@ -67,9 +71,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
         plans = layer_plans(model.config, policy)
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
+        self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
         self._rotary, self._pinned = rotary_for(model, policy), pinned
         self._evicting: EvictingCache | None = None
-        self._columns = 0  # given so far, padding included
 
     @classmethod
     def for_model(
@@ -90,6 +94,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def ledger(self) -> Ledger:
         """The record so far, in row positions: padding is not counted. Raises SpecError before use."""
         cache = self._used()
+        if not cache.policy.replayable:
+            raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
         tokens = int(cache.seen.max())
         codec, times = cache.policy.quantiser, cache.quantised_at(tokens)
         if codec is None or times is None:
@@ -119,18 +125,32 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
-        self._columns += new
-        if attention_mask is not None and attention_mask.shape[-1] != self._columns:
-            raise SpecError(
-                f"the attention mask has {attention_mask.shape[-1]} columns, this CompressedCache has been given "
-                f"{self._columns}: for another batch or conversation, make a new one"
-            )
         positions = _row_positions(attention_mask, self._evicting.seen, new)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
+        self._remember(attention_mask, positions >= 0)
         self._evicting.begin(positions, decoding=new == 1, pinned=pinned)
+        for layer in self.layers:
+            layer.announced = True
         return self._evicting
+
+    def _remember(self, attention_mask: Tensor | None, real: Tensor) -> None:
+        """Note which of the new columns are real; the mask must agree with what is in the cache already."""
+        before = real[:, :0] if self._real is None else self._real
+        self._real = torch.cat([before, real], 1)
+        if attention_mask is None:
+            return
+        if attention_mask.shape[1] != self._real.shape[1]:
+            raise SpecError(
+                f"the attention mask has {attention_mask.shape[1]} columns, this CompressedCache has been given "
+                f"{self._real.shape[1]}: for another batch or conversation, make a new one"
+            )
+        if not torch.equal(attention_mask[:, : before.shape[1]].bool().cpu(), before):
+            raise SpecError(
+                "the attention mask hides tokens that this CompressedCache was given as real ones; "
+                "make a new cache for what they should have been"
+            )
 
 
 def _row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
@@ -146,12 +166,12 @@ def _row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Ten
 
 def prepare(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache; done once per model."""
-    if model not in _HOOKED:
+    # a copy of a prepared model is prepared too, so the model itself has to say it
+    if _hand_over not in model._forward_pre_hooks.values():
         require_interface(model)
         model.set_attn_implementation(NAME)
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
-        _HOOKED.add(model)
 
 
 def _hand_over(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

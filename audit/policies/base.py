@@ -23,6 +23,7 @@ from audit.registry import Registry
 if TYPE_CHECKING:
     from audit.policies.quantiser import Quantiser
 
+LARGEST = 2**30  # of any whole number in a policy
 PHASES = ("prefill", "decode", "both")
 OPTIONAL = ("pin", "reposition")  # fields that stand in the canonical form only where they are set
 
@@ -54,7 +55,7 @@ class View(NamedTuple):
     query_positions: Tensor  # [B, W], -1 = none
     mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy asks (`accumulates`)
     scaling: float
-    row_keys: Tensor  # [B] int64, one number per row, for seeded draws
+    entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
     moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
 
     def attention(self) -> Tensor:
@@ -110,6 +111,7 @@ class Policy:
         for role in self.pinned_roles:
             if role not in set(Role):
                 raise UnknownName(f"role in pin of policy {self.name}", role, [str(known) for known in Role])
+        object.__setattr__(self, "pin", "/".join(str(role) for role in Role if role in self.pinned_roles))
         if self.evicts and self.budget < self.sink + self.window:
             raise SpecError(
                 f"policy {self.name}: budget={self.budget} is below sink + window = {self.sink} + {self.window}; "
@@ -120,6 +122,8 @@ class Policy:
         value = getattr(self, field)
         if value < least:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
+        if value > LARGEST:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST}")
 
     @property
     def replayable(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from audit.draws import derive_seed
@@ -20,16 +20,19 @@ class Composed(Policy):
     parts: tuple[Policy, ...] = ()
 
     def __post_init__(self) -> None:
-        evictors = [part for part in self.parts if part.evicts]
-        quantisers = [part for part in self.parts if part.quantiser is not None]
+        plain = [part for part in self.parts if part.name]
+        evictors = [part for part in plain if part.evicts]
+        quantisers = [part.quantiser for part in plain if part.quantiser is not None]
         if len(self.parts) != 2 or len(evictors) != 1 or len(quantisers) != 1:
             names = " + ".join(part.name or type(part).__name__.lower() for part in self.parts)
             raise SpecError(
                 f"policy {names}: a composition is one evicting policy and one quantising policy, such as "
                 "snapkv:budget=512+kivi:bits=4"
             )
+        if evictors[0].repositions:
+            raise SpecError(f"policy {evictors[0].name}: reposition=true turns exact keys and takes no quantiser")
         # one form: the evictor first, and its chunk for both
-        object.__setattr__(self, "parts", (evictors[0], quantisers[0]))
+        object.__setattr__(self, "parts", (evictors[0], replace(quantisers[0], chunk=evictors[0].chunk)))
         object.__setattr__(self, "chunk", evictors[0].chunk)
 
     @property
@@ -68,6 +71,8 @@ class Mixture(Policy):
     def __post_init__(self) -> None:
         if any(isinstance(part, Mixture) for part in self.parts):
             raise SpecError("a mixture inside a mixture; list every policy once, side by side")
+        if len(set(self.parts)) < 2:
+            raise SpecError(f"a mixture of {self.canonical!r} alone; name two policies that differ")
 
     @property
     def replayable(self) -> bool:

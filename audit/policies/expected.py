@@ -6,7 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from audit.errors import SpecError
 from audit.policies.base import Policy, View
+
+MOST_FUTURE = 65536
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Expected(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("future", 1)
+        if self.future > MOST_FUTURE:
+            raise SpecError(f"policy expected: future={self.future}, wanted at most {MOST_FUTURE} positions")
 
     def importance(self, view: View) -> Tensor:
         assert view.moments is not None, "the cache provides the moments this policy asks for"

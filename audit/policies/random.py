@@ -25,14 +25,13 @@ class Random(Policy):
     window: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("seed", 0)
+
     def importance(self, view: View) -> Tensor:
-        heads = torch.arange(view.positions.shape[1], device=view.positions.device)
-        draw = mix(view.row_keys + _scalar(self.seed, view))  # [B]
-        draw = mix(draw + view.layer * 1_000_003)[:, None]
-        draw = mix(draw + heads[None])[:, :, None]  # [B, H, 1]
+        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
+        draw = mix(view.entry_keys + mix(torch.tensor([self.seed], device=heads.device)))
+        draw = mix(mix(draw + view.layer * 1_000_003) + heads)
         # 24 bits: every value is exact in float32, so ranking is the same on every device
         return (mix(draw + view.positions) & 0xFFFFFF).float()
-
-
-def _scalar(seed: int, view: View) -> Tensor:
-    return mix(torch.tensor([seed], dtype=torch.int64, device=view.row_keys.device))

@@ -37,6 +37,7 @@ class RKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "weight", self.weight + 0.0)  # -0.0 is 0.0
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0 or not 0 <= self.weight <= 1:
             raise SpecError(
                 f"policy rkv: window={self.window}, kernel={self.kernel}, weight={self.weight}; "
