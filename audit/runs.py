@@ -223,7 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{str(path)!r} is missing") from None
-    except (UnicodeDecodeError, ValueError) as error:
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted an object")

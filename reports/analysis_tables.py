@@ -9,6 +9,7 @@ from reports.tables import Table, table_of
 
 MOST_ROWS = 20
 FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone
+MOST_TIMES = 1e6  # beyond, a ratio to the floor is a power of ten
 
 
 def cell_name(report: Report, name: CellName) -> str:
@@ -233,7 +234,7 @@ def exploration_notes(report: Report) -> tuple[str, ...]:
 def displacement(report: Report) -> Table:
     """Token distributions against the reference's, floors first."""
     headers = ["arm", "policy", "suite", "tokens", "mean KL, nats, 95 % interval", "median", "p99", "p99.9", "max"]
-    headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor"]
+    headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor", "swap p"]
     rows = []
     for d in report.displacement:
         arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
@@ -242,6 +243,7 @@ def displacement(report: Report) -> Table:
         row += [f"{v:.3g}" for v in (d.median_kl, d.p99_kl, d.p99_9_kl, d.max_kl)]
         row += [percent(d.same_top1), percent(d.rms_dp)]
         row.append("-" if d.refusal_margin is None else f"{d.refusal_margin:+.2f}")
-        row.append("-" if d.ratio is None else f"{d.ratio:.1f}x")
+        row.append("-" if d.ratio is None else f"{d.ratio:.1f}x" if d.ratio < MOST_TIMES else f"{d.ratio:.0e}x")
+        row.append(pvalue(d.swap_pvalue))
         rows.append(row)
     return table_of(headers, rows, words=3)
