@@ -145,6 +145,17 @@ def test_led_along_what_it_sampled_a_model_gives_the_log_probs_it_sampled_with(m
             forced.extend(replies)
 
 
+def test_an_answer_that_goes_on_without_a_reply_is_one_answer(model: LoadedModel) -> None:
+    """The last token of the first part is fed before the second is predicted."""
+    prompts, answer = [list(range(10, 60))], [7, 50, 9, 120, 33]
+
+    def logits(*parts: list[int]) -> torch.Tensor:
+        episode = ForcedEpisode(model, parse_policy(TIGHT), prompts, [1], 1, None)
+        return torch.cat([seen for part in parts for _, seen in episode.force([part])])
+
+    torch.testing.assert_close(logits(answer[:2], answer[2:]), logits(answer))
+
+
 def test_every_token_of_the_answers_is_predicted_and_nothing_else() -> None:
     one = made_up("a", "x", 5, 2, 3, 4)
     assert one.scored == (5, 6, 10, 11, 12, 13)
