@@ -164,9 +164,20 @@ def test_every_token_of_the_answers_is_predicted_and_nothing_else() -> None:
 
 def test_sequences_are_whole_and_come_template_after_template() -> None:
     rows = [made_up(f"i{n}", "x" if n < 3 else "y", 4, 10) for n in range(6)]
-    assert [one.item_id for one in first_tokens(rows, 40)] == ["i0", "i3", "i1", "i4"]
-    assert [one.item_id for one in first_tokens(rows[::-1], 39)] == ["i0", "i3", "i1"]
-    assert len(first_tokens(rows, 1)) == 1
+    four, three = first_tokens(rows, 40), first_tokens(rows[::-1], 39)
+    assert [len(found) for found in (four, three, first_tokens(rows, 1), first_tokens(rows, 1000))] == [4, 3, 1, 6]
+    assert four[:3] == three  # whatever order they come in
+    assert four[0].cluster_id == four[2].cluster_id != four[1].cluster_id == four[3].cluster_id
+
+
+def test_a_part_of_the_sequences_does_not_go_by_their_names() -> None:
+    """Twins of which one name always sorts first: about half of either are taken."""
+    rows = [made_up(f"t{n}-{twin}", f"t{n}", 4, 10) for n in range(100) for twin in ("allowed", "forbidden")]
+    chosen = first_tokens(rows, 1000)
+    assert len({one.cluster_id for one in chosen}) == 100
+    assert 35 <= sum(one.item_id.endswith("forbidden") for one in chosen) <= 65
+    low = sum(int(one.cluster_id[1:]) < 50 for one in first_tokens(rows, 300))
+    assert 7 <= low <= 23
 
 
 def test_batches_hold_like_lengths_within_both_limits() -> None:

@@ -54,6 +54,12 @@ class ForcedEpisode(Episode):
                 self._rows[n].add(list(answer), [0.0] * len(answer))
                 self._pending[n] = list(answer[-1:])
 
+    def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
+        """See ``Episode.extend``; what is given enters at once, as every row that is given something goes on."""
+        super().extend(chunks, roles)
+        if any(chunks):
+            self.rollouts()  # after which nothing given is left outside the cache
+
 
 def check_lengths(model: LoadedModel, found: Sequence[Trajectory]) -> None:
     """Raise DataError for a conversation that does not fit the model's positions."""

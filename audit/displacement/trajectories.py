@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 
 from audit.chat import Chat, Rendered
+from audit.draws import derive_seed
 from audit.errors import DataError
 from audit.evaluate import row_seed
 from audit.records import Item, Message, Record, Role
@@ -110,14 +111,18 @@ def end_of_turn(chat: Chat) -> int | None:
 
 
 def first_tokens(found: Iterable[Trajectory], most: int) -> list[Trajectory]:
-    """Whole sequences with at most ``most`` predicted tokens together, one at the least, template after template."""
+    """Whole sequences with at most ``most`` predicted tokens together, one at the least, template after template.
+
+    The order of templates, and of the items of each, is a fixed random one: names often sort by what is asked.
+    """
     by_cluster: dict[str, list[Trajectory]] = {}
-    for one in sorted(found, key=lambda t: (t.item_id, t.seed)):
+    for one in sorted(found, key=lambda t: derive_seed("displacement", t.item_id, t.seed)):
         by_cluster.setdefault(one.cluster_id, []).append(one)
-    turns = [(rank, name, one) for name, own in by_cluster.items() for rank, one in enumerate(own)]
+    order = sorted(by_cluster, key=lambda name: derive_seed("displacement", name))
+    rounds = zip_longest(*(by_cluster[name] for name in order))
     chosen: list[Trajectory] = []
     total = 0
-    for _, _, one in sorted(turns, key=lambda entry: entry[:2]):
+    for one in (entry for part in rounds for entry in part if entry is not None):
         total += len(one.scored)
         if chosen and total > most:
             break
