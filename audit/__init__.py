@@ -10,8 +10,12 @@ __all__ = ["CompressedCache", "shadow"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from audit.kv import stock
+    if name == "CompressedCache":
+        from audit.kv.stock import CompressedCache
 
-        return getattr(stock, name)
+        return CompressedCache
+    if name == "shadow":
+        from audit.kv.replayed import shadow
+
+        return shadow
     raise AttributeError(f"module 'audit' has no attribute {name!r}")

@@ -69,6 +69,7 @@ class Episode:
         self._cache.expand(group, self._seeds)
         self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
+        self._given: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
 
     @property
     def rows(self) -> int:
@@ -80,6 +81,7 @@ class Episode:
         """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all."""
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         running = [limit > 0 for limit in most]
+        self._feed_given(running)
         self._feed_pending(running)
         for row, retention, on in zip(self._rows, self._cache.retention().tolist(), running, strict=True):
             if on:
@@ -106,26 +108,37 @@ class Episode:
             self._logits = torch.where(fed, self._step(tokens), self._logits)
             self._pending = [[] if t >= 0 else p for t, p in zip(tokens, self._pending, strict=True)]
 
-    @torch.no_grad()
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
-        """Append given tokens, with their roles, to each row (() = nothing); they attend, then the policy evicts."""
+        """Append given tokens, with their roles, to each row (() = nothing); they enter when the row goes on.
+
+        What is given in several calls enters as if it were given in one.
+        """
         assert len(chunks) == self.rows
-        feed = [self._pending[n] + list(chunk) if chunk else [] for n, chunk in enumerate(chunks)]
-        if roles is not None:
-            drawn = str(Role.ASSISTANT)
-            roles = [[drawn] * (len(f) - len(r)) + list(r) if f else [] for f, r in zip(feed, roles, strict=True)]
         for n, chunk in enumerate(chunks):
+            own = [""] * len(chunk) if roles is None else roles[n]
+            assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
             self._rows[n].add(chunk)
-            if chunk:
-                self._pending[n] = []
-        if not any(feed):
+            self._given[n] += zip(chunk, own, strict=True)
+
+    @torch.no_grad()
+    def _feed_given(self, running: Sequence[bool]) -> None:
+        """Given tokens attend causally, behind the last drawn one, then the policy evicts."""
+        fed = [on and bool(given) for on, given in zip(running, self._given, strict=True)]
+        if not any(fed):
             return
-        logits = self._prefill(feed, roles)
-        fed = torch.tensor([bool(f) for f in feed], device=logits.device)
-        self._logits = torch.where(fed[:, None], logits, self._logits)
+        drawn = str(Role.ASSISTANT)
+        tokens = [
+            [*((token, drawn) for token in self._pending[n]), *self._given[n]] if on else [] for n, on in enumerate(fed)
+        ]
+        for n, on in enumerate(fed):
+            if on:
+                self._pending[n], self._given[n] = [], []
+        logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
+        self._logits = torch.where(torch.tensor(fed, device=logits.device)[:, None], logits, self._logits)
 
     def rollouts(self) -> list[Rollout]:
         """Every row as it stands, with its ledger."""
+        self._feed_given([True] * self.rows)
         longest = max(len(row.ids) for row in self._rows)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec = self._cache.policy.quantiser

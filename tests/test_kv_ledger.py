@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def rollout(tokens: int = 200, layers: int = 4, heads: int = 2) -> Rollout:
         ids=torch.arange(tokens),
         prompt_length=60,
         sampled=torch.arange(tokens) >= 60,
-        sampler_logprobs=-torch.rand(tokens),
+        sampler_logprobs=-torch.rand(tokens) * (torch.arange(tokens) >= 60),
         evicted_at=evicted_at,
         kv_bytes_peak=1000,
         kv_bytes_dense=2000,
@@ -84,3 +85,39 @@ def test_impossible_eviction_is_damage(tmp_path: Path) -> None:
     save_ledgers(tmp_path / "ledger.safetensors", [bad], POLICY)
     with pytest.raises(DataError, match="before its own query"):
         load_ledgers(tmp_path / "ledger.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampled": torch.arange(200) > 60}, "token 60 has a log-prob and was not sampled"),
+        ({"answer_start": 201}, "do not fit its 200 tokens"),
+        ({"answer_start": 20}, "do not fit its 200 tokens"),
+        ({"retention": 1.5}, "do not fit its 200 tokens"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_damage(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "ledger.safetensors"
+    save_ledgers(path, [replace(rollout(), **change)], POLICY)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=message):
+        load_ledgers(path)
+
+
+def test_the_file_takes_two_bytes_per_entry_and_nine_per_token(tmp_path: Path) -> None:
+    path, tokens, layers, heads = tmp_path / "ledger.safetensors", 4000, 8, 2
+    save_ledgers(path, [rollout(tokens, layers, heads)], POLICY)
+    assert path.stat().st_size <= 1.05 * 4 * layers * heads * tokens
+    assert path.stat().st_size < 2 * layers * heads * tokens + 9 * tokens + 1500
+
+
+def test_a_ledger_of_the_first_format_is_still_read(tmp_path: Path) -> None:
+    path, first = tmp_path / "ledger.safetensors", rollout()
+    names = ("ids", "sampled", "sampler_logprobs", "evicted_at")
+    scalars = {name: getattr(first, name) for name in ("prompt_length", "answer_start", "kv_bytes_peak")}
+    scalars |= {"kv_bytes_dense": 2000, "retention": 0.5}
+    header = {"format": 1, "policy": POLICY.canonical, "policy_hash": POLICY.hash, "rollouts": [scalars]}
+    tensors = {f"0.{name}": getattr(first, name).contiguous() for name in names}
+    save_file(tensors, path, metadata={"kvaudit": json.dumps(header)})
+    (read,), _ = load_ledgers(path)
+    assert torch.equal(read.evicted_at, first.evicted_at)
+    assert torch.equal(read.ids, first.ids)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import audit.kv.attending
 import audit.kv.attention
 from audit import CompressedCache
 from audit.episodes import play
@@ -85,7 +86,7 @@ def test_a_mixture_is_for_serving_only() -> None:
     with pytest.raises(SpecError, match="replayed"):
         TrainConfig(arm="smd", seed=1, policy="streaming:budget=96|none", suites=("refusal",), context_tokens=192)
     with pytest.raises(SpecError, match="draw one per request"):
-        CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)))
+        CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)), drawn=False)
     with pytest.raises(SpecError, match="mixture inside a mixture"):
         parse_policy({"mixture": ["none", {"mixture": ["int8", "fp8"]}]})
     assert isinstance(parse_policy(MIXTURE), Mixture)
@@ -301,3 +302,74 @@ def test_a_layer_that_goes_round_the_cache_is_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(inner, "forward", lambda *args, kv, **rest: plain(*args, **rest))  # noqa: PLW0108 - drops kv
     with pytest.raises(RunError, match="1 of the model's 2 layers attended"):
         model(torch.tensor(prompts(20)), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_stock_prompt_enters_in_the_chunks_of_the_sampler() -> None:
+    model, (prompt,) = tiny(), prompts(150)
+    policy = parse_policy("snapkv:budget=20,window=4,interval=3,chunk=16")
+    cache = CompressedCache.for_model(model, policy)
+    out = model.generate(
+        torch.tensor([prompt]), past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    chat = SimpleNamespace(stop_ids=frozenset())
+    loaded = SimpleNamespace(model=model, chat=chat, device=torch.device("cpu"), max_positions=512)
+    episode = Sampler(loaded, policy).open([prompt], [0])
+    (completion,) = episode.decode(Decoding(8, temperature=0.0))
+    assert completion is not None
+    assert out[0, 150:].tolist() == list(completion.ids)
+    (rollout,) = episode.rollouts()
+    assert torch.equal(cache.ledger.evicted_at[0], rollout.evicted_at[:, :, :-1])  # the last token is not given back
+    # two layers, each with a chunk in turn: what one row of the cache may take, queries of the window beside it
+    assert cache.bytes < 0.5 * rollout.kv_bytes_dense
+
+
+@torch.no_grad()
+def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
+    model = tiny()
+    cache = CompressedCache.for_model(model, "streaming:budget=12,sink=2,phase=decode,interval=3")
+    for token in prompts(40)[0]:
+        model(torch.tensor([[token]]), past_key_values=cache)
+    times = sorted(set(cache.ledger.evicted_at[0, 0, 0].tolist()))[:-1]
+    assert times == list(range(13, 41, 3))  # the first token does not count as a step
+
+
+@torch.no_grad()
+def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[int] = []
+    plain = audit.kv.attending.visibility
+    monkeypatch.setattr(
+        audit.kv.attending, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
+    )  # fmt: skip
+    monkeypatch.setattr(audit.kv.attention, "MASK_ELEMENTS", 4000)
+    model, (long, short) = tiny(), prompts(200, 120)
+    ids = torch.tensor([long, [0] * 80 + short])
+    mask = (torch.arange(200) >= torch.tensor([[0], [80]])).long()
+    cache = CompressedCache.for_model(model, "snapkv:budget=20,window=4,chunk=300")
+    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+    assert masks == [], "the first forward of a batch needs no mask at all"
+    more = model(ids[:, :50], attention_mask=torch.cat([mask, mask[:, :50] | 1], 1), past_key_values=cache).logits
+    assert max(masks) * 2 * 2 * 2 * 70 <= 4000 + 560, "masks of later chunks are cut to a bounded size"
+    for row, text in enumerate((long, short)):
+        own = CompressedCache.for_model(model, "snapkv:budget=20,window=4,chunk=300")
+        first = model(torch.tensor([text]), past_key_values=own).logits
+        torch.testing.assert_close(logits[row, -len(text) :], first[0], rtol=0, atol=1e-12)
+        second = model(ids[row : row + 1, :50], past_key_values=own).logits
+        torch.testing.assert_close(more[row], second[0], rtol=0, atol=1e-12)
+
+
+def test_tokens_given_in_two_calls_enter_as_in_one() -> None:
+    for text in ("streaming:budget=24,sink=2,chunk=16", "kivi:group=4,residual=8,chunk=16"):
+        policy, (prompt, more) = parse_policy(text), prompts(40, 30)
+        whole, parts = (Sampler(served(), policy).open([prompt], [3]) for _ in range(2))
+        for episode, pieces in ((whole, [more]), (parts, [more[:11], more[11:]])):
+            episode.decode(Decoding(5))
+            for piece in pieces:
+                episode.extend([piece])
+            episode.decode(Decoding(5))
+        one, other = whole.rollouts()[0], parts.rollouts()[0]
+        assert torch.equal(one.ids, other.ids)
+        assert torch.equal(one.evicted_at, other.evicted_at)
+        if one.keys_quantised_at is not None and other.keys_quantised_at is not None:
+            assert torch.equal(one.keys_quantised_at, other.keys_quantised_at)

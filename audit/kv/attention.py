@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from audit.errors import RunError
 
 NAME = "kvaudit"
+MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
 
 
 class Attends(Protocol):
@@ -64,6 +65,12 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor
         visible = visible.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=visible, scale=scaling)
     return out.reshape(batch, heads, length, -1)
+
+
+def query_blocks(queries: int, elements: int) -> list[slice]:
+    """Slices of queries whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
+    step = max(1, MASK_ELEMENTS // elements)
+    return [slice(start, start + step) for start in range(0, queries, step)]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

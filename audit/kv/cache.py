@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from audit.errors import RunError, SpecError
-from audit.kv.attention import causal_attention, grouped_attention
-from audit.kv.evict import attention_mass, only_victim, retained, visibility
+from audit.kv.attending import columns, new_moments, new_sinks, new_store, store_attention
+from audit.kv.evict import attention_mass, only_victim, retained
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
-from audit.kv.moments import QueryMoments
 from audit.kv.quantised import QuantisedStore
-from audit.kv.reposition import MovingSinks
 from audit.kv.rotary import Rotary
 from audit.kv.schedule import Pins, Times
-from audit.kv.store import Store
 from audit.policies import Policy, View
 
 
@@ -40,9 +37,9 @@ class EvictingCache:
         self.policy, self.row_keys = policy, row_keys
         self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
-        self.stores = [_store(plan) for plan in self.plans]
-        self._moments = [_query_moments(plan, rotary) for plan in self.plans]
-        self._sinks = [_moving_sinks(plan, rotary) for plan in self.plans]
+        self.stores = [new_store(plan) for plan in self.plans]
+        self._moments = [new_moments(plan, rotary) for plan in self.plans]
+        self._sinks = [new_sinks(plan, rotary) for plan in self.plans]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
         self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries held per row
@@ -61,12 +58,16 @@ class EvictingCache:
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended = 0
         device = self.row_keys.device
-        self._positions = positions.to(device, torch.int32)
+        self._announced = positions.to(device, torch.int32)
         self._seen_device = self.seen.to(device)
         # right-padded and first: plain causal attention never lets a real token see padding
-        self._causal = (
-            bool((self.seen == new).all()) and bool((positions[:, 0] == 0).all()) and not self.stores[0].length
-        )
+        self._causal = bool((self.seen == new).all()) and not self.stores[0].length
+        self._order: Tensor | None = None
+        if self._causal and bool((positions[:, 0] < 0).any()):
+            order = torch.sort((positions < 0).int(), dim=1, stable=True).indices
+            positions, self._order = positions.gather(1, order), order.to(device)
+            pinned = None if pinned is None else pinned.cpu().gather(1, order)
+        self._positions = positions.to(device, torch.int32)
         if self._pins and pinned is not None:
             self._pins.add(self._positions, pinned.to(device))
         if self._times:
@@ -76,16 +77,25 @@ class EvictingCache:
     @property
     def announced(self) -> Tensor:
         """Row positions int32 [B, Q] of the forward under way, on the model's device."""
-        return self._positions
+        return self._announced
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Append, attend, evict, quantise. Shapes as in ``audit.kv.attention.Attends``."""
+        if self._order is None:
+            return self._attend(layer, query, key, value, scaling)
+        query, key, value = (columns(tensor, self._order) for tensor in (query, key, value))
+        return columns(self._attend(layer, query, key, value, scaling), self._order.argsort(1))
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         store, evictor = self.stores[layer], self.plans[layer].policy.evictor
         bounded = evictor.evicts and not (self._decoding and evictor.phase == "prefill")
         limit = evictor.budget + max(key.shape[2], evictor.interval) if bounded else None
         store.append(key, value, self._positions, limit=limit)
         self._counts[layer] += self._new
-        out = self._attention(layer, query, scaling)
+        window = self.plans[layer].sliding_window
+        whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
+        padded = bool((self._counts[layer] != store.length).any())
+        out = store_attention(store, query, self._positions, scaling, window=window, whole=whole, padded=padded)
         self._remember(layer, query, scaling)
         self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
@@ -114,24 +124,6 @@ class EvictingCache:
     def bytes(self) -> int:
         """Bytes allocated now."""
         return sum(self._bytes)
-
-    def _attention(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        store, window = self.stores[layer], self.plans[layer].sliding_window
-        whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
-        padded = bool((self._counts[layer] != store.length).any())
-        if isinstance(store, QuantisedStore) and query.shape[2] == 1 and store.attends_codes:
-            visible = visibility(self._positions, store.positions, window) if padded else None
-            return store.attend_one(query, visible, scaling)
-        out = []
-        for rows, keys, values in store.read():
-            if whole:
-                out.append(causal_attention(query[rows], keys, values, scaling))
-                continue
-            visible = None
-            if query.shape[2] > 1 or window is not None or padded:
-                visible = visibility(self._positions[rows], store.positions[rows], window)
-            out.append(grouped_attention(query[rows], keys, values, visible, scaling))
-        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _remember(self, layer: int, query: Tensor, scaling: float) -> None:
         """Keep of the new queries what the policy asks for."""
@@ -252,20 +244,3 @@ class EvictingCache:
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Times of keys and values [B, tokens] int32, where the policy quantises."""
         return self._times.tables(tokens) if self._times else None
-
-
-def _store(plan: LayerPlan) -> Store:
-    evictor, codec = plan.policy.evictor, plan.policy.quantiser
-    if codec is None:
-        return Store(accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
-    return QuantisedStore(codec, accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
-
-
-def _query_moments(plan: LayerPlan, rotary: Rotary | None) -> QueryMoments | None:
-    evictor = plan.policy.evictor
-    return QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
-
-
-def _moving_sinks(plan: LayerPlan, rotary: Rotary | None) -> MovingSinks | None:
-    evictor = plan.policy.evictor
-    return MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None

@@ -161,5 +161,10 @@ def _check(path: Path, rollout: Rollout) -> None:
         raise DataError(
             f"ledger {str(path)!r}: evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
         )
+    loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()
+    if len(loose):
+        raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")
+    if not (0 < rollout.prompt_length <= rollout.answer_start <= tokens and 0 <= rollout.retention <= 1):
+        raise DataError(f"ledger {str(path)!r}: prompt, answer or retention do not fit its {tokens} tokens")
     if any((t <= torch.arange(tokens, dtype=torch.int32)).any() for t in [rollout.evicted_at, *along[3:]]):
         raise DataError(f"ledger {str(path)!r}: an entry left before its own query saw it; the file is damaged")

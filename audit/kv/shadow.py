@@ -16,14 +16,13 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from audit.errors import DataError
-from audit.kv.attention import causal_attention, grouped_attention
+from audit.kv.attention import causal_attention, grouped_attention, query_blocks
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.policies import parse_policy
 
 LearnerView = Literal["dense", "shadow"]
-MASK_ELEMENTS = 1 << 26  # largest shadow mask held at once: query blocks are cut to this
 
 
 class Replay:
@@ -65,7 +64,7 @@ class Replay:
         heads = 1 if self._evicted_at is None else key.shape[1]
         parts = [
             grouped_attention(query[:, :, part], key, value, self._visible(layer, part), scaling)
-            for part in _blocks(query.shape[2], len(query) * heads * key.shape[2])
+            for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
         ]
         return torch.cat(parts, 2)
 
@@ -75,7 +74,7 @@ class Replay:
         gone = None if self._evicted_at is None else self._evicted_at[:, layer]
         stored = fake_keys(key, self._keys, gone, codes), fake_values(value, codes.codec)
         parts = []
-        for part in _blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
+        for part in query_blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
             at = self._queries[:, part, None]
             late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             parts.append(two_precisions(query[:, :, part], key, value, self._visible(layer, part), late, scaling))
@@ -91,12 +90,6 @@ class Replay:
         if self._evicted_at is not None:
             visible = visible & (q < self._evicted_at[:, layer, :, None])
         return visible | (q < 0)
-
-
-def _blocks(queries: int, elements: int) -> list[slice]:
-    """Slices of queries whose mask of ``elements`` per query stays within MASK_ELEMENTS."""
-    step = max(1, MASK_ELEMENTS // elements)
-    return [slice(start, start + step) for start in range(0, queries, step)]
 
 
 def replay_logits(

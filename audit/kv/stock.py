@@ -6,8 +6,7 @@ hook changes nothing. Left padding is read from the attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from audit.errors import DataError, RunError, SpecError
+from audit.errors import RunError, SpecError
 from audit.kv.attention import NAME, require_interface
 from audit.kv.cache import EvictingCache
-from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import layer_plans
-from audit.kv.ledger import NEVER, Ledger
+from audit.kv.ledger import Ledger
 from audit.kv.rotary import rotary_for
-from audit.kv.shadow import Replay
 from audit.policies import Policy, parse_policy
 
 
@@ -112,12 +109,29 @@ class CompressedCache(Cache):  # type: ignore[misc]
         """Kept / seen entries per row, float64 [B]."""
         return self._used().retention()
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything has been given."""
+        return self._evicting is not None
+
     def _used(self) -> EvictingCache:
         if self._evicting is None:
             raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
         return self._evicting
 
-    def start(self, attention_mask: Tensor | None, ids: Tensor) -> EvictingCache:
+    def pieces(self, ids: Tensor, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """``ids`` [B, Q] as the chunks in which they should be given.
+
+        In one piece where the caller wants more logits than the last, and where the mask pads some row: then where a
+        chunk ends would depend on the padding.
+        """
+        mask, chunk = kwargs.get("attention_mask"), self._policy.chunk
+        padded = mask is not None and not bool(mask[:, -ids.shape[1] :].all())
+        if ids.shape[1] <= chunk or padded or kwargs.get("logits_to_keep") != 1:
+            return [ids]
+        return list(torch.split(ids, chunk, 1))
+
+    def start(self, attention_mask: Tensor | None, ids: Tensor, *, drawn: bool) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token."""
         batch, new = ids.shape
         if self._evicting is None:
@@ -125,12 +139,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
-        positions = _row_positions(attention_mask, self._evicting.seen, new)
+        positions = row_positions(attention_mask, self._evicting.seen, new)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
         self._remember(attention_mask, positions >= 0)
-        self._evicting.begin(positions, decoding=new == 1, pinned=pinned)
+        self._evicting.begin(positions, decoding=drawn, pinned=pinned)
         for layer in self.layers:
             layer.announced = True
         return self._evicting
@@ -153,7 +167,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             )
 
 
-def _row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
+def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
     """CPU positions [B, new] of the new tokens, -1 where the mask says padding."""
     if attention_mask is None:
         real = torch.ones(len(seen), new, dtype=torch.bool)
@@ -174,13 +188,39 @@ def prepare(model: Any) -> None:
         model.register_forward_hook(_settle, with_kwargs=True)
 
 
-def _hand_over(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _hand_over(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, CompressedCache):
         return args, kwargs
-    evicting = cache.start(kwargs.get("attention_mask"), _ids(args, kwargs))
+    ids, mask = given_ids(args, kwargs), kwargs.get("attention_mask")
+    *before, last = cache.pieces(ids, kwargs)
+    left = ids.shape[1]
+    for piece in before:
+        left -= piece.shape[1]
+        seen = None if mask is None else mask[:, : mask.shape[1] - left]
+        _give(model, cache, piece, seen, {**kwargs, "logits_to_keep": 1})
+    # one token is a drawn one, unless it is the end of a longer text or the first of all
+    drawn = ids.shape[1] == 1 and cache.is_begun
+    return (), _announced(cache, last, mask, kwargs, drawn=drawn)
+
+
+def _give(model: torch.nn.Module, cache: CompressedCache, ids: Tensor, mask: Tensor | None, kwargs: Any) -> None:
+    """One piece of a longer text through the whole model; its logits are nobody's."""
+    more = _announced(cache, ids, mask, kwargs, drawn=False)
+    model.forward(**more)
+    more["kv"].settle()
+
+
+def _announced(
+    cache: CompressedCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any], *, drawn: bool
+) -> dict[str, Any]:
+    """The arguments of a forward of ``ids`` through the compressed cache."""
+    evicting = cache.start(mask, ids, drawn=drawn)
     positions = evicting.announced.clamp(min=0)
-    return args, {**kwargs, "kv": evicting, "attention_mask": None, "position_ids": positions}
+    more = {"input_ids": ids, "kv": evicting, "attention_mask": None, "position_ids": positions}
+    return {name: value for name, value in {**kwargs, **more}.items() if name != "cache_position"}
 
 
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
@@ -189,59 +229,9 @@ def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> No
         evicting.settle()
 
 
-def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def given_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The token ids of a forward call; RunError where it has none."""
     ids = args[0] if args else kwargs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise RunError("a compressed forward needs input_ids; inputs_embeds are not supported")
     return ids
-
-
-@contextmanager
-def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
-    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
-
-    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says.
-    """
-    prepare(model)
-    plans = layer_plans(model.config, parse_policy("none"))
-    text = model.config.get_text_config(decoder=True)
-    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), text.num_key_value_heads)
-    if got != wanted:
-        raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
-
-    def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        ids = _ids(args, kwargs)
-        if len(ids) != len(ledger.evicted_at):
-            raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
-        zeros = torch.zeros(len(ids), dtype=torch.int64)
-        positions = _row_positions(kwargs.get("attention_mask"), zeros, ids.shape[1])
-        at = positions.to(ids.device)
-        codes = _codes(ledger, positions, ids.device)
-        context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
-        more = {"kv": context, "attention_mask": None, "use_cache": False}
-        return args, {**kwargs, **more, "position_ids": at.clamp(min=0)}
-
-    handle = model.register_forward_pre_hook(replay, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
-    if ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
-        return None
-    keys, values = (
-        _along(times[:, None, None], positions, device)[:, 0, 0]
-        for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
-    )
-    return Codes(codec_named(ledger.codec), keys, values)
-
-
-def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
-    batch, layers, heads, length = times.shape
-    padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
-    index = torch.where((positions >= 0) & (positions < length), positions, length)
-    index = index[:, None, None].expand(batch, layers, heads, -1)
-    return padded.gather(3, index).to(device)

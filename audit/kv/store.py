@@ -33,6 +33,7 @@ class Store:
         self._accumulates, self._window = accumulates, observed_queries
         self.length = 0
         self.ordered = True
+        self.uniform = True  # all heads hold the same positions
         self._slots: dict[str, Tensor] = {}  # by name, all [B, H, C, ...]
         self._blank: dict[str, float] = {"positions": -1}  # what an empty slot holds, 0 unless said here
         self.queries: Tensor | None = None  # [B, G*H, W, D]
@@ -137,7 +138,7 @@ class Store:
             order = torch.where(kept, positions, LATE).argsort(dim=2)[:, :, :counts]
         self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
         self._pack(order)
-        self.length, self.ordered = counts, True
+        self.length, self.ordered, self.uniform = counts, True, False
 
     def _pack(self, order: Tensor) -> None:
         counts = order.shape[2]
@@ -160,7 +161,7 @@ class Store:
             at = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
             tensor.scatter_(2, at, tensor[:, :, last : last + 1])
             tensor[:, :, last] = self._blank.get(name, 0)
-        self.length, self.ordered = last, False
+        self.length, self.ordered, self.uniform = last, False, False
 
     def _write_ledger(self, dropped: Tensor, seen: Tensor) -> None:
         """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``seen`` [B] on."""

@@ -1,0 +1,78 @@
+"""What one layer of the compressing cache is made of, and attention over what it holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from audit.kv.attention import causal_attention, grouped_attention, query_blocks
+from audit.kv.evict import visibility
+from audit.kv.layers import LayerPlan
+from audit.kv.moments import QueryMoments
+from audit.kv.quantised import QuantisedStore
+from audit.kv.reposition import MovingSinks
+from audit.kv.rotary import Rotary
+from audit.kv.store import Part, Store
+
+
+def new_store(plan: LayerPlan) -> Store:
+    """An empty store for a layer's policy."""
+    evictor, codec = plan.policy.evictor, plan.policy.quantiser
+    if codec is None:
+        return Store(accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
+    return QuantisedStore(codec, accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
+
+
+def new_moments(plan: LayerPlan, rotary: Rotary | None) -> QueryMoments | None:
+    """Query statistics, where the layer's policy asks for them."""
+    evictor = plan.policy.evictor
+    return QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
+
+
+def new_sinks(plan: LayerPlan, rotary: Rotary | None) -> MovingSinks | None:
+    """Sinks that move, where the layer's policy counts positions inside the cache."""
+    evictor = plan.policy.evictor
+    return MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None
+
+
+def store_attention(
+    store: Store, query: Tensor, at: Tensor, scaling: float, *, window: int | None, whole: bool, padded: bool
+) -> Tensor:
+    """Attention output [B, G*H, Q, D] of the newest queries, at row positions ``at`` [B, Q] (-1 = padding).
+
+    ``window`` is the model's own; ``whole`` says that the store holds just these queries' rows from their start,
+    ``padded`` that some row holds fewer entries than there are slots. Masks are bounded, whatever the length.
+    """
+    if isinstance(store, QuantisedStore) and query.shape[2] == 1 and store.attends_codes:
+        visible = visibility(at, store.positions, window) if padded else None
+        return store.attend_one(query, visible, scaling)
+    out = []
+    for part in store.read():
+        rows = part.rows
+        if whole:
+            out.append(causal_attention(query[rows], part.keys, part.values, scaling))
+        elif query.shape[2] == 1 and window is None and not padded:
+            out.append(grouped_attention(query[rows], part.keys, part.values, None, scaling))
+        else:
+            out.append(_masked(part, store, query[rows], at[rows], scaling, window))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _masked(part: Part, store: Store, query: Tensor, at: Tensor, scaling: float, window: int | None) -> Tensor:
+    positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]
+    groups = query.shape[1] // part.keys.shape[1]
+    elements = len(query) * positions.shape[1] * groups * store.length
+    return torch.cat(
+        [
+            grouped_attention(
+                query[:, :, some], part.keys, part.values, visibility(at[:, some], positions, window), scaling
+            )
+            for some in query_blocks(query.shape[2], elements)
+        ],
+        2,
+    )
+
+
+def columns(tensor: Tensor, order: Tensor) -> Tensor:
+    """Columns of [B, H, Q, D] in another order [B, Q] per row."""
+    return tensor.gather(2, order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))

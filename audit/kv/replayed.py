@@ -1,0 +1,69 @@
+"""The shadow pass on stock transformers: ``with shadow(model, cache.ledger): model(ids, attention_mask=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.errors import DataError
+from audit.kv.fake import Codes, codec_named
+from audit.kv.layers import layer_plans
+from audit.kv.ledger import NEVER, Ledger
+from audit.kv.shadow import Replay
+from audit.kv.stock import given_ids, prepare, row_positions
+from audit.policies import parse_policy
+
+
+@contextmanager
+def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
+    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
+
+    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says.
+    """
+    prepare(model)
+    plans = layer_plans(model.config, parse_policy("none"))
+    text = model.config.get_text_config(decoder=True)
+    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), text.num_key_value_heads)
+    if got != wanted:
+        raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
+
+    def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids = given_ids(args, kwargs)
+        if len(ids) != len(ledger.evicted_at):
+            raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
+        zeros = torch.zeros(len(ids), dtype=torch.int64)
+        positions = row_positions(kwargs.get("attention_mask"), zeros, ids.shape[1])
+        at = positions.to(ids.device)
+        codes = _codes(ledger, positions, ids.device)
+        context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
+        more = {"kv": context, "attention_mask": None, "use_cache": False}
+        return args, {**kwargs, **more, "position_ids": at.clamp(min=0)}
+
+    handle = model.register_forward_pre_hook(replay, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
+    if ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
+        return None
+    keys, values = (
+        _along(times[:, None, None], positions, device)[:, 0, 0]
+        for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
+    )
+    return Codes(codec_named(ledger.codec), keys, values)
+
+
+def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+    """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
+    batch, layers, heads, length = times.shape
+    padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
+    index = torch.where((positions >= 0) & (positions < length), positions, length)
+    index = index[:, None, None].expand(batch, layers, heads, -1)
+    return padded.gather(3, index).to(device)
