@@ -221,7 +221,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises DataError when it is missing, torn or something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise DataError(f"{str(path)!r} is missing") from None
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not JSON ({error})") from None

@@ -190,6 +190,8 @@ def spoil_seal(run: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
         (lambda rows: rows[0].update(checkpoint="0" * 64), ".jsonl:1: the record is of other weights"),
         (lambda rows: rows[1].update(extra=1), ".jsonl:2: record has other keys"),
         (lambda rows: rows[1].update(item_id=[]), "holds no conversation"),
+        (lambda rows: rows[1].update(cluster_id="\ud800"), "holds no conversation"),
+        (lambda rows: rows[0]["transcript"][0].update(role="judge"), "bad outcome or transcript"),
         (lambda rows: rows.clear(), "holds no answer with a token to predict"),
     ],
 )  # fmt: skip
@@ -226,6 +228,16 @@ def test_a_folder_without_a_run_or_with_another_spec_is_one_line(run: Path, tmp_
     spec = run / "spec.yaml"
     spec.write_text(spec.read_text().replace("seed: 1000", "seed: 1001"))
     assert "put the first one back" in refused("displace", run)
+
+
+def test_places_that_are_taken_are_named(run: Path) -> None:
+    (run / "displacement.json").unlink()
+    (run / "displacement.json").mkdir()
+    assert "taken by something else" in refused("displace", run)
+    shutil.rmtree(run / "displacement.json")
+    shutil.rmtree(run / "displacement")
+    (run / "displacement").write_text("x")
+    assert "taken by something else" in refused("displace", run)
 
 
 def test_changed_weights_are_named(run: Path) -> None:

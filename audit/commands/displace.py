@@ -62,7 +62,7 @@ def _threads(run: RunFolder) -> int:
     """What the run began with: rounding can depend on it."""
     known = run.provenance().get("threads")
     if isinstance(known, int) and known > 0:
-        return known
+        return min(known, os.cpu_count() or 1)
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else idle_cores()
 
 

@@ -19,7 +19,7 @@ from audit.displacement.forced import again, check_lengths, dense_logits, served
 from audit.displacement.measure import Refusal, Tally
 from audit.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
 from audit.displacement.units import DENSE, Measured, units
-from audit.errors import DataError
+from audit.errors import DataError, RunError
 from audit.evaluate import Unit, UnitFiles, made
 from audit.model import LoadedModel, load_model
 from audit.policies import parse_policy
@@ -38,7 +38,7 @@ class Producer:
     """One process's work on the displacement of a run; several may share it.
 
     At most ``tokens`` predicted tokens of a unit are measured, whole sequences, template after template. Raises
-    DataError for checkpoints and answers that are missing.
+    DataError for checkpoints and answers that are missing, RunError where something else stands in the files' place.
     """
 
     def __init__(self, run: RunFolder, *, tokens: int) -> None:
@@ -51,6 +51,7 @@ class Producer:
         self._weights = {pair: self._read_weights(*pair) for pair in {(unit.arm, unit.seed) for unit in self.units}}
         self._keys = {unit: self._key(unit) for unit in self.units}
         self._done: set[Measured] = set()  # found whole
+        self._check_places()
 
     def finished(self) -> int:
         """How many units are measured already."""
@@ -61,16 +62,18 @@ class Producer:
 
         Raises DataError for records or checkpoints that are changed or of another run.
         """
+        path = self._run.path / FILE
 
         def measure(unit: Measured) -> None:
             progress(self.finished(), unit)
             row = self._measure(unit)
             write_json(self._file(unit), {"key": self._keys[unit], "row": row, "sha256": _digest(row)}, indent=None)
 
-        lock = lambda unit: self._folder / f"{unit.name}.lock"  # noqa: E731
+        def lock(unit: Measured) -> Path:
+            return self._folder / f"{unit.name}.lock"
+
         work_through(self.units, done=self._is_done, lock=lock, work=measure, waiting=waiting)
         rows = [self._row(unit) for unit in self.units]
-        path = self._run.path / FILE
         about = {"tokens": self._tokens, "reference": self._spec.gate.reference}
         write_json(path, {"format": FORMAT, "about": about, "rows": rows}, indent=None)
         return path
@@ -182,6 +185,11 @@ class Producer:
         parts = [FORMAT, unit.name, unit.reference_seed, self._tokens, self._seal(unit), self._spec.dtype]
         parts += [self._spec.evaluate.batch_tokens, self._weights[self._reference(unit)]]
         return hashlib.sha256(json.dumps([*parts, self._weights[unit.arm, unit.seed]]).encode()).hexdigest()
+
+    def _check_places(self) -> None:
+        files = [self._run.path / FILE, *map(self._file, self.units)]
+        if any(path.is_dir() for path in files) or (self._folder.exists() and not self._folder.is_dir()):
+            raise RunError(f"{FILE} and {FOLDER}/ of {str(self._run.path)!r} are taken by something else; move it away")
 
     def _file(self, unit: Measured) -> Path:
         return self._folder / f"{unit.name}.json"

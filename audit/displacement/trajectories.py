@@ -92,11 +92,16 @@ def _check(record: Record) -> None:
     roles = [_is_answer(message) for message in record.transcript]
     texts = [record.item_id, record.cluster_id, *(message.content for message in record.transcript)]
     doubled = any(one and other for one, other in pairwise(roles))
-    if not roles or roles[0] or not roles[-1] or doubled or not all(isinstance(text, str) for text in texts):
+    if not roles or roles[0] or not roles[-1] or doubled or not all(map(_is_text, texts)):
         raise DataError(
             f"record of item {str(record.item_id)[:80]!r} holds no conversation of questions and answers in turn; "
             "evaluate its unit again"
         )
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be written: JSON can spell half of a surrogate pair, no file can hold it."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def tokens_of(chat: Chat, text: str) -> tuple[int, ...]:
