@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from audit.errors import DataError
@@ -121,3 +122,30 @@ def test_a_ledger_of_the_first_format_is_still_read(tmp_path: Path) -> None:
     (read,), _ = load_ledgers(path)
     assert torch.equal(read.evicted_at, first.evicted_at)
     assert torch.equal(read.ids, first.ids)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer_start": -1},
+        {"answer_start": "x"},
+        {"kv_bytes_peak": None},
+        {"retention": "x"},
+        {"codec": []},
+        {"more": 1},
+    ],
+)
+def test_a_header_of_the_wrong_kind_is_one_line(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "ledger.safetensors"
+    save_ledgers(path, [rollout()], POLICY)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["kvaudit"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    header["rollouts"][0] |= change
+    save_file(tensors, path, metadata={"kvaudit": json.dumps(header)})
+    with pytest.raises(DataError, match="damaged header"):
+        load_ledgers(path)
+    header = {**header, "format": True}
+    save_file(tensors, path, metadata={"kvaudit": json.dumps(header)})
+    with pytest.raises(DataError, match="not a ledger of format"):
+        load_ledgers(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import audit.kv.attending
 import audit.kv.attention
-from audit import CompressedCache
+from audit import CompressedCache, shadow
 from audit.episodes import play
-from audit.errors import RunError, SpecError
+from audit.errors import DataError, RunError, SpecError
 from audit.kv.ledger import save_ledgers
+from audit.kv.shadow import suffix_logits
 from audit.model import load_model
 from audit.policies import Mixture, parse_policy
 from audit.sampler import Decoding, Sampler
@@ -373,3 +375,48 @@ def test_tokens_given_in_two_calls_enter_as_in_one() -> None:
         assert torch.equal(one.evicted_at, other.evicted_at)
         if one.keys_quantised_at is not None and other.keys_quantised_at is not None:
             assert torch.equal(one.keys_quantised_at, other.keys_quantised_at)
+
+
+@torch.no_grad()
+def test_a_ledger_cut_short_is_refused_and_parts_of_a_model_see_no_shadow() -> None:
+    model, ids = tiny(), torch.tensor(prompts(40))
+    cache = CompressedCache.for_model(model, "streaming:budget=12,sink=2,chunk=16")
+    model(ids, past_key_values=cache)
+    record = cache.ledger
+    for cut in (10, 38):
+        with (
+            pytest.raises(DataError, match=f"records {cut} tokens, the longest row has 40"),
+            shadow(model, replace(record, evicted_at=record.evicted_at[..., :cut])),
+        ):
+            model(ids)
+    with shadow(model, replace(record, evicted_at=record.evicted_at[..., :39])):
+        model(ids)  # the last drawn token never enters a cache
+    with pytest.raises(RunError, match="call the model itself"), shadow(model, record):
+        model.model(ids)
+    with pytest.raises(DataError, match="the ledger is of 1 rows, got 2"), shadow(model, record):
+        model(ids.repeat(2, 1))
+    assert torch.isfinite(model.model(ids).last_hidden_state).all(), "outside, parts of the model are free again"
+
+
+def test_what_a_compressed_cache_cannot_do_is_one_line() -> None:
+    model = tiny()
+    cache = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    model(torch.tensor(prompts(20)), past_key_values=cache)
+    calls = [("crop", (-1,)), ("reset", ()), ("batch_repeat_interleave", (2,)), ("reorder_cache", (torch.tensor([0]),))]
+    for name, words in [*calls, ("batch_select_indices", (torch.tensor([0]),))]:
+        with pytest.raises(RunError, match="a CompressedCache "):
+            getattr(cache, name)(*words)
+
+
+def test_a_cache_of_nothing_but_codes_is_served_and_replayed() -> None:
+    loaded, (prompt,) = served(), prompts(30)
+    for text in ("streaming:budget=4,sink=4+int8", "knorm:budget=3,sink=3,window=0+kivi:bits=2,group=2,residual=2"):
+        episode = Sampler(loaded, parse_policy(text)).open([prompt], [1])
+        (completion,) = episode.decode(Decoding(12))
+        assert completion is not None
+        (rollout,) = episode.rollouts()
+        with torch.no_grad():
+            logits, _ = suffix_logits(loaded.model, [rollout], group=1, view="shadow")
+        drawn = rollout.ids[30:]
+        shadowed = logits[0].log_softmax(-1).gather(1, drawn[:, None])[:, 0]
+        torch.testing.assert_close(shadowed, torch.tensor(completion.logprobs, dtype=torch.float64), rtol=0, atol=1e-12)

@@ -117,12 +117,12 @@ class EvictingCache:
             )
 
     def _weigh(self, layer: int) -> None:
-        moments = self._moments[layer]
-        self._bytes[layer] = self.stores[layer].bytes + (moments.bytes if moments else 0)
+        beside = (self._moments[layer], self._sinks[layer])
+        self._bytes[layer] = self.stores[layer].bytes + sum(part.bytes for part in beside if part)
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated now."""
+        """Bytes allocated now for serving; the ledger, which records it, is not among them."""
         return sum(self._bytes)
 
     def _remember(self, layer: int, query: Tensor, scaling: float) -> None:

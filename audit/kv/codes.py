@@ -13,7 +13,7 @@ INF = float("inf")
 
 def split(x: Tensor, size: int) -> Tensor:
     """[..., n * size] -> [..., n, size]."""
-    return x.reshape(*x.shape[:-1], -1, size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

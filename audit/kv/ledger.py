@@ -140,7 +140,19 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
     tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()
-    return Rollout(**tensors, **scalars)
+    return Rollout(**tensors, **_checked_scalars(scalars))
+
+
+def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers if all are there and of their kind; a TypeError is a damaged header."""
+    whole = [name for name in _SCALARS if name != "retention"]
+    if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in whole):
+        raise TypeError(f"{', '.join(whole)} are whole numbers")
+    if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
+        raise TypeError("retention is a number and codec a text")
+    if set(scalars) - {*_SCALARS, "codec"}:
+        raise TypeError(f"unknown entries {sorted(set(scalars) - {*_SCALARS, 'codec'})}")
+    return scalars
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         header = json.loads(metadata.get("kvaudit", "null"))
     except ValueError:
         header = None
-    if not isinstance(header, dict) or header.get("format") not in READABLE:
+    if not isinstance(header, dict) or type(header.get("format")) is not int or header["format"] not in READABLE:
         raise DataError(f"file {str(path)!r} is not a ledger of format {' or '.join(map(str, READABLE))}")
     return header
 

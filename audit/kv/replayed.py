@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.errors import DataError
+from audit.errors import DataError, RunError
 from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import NEVER, Ledger
@@ -37,17 +37,32 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)
         positions = row_positions(kwargs.get("attention_mask"), zeros, ids.shape[1])
+        length = ledger.evicted_at.shape[-1]
+        # the last drawn token never enters a cache, so one more than the ledger holds is honest
+        if int(positions.max()) > length:
+            raise DataError(
+                f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
+                "or of another text"
+            )
         at = positions.to(ids.device)
         codes = _codes(ledger, positions, ids.device)
         context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         return args, {**kwargs, **more, "position_ids": at.clamp(min=0)}
 
-    handle = model.register_forward_pre_hook(replay, with_kwargs=True)
+    def refuse(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(kwargs.get("kv"), Replay):
+            raise RunError("inside shadow(...) call the model itself: a part of it would see what the sampler did not")
+
+    handles = [
+        model.register_forward_pre_hook(replay, with_kwargs=True),
+        model.get_decoder().register_forward_pre_hook(refuse, with_kwargs=True),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:

@@ -38,3 +38,8 @@ class MovingSinks:
     def expand(self, group: int) -> None:
         """Repeat every row ``group`` times."""
         self._first, self._known = self._first.repeat_interleave(group, 0), self._known.repeat_interleave(group, 0)
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return self._first.numel() * self._first.element_size()

@@ -29,11 +29,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_sliding = False
     seen = 0
+    announced = False  # a forward through the evicting cache is under way
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
-
-    announced = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
@@ -54,11 +53,23 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
-        raise RunError("a CompressedCache cannot follow beam search; use num_beams=1")
-
     def get_max_cache_shape(self) -> int:
         return -1
+
+    def reorder_cache(self, *_: Any) -> None:
+        raise RunError("a CompressedCache cannot follow beam search; use num_beams=1")
+
+    def crop(self, *_: Any) -> None:
+        raise RunError("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
+
+    def reset(self) -> None:
+        raise RunError("a CompressedCache serves one conversation; make a new one")
+
+    def batch_repeat_interleave(self, *_: Any) -> None:
+        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
+
+    def batch_select_indices(self, *_: Any) -> None:
+        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
