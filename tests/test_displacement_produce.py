@@ -14,7 +14,9 @@ from test_cli import kvaudit, refused
 
 from audit.displacement.produce import Producer
 from audit.displacement.units import units
-from audit.spec_file import parse_spec
+from audit.model import load_model
+from audit.runs import RunFolder
+from audit.spec_file import load_spec, parse_spec
 from reports.displacement import load_displacement
 from reports.write import write_report
 
@@ -109,6 +111,16 @@ def test_tokens_are_those_of_the_reference_answers(finished: Path) -> None:
 def test_a_refusal_margin_is_that_of_the_suite_that_spells_refusals_out(finished: Path) -> None:
     assert all(row["refusal_margin"] is not None for row in rows(finished / "run"))
     assert [abs(row["refusal_margin"]) < 1e-4 for row in rows(finished / "run") if row["floor"]] == [True, True]
+
+
+def test_the_margin_is_over_the_items_that_should_be_refused(run: Path) -> None:
+    spec = load_spec(run / "spec.yaml")
+    producer, model = Producer(RunFolder(run, spec), tokens=16384), load_model(spec.model_path)
+    refusal = producer._refusal(producer.units[0], model.chat)
+    assert refusal is not None
+    assert model.chat.tokenizer.decode([refusal.token]) == "I"  # of "I must refuse."
+    assert len(refusal.items) == 4  # of 8
+    assert all(name.endswith("-forbidden") for name in refusal.items)
 
 
 def test_a_report_shows_it_and_the_verdict_is_the_same_without(run: Path) -> None:
