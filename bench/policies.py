@@ -3,9 +3,11 @@
     python -m bench.policies                                  a random Llama, every registered policy
     python -m bench.policies --model DIR --policies none,streaming,snapkv --new 32
 
-One prompt is prefilled, its cache repeated for the rows of a batch, and both sides decode greedily from there; the
-dense side runs again beside every policy, so that each ratio is of two runs made together. On one thread unless
-OMP_NUM_THREADS says otherwise.
+One prompt is prefilled, its cache repeated for the rows of a batch, and both sides decode greedily from there, in turns
+of ten tokens. ``new`` is above 128, so that policies that evict every 128 tokens do. Figures: decode rate over that of
+dense; the share of the time spent evicting or quantising; prefill time over dense; peak bytes over dense with their
+bound (budget + chunk) / length + 5 %; the share of the memory bandwidth that reading weights and cache once per step
+takes; and the largest |log p sampler - log p shadow| by precision. One thread unless OMP_NUM_THREADS says otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +34,8 @@ from audit.sampler import Decoding, Sampler
 from bench.exactness import gaps
 from bench.models import Served, random_llama
 
-DENSE_STEPS = 32  # a dense step costs the same at every one; an eviction comes only every `interval`
-HEADINGS = (
-    *("policy", "decode x dense, batch 1", "batch 8", "evict share, 1", "8", "prefill x dense", "peak KV / dense"),
-    *("bound", "roofline, 1", "8", "gap fp64", "fp32", "bf16"),
-)
+TURN = 10  # tokens that one side decodes before the other's turn
+FIXED = ("prefill x dense", "peak KV / dense", "bound", "gap fp64", "fp32", "bf16")
 
 
 @dataclass
@@ -43,7 +43,6 @@ class Measured:
     """One policy in one run. Times in seconds; ``ratio`` > 1 is faster than dense."""
 
     ratio: dict[int, float] = field(default_factory=dict)
-    rate: dict[int, float] = field(default_factory=dict)
     evicting: dict[int, float] = field(default_factory=dict)
     roofline: dict[int, float] = field(default_factory=dict)
     prefill: float = 0.0
@@ -60,7 +59,9 @@ def main() -> None:
     bandwidth = read_bandwidth()
     print(f"{served.name}, context {asked.context}, budget {asked.budget}, {asked.new} new tokens, "
           f"{torch.get_num_threads()} thread(s), read bandwidth {bandwidth / 1e9:.1f} GB/s\n")  # fmt: skip
-    print("| " + " | ".join(HEADINGS) + " |\n|" + "---|" * len(HEADINGS))
+    by_batch = [f"{what}, batch {b}" for what in ("decode x dense", "evicting", "roofline") for b in asked.batches]
+    headings = ["policy", *by_batch, *FIXED]
+    print("| " + " | ".join(headings) + " |\n|" + "---|" * len(headings))
     for text in asked.policies.split(";") if asked.policies else default_policies(asked.budget):
         policy = parse_policy(text)
         print(line(text, measure(served, policy, prompt, asked, bandwidth), gaps(policy)), flush=True)
@@ -72,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policies", help="specs separated by ';'; default: every registered policy")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--new", type=int, default=130)
+    parser.add_argument("--new", type=int, default=140)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     return parser.parse_args()
 
@@ -90,48 +91,59 @@ def measure(served: Served, policy: Policy, prompt: torch.Tensor, asked: Any, ba
     """All figures of one policy."""
     found = Measured()
     weights = sum(p.numel() * p.element_size() for p in served.model.parameters())
+    cache, dense_prefill = dense_cache(served, prompt)
     for batch in asked.batches:
-        dense_prefill, dense = generate(served, prompt, batch, min(asked.new, DENSE_STEPS + 1))
-        with evictions_timed() as spent:
-            started = time.perf_counter()
-            episode = Sampler(served, policy).open([prompt[0].tolist()], list(range(batch)), group=batch)
-            prefill, spent[0] = time.perf_counter() - started, 0.0
-            started = time.perf_counter()
-            episode.decode(Decoding(asked.new, temperature=0.0))
-            seconds = time.perf_counter() - started
-        steps = asked.new - 1  # the first token comes from the prefill
-        rollout = episode.rollouts()[0]
-        cache: EvictingCache = episode._cache  # type: ignore[union-attr]
-        read = weights + cache.bytes
-        found.ratio[batch] = dense / min(steps, DENSE_STEPS) / (seconds / steps)
-        found.rate[batch] = batch * steps / seconds
-        found.evicting[batch] = spent[0] / seconds
-        found.roofline[batch] = read * steps / bandwidth / seconds
-        found.prefill = prefill / dense_prefill
+        started = time.perf_counter()
+        episode = Sampler(served, policy).open([prompt[0].tolist()], list(range(batch)), group=batch)
+        prefill = time.perf_counter() - started
+        dense, ours, evicting = take_turns(served, deepcopy(cache), prompt, batch, episode, asked.new)
+        held: EvictingCache = episode._cache  # type: ignore[union-attr]
+        found.ratio[batch], found.evicting[batch] = dense / ours, evicting / ours
+        found.roofline[batch] = (weights + held.bytes) * asked.new / bandwidth / ours
         if batch == min(asked.batches):
+            rollout = episode.rollouts()[0]
+            found.prefill = prefill / dense_prefill
             found.bytes_share = rollout.kv_bytes_peak / rollout.kv_bytes_dense
             found.bound = (policy.evictor.budget + policy.chunk) / (asked.context + asked.new) + 0.05
     return found
 
 
-def generate(served: Served, prompt: torch.Tensor, batch: int, new: int) -> tuple[float, float]:
-    """Seconds of a dense prefill of one row, and of decoding ``new`` tokens from its cache in ``batch`` rows."""
-    model = served.model
-    model.set_attn_implementation("sdpa")
-    cache = DynamicCache(config=model.config)
+def dense_cache(served: Served, prompt: torch.Tensor) -> tuple[DynamicCache, float]:
+    """The dense cache of one row before its last token, and the seconds of the prefill."""
+    served.model.set_attn_implementation("sdpa")
+    cache = DynamicCache(config=served.model.config)
     started = time.perf_counter()
     with torch.no_grad():
-        model(prompt, past_key_values=cache, logits_to_keep=1)
-    prefill = time.perf_counter() - started
-    cache.crop(-1)  # generate wants to feed one token itself
-    cache.batch_repeat_interleave(batch)
-    ids = prompt.repeat(batch, 1)
-    config = GenerationConfig(max_new_tokens=new - 1, do_sample=False, pad_token_id=0)
-    started = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, generation_config=config)
+        served.model(prompt, past_key_values=cache, logits_to_keep=1)
     seconds = time.perf_counter() - started
-    model.set_attn_implementation(NAME)
-    return prefill, seconds
+    cache.crop(-1)  # generate wants to feed one token itself
+    served.model.set_attn_implementation(NAME)
+    return cache, seconds
+
+
+def take_turns(
+    served: Served, cache: DynamicCache, prompt: torch.Tensor, batch: int, episode: Any, new: int
+) -> tuple[float, float, float]:
+    """Seconds of ``new`` steps of ``model.generate`` and of the episode, and those of them spent evicting.
+
+    Both sides decode ``TURN`` tokens at a time, one after the other, so that what else the machine does meets both.
+    """
+    cache.batch_repeat_interleave(batch)
+    ids, dense, ours, evicting = prompt.repeat(batch, 1), 0.0, 0.0, 0.0
+    config = GenerationConfig(max_new_tokens=TURN, do_sample=False, pad_token_id=0)
+    for _ in range(new // TURN):
+        served.model.set_attn_implementation("sdpa")
+        started = time.perf_counter()
+        mask = torch.ones_like(ids)
+        ids = served.model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
+        dense += time.perf_counter() - started
+        served.model.set_attn_implementation(NAME)
+        with evictions_timed() as spent:
+            started = time.perf_counter()
+            episode.decode(Decoding(TURN, temperature=0.0))
+            ours += time.perf_counter() - started
+        evicting += spent[0]
+    return dense, ours, evicting
 
 
 @contextmanager
@@ -178,10 +190,9 @@ def loaded(path: str) -> Served:
 
 def line(text: str, found: Measured, exact: dict[str, float]) -> str:
     """One row of the table."""
-    cells = [f"`{text}`", *(f"{found.ratio[b]:.2f}" for b in found.ratio)]
-    cells += [f"{100 * share:.0f} %" for share in found.evicting.values()]
+    cells = [f"`{text}`", *(f"{ratio:.2f}" for ratio in found.ratio.values())]
+    cells += [f"{100 * share:.0f} %" for table in (found.evicting, found.roofline) for share in table.values()]
     cells += [f"{found.prefill:.2f}", f"{found.bytes_share:.3f}", f"{min(found.bound, 1.05):.3f}"]
-    cells += [f"{100 * share:.0f} %" for share in found.roofline.values()]
     cells += [f"{exact[name]:.0e}" if name in exact else "-" for name in ("float64", "float32", "bfloat16")]
     return "| " + " | ".join(cells) + " |"
 
