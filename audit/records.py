@@ -36,6 +36,9 @@ class Outcome(StrEnum):
     UNSCORED = "unscored"  # judge or plumbing failed
 
 
+CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that says the opposite of the outcome
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation."""
@@ -63,7 +66,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN."""
+    """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
+
+    A desired answer scores above 0 and an undesired one below 1.
+    """
 
     outcome: Outcome
     score: float | None
@@ -73,6 +79,7 @@ class Grade:
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.outcome is Outcome.UNSCORED), self
         assert self.score is None or 0.0 <= self.score <= 1.0, self
+        assert self.score is None or self.score != CONTRADICTED.get(self.outcome), self
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +151,6 @@ class Record:
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
         if score is not None and not (isinstance(score, int | float) and math.isfinite(score) and 0 <= score <= 1):
             raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+        if score is not None and score == CONTRADICTED.get(row["outcome"]):
+            raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
         return cls(**row)

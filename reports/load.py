@@ -72,7 +72,7 @@ def load_run(run: Path) -> RunData:
     _check_files(run / "records", units)
     columns = Columns()
     for unit in units:
-        _check_seal(unit, _read(unit, columns, problems))
+        check_seal(unit, _read(unit, columns, problems))
     if not columns.rows:
         raise DataError(
             f"no records in {str(run / 'records')!r}; evaluate first: kvaudit run SPEC --out {run} --resume"
@@ -134,8 +134,8 @@ def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
         raise DataError(f"record file {str(unit)!r} cannot be read ({error.strerror}); make it readable") from None
 
 
-def _check_seal(unit: Path, got: str) -> None:
-    """A sealed file has the sealed bytes: those that were read, not those of another reading."""
+def check_seal(unit: Path, got: str) -> None:
+    """Raise DataError where a seal lies beside a file and is not of the bytes that were read (their sha256)."""
     seal = _seal(unit)
     wanted = _mapping(seal, json.loads).get("sha256") if seal.is_file() else got
     if got != wanted:

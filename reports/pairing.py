@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from audit.errors import SpecError, UnknownName
+from reports.contrast import UNSCORED_LIMIT
+from reports.plain import percent
 from reports.plan import DENSE_POLICY
-from reports.readers.base import ONE_SUITE, Log
+from reports.readers.base import ANY_METRIC, ONE_SUITE, Log
 from reports.report import Reason
 
 REFERENCE, CANDIDATE = "reference", "candidate"
@@ -36,17 +38,30 @@ def metrics(a: Log, b: Log) -> list[str]:
 
 
 def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
-    """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known."""
+    """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known.
+
+    A metric that one file alone has is never passed over unasked: it may be the one that was lost.
+    """
     known = metrics(a, b)
     if not known:
         own = (", ".join(sorted(set(log.rows["metric"]))) for log in (a, b))
         raise SpecError("the files share no metric: {} against {}".format(*own))
     if not asked and len(known) > 1:
         raise SpecError(f"the files hold {len(known)} metrics, choose one with --metric: {', '.join(known)}")
+    lonely = "; ".join(f"only the {side} file has {_some(names)}" for side, names in _unshared(a, b))
+    if not asked and lonely:
+        raise SpecError(f"the files share the metric {known[0]}, {lonely}; compare the one with --metric {known[0]}")
     for name in asked:
         if name not in known:
             raise UnknownName("metric", name, known)
     return list(dict.fromkeys(asked)) or known
+
+
+def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
+    """Side and metrics that it alone has."""
+    own = set(a.rows["metric"]), set(b.rows["metric"])
+    found = ((REFERENCE, sorted(own[0] - own[1])), (CANDIDATE, sorted(own[1] - own[0])))
+    return [(side, names) for side, names in found if names]
 
 
 def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False) -> Paired:
@@ -56,7 +71,7 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     tables = _one_suite(tables, a)
     tables, said = _clustered(tables, own_clusters=own_clusters)
     for log, table in zip((a, b), tables, strict=True):
-        reasons += _row_reasons(log, table)
+        reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
     tables = [table.drop_duplicates(KEY) for table in tables]
     reasons += _set_reasons(*tables)
     both = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
@@ -85,6 +100,8 @@ def _log_notes(a: Log, b: Log) -> Iterator[str]:
     for log in (a, b):
         if log.problems:
             yield f"{log.path.name}: {len(log.problems)} lines were kept out; the first: {log.problems[0]}"
+    for side, names in _unshared(a, b):
+        yield f"Not compared: only the {side} file has {_some(names)}."
     tasks = [log.facts.get("task") for log in (a, b)]
     if all(tasks) and tasks[0] != tasks[1]:
         yield f"The files name their task differently: {tasks[0]} and {tasks[1]}."
@@ -138,6 +155,18 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
             "DUPLICATE",
             f"{log.path.name}: {len(lines)} rows stand twice ({_some(lines)}); the first of each was kept. Repeats "
             "need a sample or epoch column",
+        )
+
+
+def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
+    """Too many answers that cannot be read, with those that have no score: what both files lack is missing too."""
+    refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
+    missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
+    if refused and missing > UNSCORED_LIMIT * total:
+        yield Reason(
+            "MISSING",
+            f"{log.path.name}: {missing} of {total} answers were kept out or have no score ({percent(missing / total)}"
+            "); the limit is 1 %",
         )
 
 

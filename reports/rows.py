@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError
-from audit.records import FORMAT, Outcome, Record, Role
+from audit.records import CONTRADICTED, FORMAT, Outcome, Record, Role
 from reports.columns import COPIED, ROLES, Columns
 
 BLOCK = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
@@ -30,6 +30,7 @@ _NAMES = tuple(f.name for f in fields(Record))
 _values = itemgetter(*_NAMES)
 _scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
 _OUTCOMES = {outcome.value for outcome in Outcome}
+_CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}
 _SPEAKERS = {role.value for role in Role}
 
 
@@ -108,10 +109,11 @@ def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:
     if not set(map(type, scores)) <= {int, float, type(None)} or not set(outcomes) <= _OUTCOMES:
         return False
     unscored = Outcome.UNSCORED.value
-    return all(
+    fit = all(
         outcome == unscored if score is None else outcome != unscored and 0 <= score <= 1
         for outcome, score in zip(outcomes, scores, strict=True)
     )
+    return fit and _CONTRADICTIONS.isdisjoint(zip(outcomes, scores, strict=True))
 
 
 def _shares_fit(survival: Sequence[Any]) -> bool:

@@ -229,6 +229,34 @@ def test_a_lost_line_of_both_files_does_not_matter_and_is_counted(tmp_path):
     assert len(done.report.problems) == 2
 
 
+@pytest.mark.parametrize("broken", ["x", "2.0", "-0.5"])
+def test_lost_lines_of_both_files_are_missing_beyond_one_percent(tmp_path, broken):
+    scores = [broken] * 4 + [1] * 296
+    done = compare(pair(tmp_path, scores, scores), "score")
+    assert done.verdict.exit_code == 5
+    texts = [reason.text for reason in done.verdict.reasons if reason.code == "MISSING"]
+    assert texts == [
+        f"{name}: 4 of 300 answers were kept out or have no score (1.3 %); the limit is 1 %"
+        for name in ("a.csv", "b.csv")
+    ]
+
+
+def test_lost_lines_and_unscored_answers_are_missing_together(tmp_path):
+    scores = ["x", "x", "nan", "nan"] + [1] * 296
+    done = compare(pair(tmp_path, scores, scores), "score")
+    assert "MISSING" in codes(done)
+    fewer = [1, *scores[1:]]
+    assert "MISSING" not in codes(compare(pair(tmp_path, fewer, fewer), "score"))
+
+
+def test_lost_lines_of_another_metric_do_not_matter(tmp_path):
+    rows = [(f"i{i}", f"t{i // 5}", "math", 1) for i in range(300)]
+    rows += [(f"i{i}", f"t{i // 5}", "safety", "x" if i < 60 else 1) for i in range(300)]
+    both = sides(*(table(tmp_path / f"{n}.csv", rows, "item,cluster,metric,score") for n in "ab"))
+    assert compare(both, "math").verdict.status is Status.PASS
+    assert compare(both, "safety").verdict.exit_code == 5
+
+
 def test_rows_that_stand_twice_are_invalid(tmp_path):
     twice = [*rows_of([1] * 300), ("i0", "t0", 0)]
     done = compare(sides(table(tmp_path / "a.csv", rows_of([1] * 300)), table(tmp_path / "b.csv", twice)), "score")
@@ -345,6 +373,21 @@ def test_several_metrics_need_a_choice_that_is_named():
     wrong = run_command(*LM_EVAL, "--metric", "acc")
     assert wrong.exit_code == 2
     assert "unknown metric 'acc'" in wrong.output
+
+
+def test_a_metric_that_one_file_lacks_is_not_passed_over(tmp_path):
+    paths = []
+    for name, lost in (("a.csv", "safety"), ("b.csv", "safety2")):
+        rows = [(f"i{i}", f"t{i // 5}", metric, 1) for metric in ("math", lost) for i in range(300)]
+        paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
+    done = run_command(*paths)
+    assert done.exit_code == 2
+    said = "only the reference file has safety; only the candidate file has safety2; compare the one with --metric math"
+    assert said in done.output
+    chosen = run_command(*paths, "--metric", "math")
+    assert chosen.exit_code == 0
+    assert "Not compared: only the reference file has safety." in chosen.output
+    assert "Not compared: only the candidate file has safety2." in chosen.output
 
 
 def test_files_without_a_common_metric_are_one_line(tmp_path):

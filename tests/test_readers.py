@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -276,6 +277,30 @@ def test_one_record_file_reads_like_its_run(run):
     )
     columns = ["item", "score", "cluster", "sample", "suite", "context", "seed"]
     assert read(unit).rows[columns].to_csv() == whole.rows[columns].to_csv()
+
+
+def test_a_record_file_is_held_to_the_seal_beside_it(run, tmp_path):
+    unit = next((run / "records").glob("naive-seed12--*--math--*.jsonl"))
+    seal = unit.with_name(unit.name.replace(".jsonl", ".done.json"))
+    copy = written(tmp_path, unit.name, unit.read_text().replace('"seconds": ', '"seconds": 1', 1))
+    assert len(read(copy).rows) == 128  # no seal came along
+    written(tmp_path, seal.name, seal.read_text())
+    with pytest.raises(DataError, match="its seal says"):
+        read(copy)
+
+
+def test_a_line_of_a_chosen_unit_counts_as_kept_out_and_one_of_another_does_not(run, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    unit = next((other / "records").glob("naive-seed12--*--math--*.jsonl"))
+    unit.with_name(unit.name.replace(".jsonl", ".done.json")).unlink()
+    lines = unit.read_text().splitlines()
+    unit.write_text("\n".join(["{}", *lines[1:]]) + "\n")
+    name = json.loads(lines[1])["policy"]
+    counts = [read(other, arm=arm, policy=name, suite="math").kept_out for arm in ("naive", "dense")]
+    assert counts == [{"score": 1}, {"score": 0}]
+    unit.write_text("{}\n" * len(lines))
+    assert read(other, arm="dense", policy=name).kept_out == {"score": 128}  # whose they were, nothing says
 
 
 @pytest.mark.parametrize(

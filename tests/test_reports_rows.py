@@ -108,6 +108,19 @@ def test_a_bad_line_costs_its_block_not_the_file(tmp_path, monkeypatch):
     assert [(p.file, p.line) for p in problems] == [("unit.jsonl", 5)]
 
 
+@pytest.mark.parametrize(("outcome", "score"), [("undesired", 1.0), ("undesired", 1), ("desired", 0)])
+def test_a_score_that_contradicts_its_outcome_is_kept_out(tmp_path, outcome, score):
+    path = tmp_path / "unit.jsonl"
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in (BASE[0], BASE[1] | {"outcome": outcome, "score": score}))
+    )
+    _, frame, problems = read(path)
+    assert frame["line"].tolist() == [1]
+    assert [p.reason for p in problems] == [
+        f"record scores {score} with outcome {outcome}, which contradict each other"
+    ]
+
+
 def test_words_are_categories_in_their_own_order():
     design = Design(arms=("zeta", "alpha"), seeds=(1,), policies=("none",), suites=("math",), clusters=2, items=2)
     made = [row for _, part in records_of(design) for row in part]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,6 +17,7 @@ from audit.errors import DataError
 from reports.plain import clip, inline
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
+ANY_METRIC = ""  # of a line that might have scored any of them
 LONGEST_LINE = 64 * 2**20  # bytes
 LARGEST_SEED = 2**62
 _LINES_TO_LOOK_AT = 20
@@ -54,7 +56,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Log:
-    """A result file. ``rows`` has the columns of ``Row``; ``settings`` must agree between two compared files."""
+    """A result file. ``rows`` has the columns of ``Row``; ``settings`` must agree between two compared files.
+
+    ``kept_out`` counts the answers among ``problems`` by metric, ``ANY_METRIC`` where the line does not say which.
+    """
 
     path: Path
     reader: str
@@ -64,6 +69,20 @@ class Log:
     facts: Mapping[str, str] = field(default_factory=dict)  # shown, not compared
     unfinished: str = ""  # why the file does not hold all that it set out to
     duplicates: int = 0  # rows that stood twice and that reading has left out already
+    kept_out: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Problems:
+    """What is kept out while a file is read: a text for each, and how many by metric."""
+
+    texts: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str, metric: str = ANY_METRIC) -> None:
+        """One answer that is kept out."""
+        self.texts.append(text)
+        self.counts[metric] += 1
 
 
 class Reader:
@@ -81,15 +100,16 @@ class Reader:
         raise NotImplementedError
 
 
-def log_of(reader: Reader, path: Path, rows: list[Row], problems: list[str], **parts: Any) -> Log:
+def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **parts: Any) -> Log:
     """A log from its rows; raises DataError where there is none, which names the first problem."""
     if not rows:
-        first = f"; first problem: {problems[0]}" if problems else ""
+        first = f"; first problem: {problems.texts[0]}" if problems.texts else ""
         raise DataError(f"{str(path)!r} holds no row of a {reader.reads}{first}")
-    return Log(path, reader.name, pd.DataFrame(rows, columns=list(Row._fields)), tuple(problems), **parts)
+    frame = pd.DataFrame(rows, columns=list(Row._fields))
+    return Log(path, reader.name, frame, tuple(problems.texts), kept_out=dict(problems.counts), **parts)
 
 
-def json_lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every line that is a JSON object, with its number from 1; the others are named in ``problems``."""
     with path.open("rb") as handle:
         for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
@@ -100,7 +120,7 @@ def json_lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str,
                 yield number, value
                 continue
             half = "" if raw.endswith(b"\n") else "half-written last line, "
-            problems.append(f"{path.name}:{number}: {half}not a JSON object")
+            problems.add(f"{path.name}:{number}: {half}not a JSON object")
 
 
 def first_objects(path: Path) -> list[dict[str, Any]]:
@@ -160,10 +180,12 @@ class Scores:
         except DataError as error:
             self._refused.append((row.metric, f"{where}: {row.metric}: {error}"))
 
-    def problems(self) -> list[str]:
-        """What was refused of the metrics that have scores, or of all where none has any."""
+    def report(self, problems: Problems) -> None:
+        """Add what was refused of the metrics that have scores, or of all where none has any."""
         known = {row.metric for row in self.rows if not math.isnan(row.score)}
-        return [text for metric, text in self._refused if not known or metric in known]
+        for metric, text in self._refused:
+            if not known or metric in known:
+                problems.add(text, metric)
 
 
 def repeat_of(value: Any) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from audit.errors import DataError
 from reports.readers.archive import Archive, MissingPackage, TooLarge
-from reports.readers.base import Log, Reader, Request, Row, Scores, log_of, metric_name, name_of, repeat_of
+from reports.readers.base import Log, Problems, Reader, Request, Row, Scores, log_of, metric_name, name_of, repeat_of
 
 SETTINGS = ("scorers", "model_generate_config")  # that two logs must share
 HEADER, START = "header.json", "_journal/start.json"
@@ -47,7 +47,7 @@ class Inspect(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Every scorer of every sample; a sample that failed has no score under any of them."""
-        problems: list[str] = []
+        problems = Problems()
         scores, failed = Scores(), list[Row]()
         with Archive(path) as archive:
             header = archive.json(HEADER if HEADER in archive else START)  # one of them is what it was recognised by
@@ -57,7 +57,8 @@ class Inspect(Reader):
                 except (MissingPackage, TooLarge):
                     raise
                 except DataError as error:
-                    problems.append(f"{path.name}:{name}: {error}")
+                    problems.add(f"{path.name}:{name}: {error}")
+        scores.report(problems)
         metrics = sorted({row.metric for row in scores.rows})
         status, about = str(header.get("status", "started"))[:40], header.get("eval")
         known = about if isinstance(about, dict) else {}
@@ -65,7 +66,7 @@ class Inspect(Reader):
             self,
             path,
             scores.rows + [row._replace(metric=metric) for row in failed for metric in metrics],
-            problems + scores.problems(),
+            problems,
             settings={name: json.dumps(known.get(name), sort_keys=True) for name in SETTINGS},
             facts={name: str(known[name])[:200] for name in ("task", "model", "created") if name in known},
             unfinished="" if status == "success" else f"Inspect's status is {status!r}",

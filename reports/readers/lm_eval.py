@@ -15,6 +15,7 @@ from typing import Any
 from audit.errors import DataError
 from reports.readers.base import (
     Log,
+    Problems,
     Reader,
     Request,
     Row,
@@ -42,20 +43,21 @@ class LmEval(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Every metric of every line."""
-        problems: list[str] = []
+        problems = Problems()
         scores, decoding = Scores(), set[str]()
         for number, row in json_lines(path, problems):
             try:
                 _add(row, request, number, scores, f"{path.name}:{number}")
             except DataError as error:
-                problems.append(f"{path.name}:{number}: {error}")
+                problems.add(f"{path.name}:{number}: {error}")
             decoding |= _decoding(row.get("arguments"))
+        scores.report(problems)
         named = _FILE.match(path.stem)
         return log_of(
             self,
             path,
             scores.rows,
-            problems + scores.problems(),
+            problems,
             settings={"decoding": "; ".join(sorted(decoding))},
             facts={"task": named["task"] if named else path.stem},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 from audit.errors import DataError, SpecError, UnknownName
 from audit.records import FORMAT, Outcome
 from reports.columns import Columns
-from reports.load import load_run
+from reports.load import check_seal, load_run
 from reports.plain import inline
 from reports.plan import match_policies
 from reports.readers.base import Cluster, Log, Reader, Request, Row, first_objects
@@ -44,6 +44,7 @@ class Records(Reader):
     def read(self, path: Path, request: Request) -> Log:
         """Rows of one arm under one policy."""
         frame, problems, incomplete = _folder(path) if path.is_dir() else _file(path)
+        files = set(frame["file"].astype(str))
         frame = _selected(path, frame, request.select)
         units = set(frame["file"].astype(str))
         unsealed = sorted(units & set(incomplete))
@@ -55,8 +56,21 @@ class Records(Reader):
             settings=_settings(frame),
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
-            duplicates=sum(p.file in units and "duplicate of" in p.reason for p in problems),
+            duplicates=sum(p.file in units and _twice(p) for p in problems),
+            kept_out={METRIC: len(list(_kept_out(files, units, problems)))},
         )
+
+
+def _twice(problem: Problem) -> bool:
+    return "duplicate of" in problem.reason
+
+
+def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Lines of the chosen ``units``, and of files without one readable record: nothing says whose those were."""
+    for problem in problems:
+        known = problem.file in files or "/" in problem.file  # telemetry has a folder
+        if problem.line and not _twice(problem) and (problem.file in units or not known):
+            yield problem
 
 
 def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
@@ -66,7 +80,7 @@ def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, .
 
 def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
     columns, problems = Columns(), list[Problem]()
-    read_unit(path, columns, problems)
+    check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
     return columns.frame(), tuple(problems), ()

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError
-from reports.readers.base import ONE_SUITE, Log, Reader, Request, Row, log_of, metric_name, name_of, repeat_of, score_of
+from reports.readers.base import (
+    ONE_SUITE,
+    Log,
+    Problems,
+    Reader,
+    Request,
+    Row,
+    log_of,
+    metric_name,
+    name_of,
+    repeat_of,
+    score_of,
+)
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")
@@ -36,7 +48,7 @@ class Table(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of the table; a row that does not fit is named and kept out."""
-        problems: list[str] = []
+        problems = Problems()
         try:
             rows = list(self._rows(path, request, problems))
         except (UnicodeDecodeError, csv.Error) as error:
@@ -44,7 +56,7 @@ class Table(Reader):
         return log_of(self, path, rows, problems)
 
     @staticmethod
-    def _rows(path: Path, request: Request, problems: list[str]) -> Iterator[Row]:
+    def _rows(path: Path, request: Request, problems: Problems) -> Iterator[Row]:
         with path.open(newline="", encoding="utf-8-sig") as handle:
             reader = csv.reader(handle)
             header = [name.strip() for name in next(reader)]
@@ -53,14 +65,12 @@ class Table(Reader):
                     continue
                 row = dict(zip(header, fields, strict=False))
                 if len(fields) != len(header):
-                    problems.append(
-                        f"{path.name}:{reader.line_num}: {len(fields)} fields, the header has {len(header)}"
-                    )
+                    problems.add(f"{path.name}:{reader.line_num}: {len(fields)} fields, the header has {len(header)}")
                     continue
                 try:
                     yield _row(row, request, reader.line_num)
                 except DataError as error:
-                    problems.append(f"{path.name}:{reader.line_num}: {error}")
+                    problems.add(f"{path.name}:{reader.line_num}: {error}", _metric(row))
 
 
 def _row(row: Mapping[str, str], request: Request, line: int) -> Row:
@@ -69,7 +79,7 @@ def _row(row: Mapping[str, str], request: Request, line: int) -> Row:
         raise DataError("no item")
     return Row(
         item=item,
-        metric=metric_name(row.get("metric", "score").strip() or "score"),
+        metric=_metric(row),
         score=_score(row["score"]),
         cluster=request.cluster(row, item) if request.cluster else name_of(row.get("cluster", "")),
         sample=next((_whole(row[name], name) for name in SAMPLES if name in row), 0),
@@ -77,6 +87,10 @@ def _row(row: Mapping[str, str], request: Request, line: int) -> Row:
         seed=_whole(row["seed"], "seed") if "seed" in row else 0,
         line=line,
     )
+
+
+def _metric(row: Mapping[str, str]) -> str:
+    return metric_name(row.get("metric", "score").strip() or "score")
 
 
 def _score(text: str) -> float:
