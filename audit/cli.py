@@ -245,14 +245,13 @@ def adjudicate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Write a blind sheet of a run's answers for a person to label, or read it back for the corrected drift."""
+    """Write a blind sheet of a run's answers for a person to label; --read decides by its labels, exits like `gate`."""
     with user_errors():
         from audit.commands.adjudicate import read_sheet, write_sheet
 
         if read is not None:
-            read_sheet(run, read)
-        else:
-            write_sheet(run, out, tuple(select or ()), concordant=concordant, seed=seed)
+            raise typer.Exit(read_sheet(run, read))
+        write_sheet(run, out, tuple(select or ()), concordant=concordant, seed=seed)
 
 
 @app.command()
@@ -332,7 +331,7 @@ def plan(
     sampling_share: Annotated[
         float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
     ] = 0.5,
-    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points.")] = 0.0,
+    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; a loss is below 0.")] = 0.0,
     alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
     power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
     rate: Annotated[float | None, typer.Option(help="Measured answers per second.", show_default=False)] = None,

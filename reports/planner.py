@@ -22,7 +22,8 @@ _MOST = 10**12  # items; beyond, a size says nothing
 
 @dataclass(frozen=True)
 class Design:
-    """What is planned. ``margin``, ``drift`` and ``discordance`` in score units; ``rate`` in answers per second.
+    """What is planned. ``margin``, ``drift`` and ``discordance`` in score units, a loss below 0; ``rate`` in answers
+    per second.
 
     ``discordance``: share of items whose single answers differ between the arms. ``sampling_share``: part of that
     variance which is decoding noise, so that more samples shrink it. ``correlation``: ICC of the paired difference.
@@ -60,8 +61,8 @@ class Sizes:
     error: float  # standard error of the drift
     power: float  # P(lower bound above the margin) at the assumed drift
     passes: float  # the same, 0 below C_min
-    detects: float  # P(upper bound below 0) when the drift is the margin
-    smallest_margin: float  # that these items pass with the asked power
+    detects: float | None  # P(upper bound below 0) at a drop of the margin; None where too few items differ for one
+    smallest_margin: float  # that these items pass with the asked power; 0 where a gain passes any
     detectable: float  # smallest drop found with the asked power
     half_width: float  # of the two-sided 95 % interval
     required_clusters: int  # C_min
@@ -78,17 +79,12 @@ def plan_sizes(design: Design) -> Sizes:
     """Power and sizes of a design. Raises SpecError for numbers that cannot be."""
     _check(design)
     df = design.clusters - 1
-    variance = float(
-        kernels.difference_variance(
-            design.discordance, drift=design.drift, samples=design.samples, sampling_share=design.sampling_share
-        )
-    )
+    variance = _variance(design, design.drift)
     deff = float(kernels.design_effect(design.correlation, design.items_per_cluster))
     error = float(kernels.standard_error(design.items, variance, deff=deff))
     chance = float(
         kernels.power(design.items, design.margin, variance, deff=deff, drift=design.drift, alpha=design.alpha, df=df)
     )
-    detects = kernels.detection_power(design.items, design.margin, variance, deff=deff, alpha=design.alpha, df=df)
     required = clusters_required(design.margin, design.alpha)
     items = _items(design, variance, deff)
     clusters = max(required, math.ceil(items / design.items_per_cluster))
@@ -100,9 +96,12 @@ def plan_sizes(design: Design) -> Sizes:
         error=error,
         power=chance,
         passes=chance if design.clusters >= required else 0.0,
-        detects=float(detects),
-        smallest_margin=abs(design.drift)
-        + float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
+        detects=_detects(design, deff),
+        smallest_margin=float(
+            kernels.smallest_margin(
+                design.items, variance, deff=deff, drift=design.drift, alpha=design.alpha, power=design.power, df=df
+            )
+        ),
         detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
         half_width=float(kernels.minimal_detectable(error, df=df, alpha=0.025, power=0.5)),
         required_clusters=required,
@@ -114,6 +113,23 @@ def plan_sizes(design: Design) -> Sizes:
         seconds=None if design.rate is None else design.items * per_item / design.rate,
         needed_seconds=None if design.rate is None else needed / design.rate,
     )
+
+
+def _variance(design: Design, drift: float) -> float:
+    """Of an item's difference at a true ``drift``."""
+    found = kernels.difference_variance(
+        design.discordance, drift=drift, samples=design.samples, sampling_share=design.sampling_share
+    )
+    return float(found)
+
+
+def _detects(design: Design, deff: float) -> float | None:
+    """Power to find a drop of the margin, which takes as many items that differ."""
+    if design.discordance < design.margin:
+        return None
+    variance = _variance(design, -design.margin)
+    df = design.clusters - 1
+    return float(kernels.detection_power(design.items, design.margin, variance, deff=deff, alpha=design.alpha, df=df))
 
 
 def _items(design: Design, variance: float, deff: float) -> int:
@@ -128,7 +144,9 @@ def _items(design: Design, variance: float, deff: float) -> int:
         if wanted == items:
             break
         if wanted > _MOST:
-            raise SpecError(f"more than {_MOST:.0e} items would be needed; assume less drift or ask a larger margin")
+            raise SpecError(
+                f"more than {_MOST:.0e} items would be needed; assume a smaller drop or ask a larger margin"
+            )
         items = wanted
         df = max(1, math.ceil(items / design.items_per_cluster) - 1)
     return items
@@ -179,12 +197,12 @@ def _check(design: Design) -> None:
 
 
 def _check_drift(design: Design) -> None:
-    if not abs(design.drift) < design.margin:
+    if not design.drift > -design.margin:
         raise SpecError(
-            f"--drift is {100 * design.drift:g} pp at a margin of {100 * design.margin:g} pp: no size passes a drift "
+            f"--drift is {100 * design.drift:g} pp at a margin of {100 * design.margin:g} pp: no size passes a drop "
             "at or beyond the margin"
         )
-    if not design.drift**2 < design.discordance:
+    if not abs(design.drift) <= design.discordance:
         raise SpecError(
             f"--discordance is {design.discordance:g}, too small for a drift of {100 * design.drift:g} pp; the share "
             "of items that differ is at least the size of the drift"

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from typer.testing import CliRunner
 
 from audit.cli import app
@@ -127,16 +128,46 @@ def test_too_few_templates_are_called_so_and_the_missing_ones_counted():
     assert "buy 51 more templates" in done.output
 
 
+def test_a_gain_passes_more_easily_than_no_drift_and_a_loss_less():
+    loss, still, gain = (plan_sizes(Design(0.05, 0.1, 60, 5, drift=d)) for d in (-0.02, 0.0, 0.02))
+    assert loss.power < 0.5 < still.power < 0.9 < gain.power
+    assert loss.needed_items > still.needed_items > gain.needed_items
+    assert loss.smallest_margin > still.smallest_margin > gain.smallest_margin > 0
+    done = CliRunner().invoke(app, ["plan", "--drift", "5", "--margin", "5"])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_gain_that_is_large_enough_passes_any_margin():
+    assert plan_sizes(Design(0.05, 0.2, 400, 5, drift=0.1)).smallest_margin == 0
+    done = CliRunner().invoke(app, ["plan", "--discordance", "0.2", "--clusters", "400", "--drift", "10"])
+    assert "any, the gain is large enough" in done.output
+
+
+def test_the_chance_to_find_a_drop_of_the_margin_is_that_of_a_drop_not_of_no_drift():
+    found = plan_sizes(Design(0.05, 0.06, 60, 5, correlation=0.0))
+    error = math.sqrt((0.06 - 0.05**2) / 300)  # the variance at a drop of 5 pp
+    assert found.detects == pytest.approx(float(stats.t.cdf(0.05 / error - stats.t.ppf(0.95, 59), 59)))
+
+
+def test_a_drop_that_cannot_exist_is_called_so():
+    assert plan_sizes(Design(0.05, 0.02, 60, 5)).detects is None
+    done = CliRunner().invoke(app, ["plan", "--discordance", "0.02"])
+    assert done.exit_code == 0, done.output
+    assert "more than the 2.0 % of the items that differ can lose" in done.output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--margin", "0"], "--margin is 0"),
-        (["--drift", "6"], "no size passes a drift at or beyond the margin"),
+        (["--drift", "-6"], "no size passes a drop at or beyond the margin"),
+        (["--drift", "-5"], "no size passes a drop at or beyond the margin"),
         (["--clusters", "1"], "--clusters is 1"),
         (["--icc", "nan"], "--icc is nan"),
         (["--rate", "0"], "--rate is 0"),
         (["--suite", "a: b"], "--suite is 'a: b'"),
-        (["--discordance", "0.0001", "--drift", "2"], "too small for a drift"),
+        (["--discordance", "0.01", "--drift", "2"], "too small for a drift"),
+        (["--discordance", "0.01", "--drift", "-2"], "the share of items that differ is at least the size"),
     ],
 )
 def test_bad_numbers_are_one_line_and_exit_2(words, said):

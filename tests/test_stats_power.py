@@ -87,6 +87,23 @@ def test_grids_broadcast():
     assert grid[1, 1] == pytest.approx(float(power(300, 0.05, 0.1, deff=1.2)))
 
 
+@pytest.mark.parametrize("margin", [1e-8, 1e-105, 1e-200, 5e-324])
+def test_a_size_beyond_all_numbers_is_a_very_large_one(margin):
+    assert items_needed(margin, 0.1) > 10**12
+
+
+def test_a_gain_adds_to_the_room_and_a_loss_takes_from_it():
+    assert float(power(300, 0.05, 0.1, drift=0.01)) == pytest.approx(float(power(300, 0.06, 0.1)))
+    assert float(power(300, 0.05, 0.1, drift=-0.01)) == pytest.approx(float(power(300, 0.04, 0.1)))
+    assert items_needed(0.05, 0.1, drift=0.05) == items_needed(0.1, 0.1)
+    assert float(smallest_margin(300, 0.1, drift=0.5)) == 0
+
+
+def test_a_drift_is_no_larger_than_the_share_of_items_that_differ():
+    with pytest.raises(AssertionError, match="at least the drift"):
+        difference_variance(0.01, drift=-0.02)
+
+
 def test_a_drift_beyond_the_margin_has_no_sample_size():
     with pytest.raises(AssertionError, match="no number of items"):
         items_needed(0.05, 0.1, drift=-0.05)

@@ -40,13 +40,20 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
         yield f"power to pass all {d.policies} policies", together
-    yield f"power to find a drop of {100 * d.margin:g} pp", percent(sizes.detects)
-    yield f"margin passed with power {d.power:g}", f"{100 * sizes.smallest_margin:.1f} pp"
-    yield f"drop found with power {d.power:g} (MDE)", f"{100 * sizes.detectable:.1f} pp"
+    beyond = f"more than the {percent(d.discordance)} of the items that differ can lose"
+    yield f"power to find a drop of {100 * d.margin:g} pp", beyond if sizes.detects is None else percent(sizes.detects)
+    smallest = f"{100 * sizes.smallest_margin:.1f} pp" if sizes.smallest_margin else "any, the gain is large enough"
+    yield f"margin passed with power {d.power:g}", smallest
+    found = f"{100 * sizes.detectable:.1f} pp"
+    yield f"drop found with power {d.power:g} (MDE)", f"{found}, {beyond}" if _beyond(sizes) else found
     yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
     yield "C_min", f"{sizes.required_clusters} templates for {100 * d.margin:g} pp at alpha {d.alpha:g}"
     yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and entirely unsampled"
     yield "answers", _answers(sizes, sizes.answers, sizes.seconds)
+
+
+def _beyond(sizes: Sizes) -> bool:
+    return sizes.detectable > sizes.design.discordance
 
 
 def _chance(sizes: Sizes) -> str:

@@ -3,9 +3,10 @@
 Miller 2024, arXiv:2411.00640 (variance of a paired difference with repeated samples), times the design effect of the
 clusters (Kish 1965). Every function solves the same equation for another unknown,
 
-    (t_{1-alpha} + t_{power}) * sqrt(variance * deff / items) = margin - |drift|,
+    (t_{1-alpha} + t_{power}) * sqrt(variance * deff / items) = margin + drift,
 
-and broadcasts over arrays. ``df`` are clusters - 1, infinite (normal quantiles) for planning without a number of them.
+and broadcasts over arrays. A ``drift`` below 0 is a loss, one above 0 a gain. ``df`` are clusters - 1, infinite (normal
+quantiles) for planning without a number of them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ def difference_variance(
 ) -> Array:
     """Variance of an item's paired difference, averaged over ``samples`` draws.
 
-    ``discordance`` is the share of single-draw pairs that differ; ``sampling_share`` the part of the variance that is
-    decoding noise and shrinks with the samples (0 for greedy decoding: more samples buy nothing).
+    ``discordance`` is the share of single-draw pairs that differ, at least |drift|: nothing is lost or gained where
+    the arms agree. ``sampling_share`` is the part of the variance that is decoding noise and shrinks with the samples
+    (0 for greedy decoding: more samples buy nothing).
     """
     assert 0 <= sampling_share <= 1, sampling_share
-    single = np.asarray(discordance, dtype=np.float64) - np.square(drift)
-    assert np.all(single > 0), "the discordance must exceed the squared drift"
+    share = np.asarray(discordance, dtype=np.float64)
+    assert np.all((share > 0) & (share <= 1) & (share >= np.abs(drift))), "the discordance is at least the drift"
+    single = share - np.square(drift)
     variance: Array = single * (1 - sampling_share + sampling_share / np.asarray(samples, dtype=np.float64))
     return variance
 
@@ -58,10 +61,11 @@ def items_needed(
     power: float = 0.8,
     df: float = math.inf,
 ) -> npt.NDArray[np.int64]:
-    """Fewest items with which a true ``drift`` passes a margin with probability ``power``."""
-    room = _room(margin, drift)
-    wanted = _quantiles(alpha, power, df) ** 2 * np.asarray(variance) * np.asarray(deff) / room**2
-    items: npt.NDArray[np.int64] = np.ceil(wanted - 1e-9).astype(np.int64)
+    """Fewest items with which a true ``drift`` passes a margin with probability ``power``; 2^62 stands for any more."""
+    spread = _quantiles(alpha, power, df) * np.sqrt(np.asarray(variance) * np.asarray(deff))
+    with np.errstate(over="ignore"):  # next to no room
+        wanted = np.minimum((spread / _room(margin, drift)) ** 2 - 1e-9, 2.0**62)
+    items: npt.NDArray[np.int64] = np.ceil(wanted).astype(np.int64)
     return items
 
 
@@ -76,7 +80,7 @@ def power(
     df: float = math.inf,
 ) -> Array:
     """Probability that the lower bound clears the margin at a true ``drift``; < alpha beyond the margin."""
-    room = np.asarray(margin, dtype=np.float64) - np.abs(drift)
+    room = np.asarray(margin, dtype=np.float64) + np.asarray(drift, dtype=np.float64)
     passed: Array = special.stdtr(
         df, room / standard_error(items, variance, deff=deff) - special.stdtrit(df, 1 - alpha)
     )
@@ -93,7 +97,7 @@ def detection_power(
     df: float = math.inf,
 ) -> Array:
     """Probability that the upper bound falls below 0 at a true drop of |drift|."""
-    return power(items, np.abs(drift), variance, deff=deff, alpha=alpha, df=df)
+    return power(items, np.abs(drift), variance, deff=deff, alpha=alpha, df=df)  # a mirrored PASS, without a drift
 
 
 def smallest_margin(
@@ -106,10 +110,9 @@ def smallest_margin(
     power: float = 0.8,
     df: float = math.inf,
 ) -> Array:
-    """Smallest margin that a true ``drift`` passes with probability ``power``."""
-    margin: Array = np.abs(drift) + minimal_detectable(
-        standard_error(items, variance, deff=deff), df=df, alpha=alpha, power=power
-    )
+    """Smallest margin that a true ``drift`` passes with probability ``power``; 0 where a gain passes any."""
+    wanted = minimal_detectable(standard_error(items, variance, deff=deff), df=df, alpha=alpha, power=power)
+    margin: Array = np.maximum(0.0, wanted - np.asarray(drift, dtype=np.float64))
     return margin
 
 
@@ -142,8 +145,8 @@ def standard_error(items: npt.ArrayLike, variance: npt.ArrayLike, *, deff: npt.A
 
 
 def _room(margin: npt.ArrayLike, drift: npt.ArrayLike) -> Array:
-    room: Array = np.asarray(margin, dtype=np.float64) - np.abs(drift)
-    assert np.all(room > 0), "no number of items passes a drift at or beyond the margin"
+    room: Array = np.asarray(margin, dtype=np.float64) + np.asarray(drift, dtype=np.float64)
+    assert np.all(room > 0), "no number of items passes a drop at or beyond the margin"
     return room
 
 
