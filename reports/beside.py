@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reports import analysis_tables as tables
 from reports.analysis.safe import sentence
+from reports.gate import Status, Verdict
 from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.plain import inline
 from reports.report import Report
@@ -125,7 +126,7 @@ def judge_section(report: Report) -> Section | None:
     )
 
 
-def banner_lines(report: Report) -> list[str]:
+def banner_lines(report: Report, verdict: Verdict) -> list[str]:
     """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
     lines = []
     cleared: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
@@ -140,8 +141,8 @@ def banner_lines(report: Report) -> list[str]:
     flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
     if flips:
         lines.append(f"Another analysis would flip this verdict: {', '.join(flips)}. The declared one stands.")
-    if report.calibration:
-        lines.append(report.calibration.sentence)
+    if report.calibration and verdict.status is not Status.INVALID:
+        lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
     return lines
 
 

@@ -51,11 +51,20 @@ def _asides(comparison: Comparison, head: Decision | None) -> list[str]:
     for d in comparison.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
             lines += [f"{_cell(comparison, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
-    if head is not None and head.effect:
-        spot = percent(blind_spot(head.effect.n_clusters, comparison.report.plan.alpha))
-        lines.append(f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled.")
+    report = comparison.report
+    spot = percent(blind_spot(_clusters(comparison, head), report.plan.alpha))
+    lines.append(f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled.")
     lines += comparison.notes
-    return [*lines, comparison.report.calibration.sentence] if comparison.report.calibration else lines
+    if report.calibration and comparison.verdict.status is not Status.INVALID:
+        lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
+    return lines
+
+
+def _clusters(comparison: Comparison, head: Decision | None) -> int:
+    """Templates of the cell that is quoted; without one, of the file, suite and length with the fewest."""
+    if head is not None and head.effect:
+        return head.effect.n_clusters
+    return int(comparison.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min())
 
 
 def _cell(comparison: Comparison, d: Decision) -> str:
@@ -111,9 +120,9 @@ def agreement(found: TwoJudges) -> tuple[str, ...]:
 def _kappa(k: Kappa | None) -> str:
     if k is None:
         return "no answer that both judges scored."
-    value = "not defined, both gave one label throughout"
+    value = "not defined, a judge gave one label throughout"
     if k.estimate is not None:
-        value = f"{k.estimate:.2f} [{k.low:.2f}, {k.high:.2f}]"
+        value = f"{k.estimate:.2f}, " + ("interval not defined" if k.low is None else f"[{k.low:.2f}, {k.high:.2f}]")
     return f"kappa {value}; {percent(k.agreement)} of {k.n} labels agree."
 
 

@@ -9,6 +9,7 @@ from reports.about import about, asides
 from reports.gate import Status, Verdict
 from reports.plain import drift, inline
 from reports.report import Report
+from reports.rules import AFTER_RUN
 from reports.section import Section
 
 SENTENCES = {
@@ -42,7 +43,7 @@ def banner(report: Report, verdict: Verdict) -> Banner:
         sentence=SENTENCES[verdict.status],
         number=drift(head.effect) if head and head.effect else "",
         about=about(report, verdict, head) if head else "",
-        asides=(*asides(report, verdict, head), *map(inline, beside.banner_lines(report))),
+        asides=(*asides(report, verdict, head), *map(inline, beside.banner_lines(report, verdict))),
     )
 
 
@@ -59,6 +60,9 @@ def sections(report: Report, verdict: Verdict) -> list[Section]:
 
 def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
     serving = report.plan.mode == "serving"
+    fixed = "the rules fixed before the numbers were seen."
+    if report.plan.rules.declared == AFTER_RUN:
+        fixed = "rules that were declared after the run, no milder than those it began with."
     drift_of = "drift between serving policies" if serving else "drift of each arm from the reference"
     return [
         Section(
@@ -75,7 +79,7 @@ def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
         Section(
             "compared",
             "What was compared",
-            "The two sides of every difference in this report, and the rules fixed before the numbers were seen.",
+            f"The two sides of every difference in this report, and {fixed}",
             tables=(tables.compared(report),),
             folded=True,
         ),

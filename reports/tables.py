@@ -237,9 +237,9 @@ def _calibration(report: Report) -> list[str]:
     if c is None:
         return []
     return [
-        f"Simulated at {c.scale} scale ({c.simulations:,} runs): {c.sentence} Two-sided false alarms at 5 %: at most "
-        f"{percent(c.type_one_max)}; coverage of 95 % intervals: at least {percent(c.coverage_min)}; with 5 % of the "
-        f"templates lost altogether the interval passed at most {percent(c.broken_templates_max)}."
+        f"Simulated at {c.scale} scale ({c.simulations:,} runs): "
+        f"{c.sentence(report.plan.alpha, report.plan.margins.values())} Two-sided false alarms at 5 %: at most "
+        f"{percent(c.type_one_max)}; coverage of 95 % intervals: at least {percent(c.coverage_min)}."
     ]
 
 

@@ -98,9 +98,47 @@ def test_the_stamp_quotes_the_shipped_figures():
     assert said.false_pass_max == max(figures["gate passes at the margin, C >= C_min, any design"])
     assert said.type_one_max == max(figures["two-sided false alarms without drift, any design"])
     assert said.coverage_min == min(figures["coverage of the 95 % interval, any drift and design"])
-    percent, count = re.search(r"falsely passes ([\d.]+) % of ([\d,]+) simulated", said.sentence).groups()
+    release = "same at the release level .025"
+    at_release = [f for f in shipped()["figures"] if f["what"] == release]
+    assert said.release_max == max(max(f["value"], f["first"]) for f in at_release if f["row"] == 2)
+    assert said.beyond_max == max(figures["interval clears a drift at the margin, other rates and margins"])
+    broken = [(f["most_extreme"][0], max(f["value"], f["first"])) for f in shipped()["figures"] if f["row"] == 4]
+    assert said.broken_templates_max == max(rate for name, rate in broken if "alpha=0.05" in name)
+    assert said.broken_templates_release_max == max(rate for name, rate in broken if "alpha=0.025" in name)
+    sentence = said.sentence(0.05, [0.05])
+    percent, count = re.search(r"falsely passes ([\d.]+) % of ([\d,]+) simulated", sentence).groups()
     assert float(percent) == pytest.approx(100 * said.false_pass_mean, abs=0.051)
     assert int(count.replace(",", "")) == said.false_pass_simulations > 0
+
+
+@pytest.mark.parametrize(
+    ("alpha", "margins", "begins", "lacks"),
+    [
+        (
+            0.05,
+            [0.05, 0.05],
+            "At level 0.05, a margin of 5 pp and a reference at 85 %, the gate falsely",
+            "not simulated",
+        ),
+        (0.025, [0.05], "At level 0.025, a margin of 5 pp and a reference at 85 %, the gate's interval", "5.1 %"),
+        (0.05, [0.05, 0.03], "The gate was not simulated at a margin of 3 pp. At level 0.05,", "this level"),
+        (0.49, [0.05], "The gate was not simulated at this level (0.49). At level 0.05,", "pp. At"),
+        (0.0125, [0.5], "The gate was not simulated at this level (0.0125) or at a margin of 50 pp. At", "0.025"),
+    ],
+)
+def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha, margins, begins, lacks):
+    said = stamp().sentence(alpha, margins)
+    assert said.startswith(begins)
+    assert lacks not in said
+
+
+def test_the_stamp_names_what_went_worse_at_the_level_of_the_gate():
+    said = stamp()
+    for alpha, worse in ((0.05, said.broken_templates_max), (0.025, said.broken_templates_release_max)):
+        text = said.sentence(alpha, [0.05])
+        assert f"up to {100 * worse:.1f} % where 5 % of templates break altogether" in text
+        assert f"{100 * said.beyond_max:.1f} % (the interval, level 0.05) with a reference at 98 %" in text
+    assert f"at most {100 * said.release_max:.1f} % " in said.sentence(0.025, [0.05])
 
 
 def test_words_about_code_do_not_make_a_calibration_stale():

@@ -439,6 +439,40 @@ def test_bad_options_are_one_line_and_exit_2(tmp_path, words, said):
     assert len(done.output.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("alpha", ["0.49", "0.025", "0.05"])
+def test_the_calibration_is_quoted_for_the_level_and_margin_that_were_asked(tmp_path, alpha):
+    pair(tmp_path, [1] * 300, [1] * 300)
+    done = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--alpha", alpha, "--margin", "10")
+    text = " ".join(done.output.split())
+    wanted = {
+        "0.49": "The gate was not simulated at this level (0.49) or at a margin of 10 pp.",
+        "0.025": "At level 0.025,",
+    }
+    assert wanted.get(alpha, "The gate was not simulated at a margin of 10 pp. At level 0.05,") in text
+
+
+def test_an_invalid_comparison_prints_its_blind_spot_and_no_calibration(tmp_path):
+    a, b = rows_of([1] * 300), rows_of(["nan"] * 9 + [1] * 291)
+    done = compare(sides(table(tmp_path / "a.csv", a), table(tmp_path / "b.csv", b)), "score")
+    assert done.verdict.status is Status.INVALID
+    asides = comparison_banner(done).asides
+    assert "Blind spot: a failure confined to 4.9 % of the templates or fewer could be entirely unsampled." in asides
+    assert not any("falsely" in line for line in asides)
+
+
+def test_a_judge_who_labels_all_alike_has_no_kappa(tmp_path):
+    a, b = (
+        table(
+            tmp_path / f"{name}.csv",
+            [(f"i{i}", f"t{i // 5}", m, int(m == "one" or i % 4 > 0)) for m in ("one", "two") for i in range(300)],
+            "item,cluster,metric,score",
+        )
+        for name in "ab"
+    )
+    done = run_command(a, b, "--metric", "one", "--metric", "two")
+    assert "kappa not defined, a judge gave one label throughout; 75.0 % of 300 labels agree." in done.output
+
+
 def test_a_foreign_file_exits_2_with_one_line(tmp_path):
     (tmp_path / "x").write_bytes(b"\x00\x01")
     done = run_command(tmp_path / "x", LM_EVAL[0])
@@ -455,7 +489,7 @@ def test_pages_hold_the_verdict_the_number_and_nothing_to_run(tmp_path):
     assert "<script" not in page
     assert "PASS" in page
     assert "PASS" in text
-    assert all("This gate falsely passes" in whole for whole in (page, text, data, done.output))
+    assert all("the gate falsely passes" in whole for whole in (page, text, data, done.output))
     body = json.loads(data)
     assert body["verdict"]["status"] == "PASS"
     assert body["files"] == {"reference": str(paths[0]), "candidate": str(paths[1])}

@@ -13,18 +13,19 @@ import yaml
 from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, tiny, write_unit
 
-from audit.errors import RunError
-from reports.adjudication import digest
+from audit.errors import DataError, RunError
+from reports.adjudication import cell_name, chosen, digest, pairs_of, texts_of
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
 from reports.drift import drift_report
 from reports.figures import heatmap, quadrant
 from reports.formats import markdown
 from reports.gate import Status, decide
-from reports.judge_panel import Adjudication, Arm, Bounds, JudgedCell, Rate
-from reports.judge_panel import render as render_adjudication
+from reports.judge_labels import CellLabels, Labels
+from reports.judge_labels import render as render_labels
 from reports.load import load_run
 from reports.plain import clip, drift, inline, points, pvalue, visible
+from reports.sheet import text_hash
 from reports.story import SENTENCES, banner
 from reports.write import formats, write_report, write_whole
 
@@ -144,7 +145,8 @@ def test_json_carries_report_and_verdict(written):
     assert len(body["cells"]) == 3 * 2 * 2
     assert list(body) == [
         *("run", "plan", "reasons", "cells", "contrasts", "curves", "examples", "problems", "n_records"),
-        *("provenance", "waivers", "analysis", "displacement", "adjudication", "calibration", "format", "verdict"),
+        *("provenance", "waivers", "analysis", "displacement", "adjudication", "calibration", "other_rules"),
+        *("format", "verdict"),
     ]
 
 
@@ -378,64 +380,42 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
     assert (low, high) == pytest.approx((-2.5, 28.5))
 
 
-RATE = Rate(0.9, 0.8, 0.95, 36, 40)
-BOUNDS = Bounds(-0.02, -0.05, 0.01, -0.045, 0.005)
-
-
-def labelled(run, records):
-    """A run whose refusal cell people looked at."""
-    cell = JudgedCell(
-        estimand="E1",
-        arm="smd",
-        policy="none",
-        suite="refusal",
-        context_tokens=192,
-        margin=0.05,
-        pairs=24,
-        discordant=3,
-        concordant=20,
-        reference=Arm(RATE, RATE),
-        candidate=Arm(RATE, RATE),
-        bias=0.01,
-        bias_upper=0.03,
-        guard=False,
-        raw=BOUNDS,
-        corrected=BOUNDS,
-        judged=Status.PASS,
-        status=Status.INCONCLUSIVE,
-        reasons=(),
-    )
-    found = Adjudication(records, 23, 1, (cell,), Status.PASS, Status.INCONCLUSIVE)
-    write_whole(run / "report" / "adjudication.json", render_adjudication(found))
+def labelled(run, records=None):
+    """A run whose refusal cell people looked at: they agree with the judge."""
+    data = load_run(run)
+    report = drift_report(data)
+    name = ("E1", "smd", "none", "refusal", 192)
+    pairs = pairs_of(data, report, next(c for c in report.contrasts if cell_name(c) == name))
+    texts = texts_of(data, [(pairs, chosen(pairs, 20, 1))])
+    labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
+    stored = Labels(records or digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
+    write_whole(run / "report" / "adjudication.json", render_labels(stored))
 
 
 def test_human_labels_of_these_records_are_shown(tmp_path):
     run = build(tmp_path / "run", tiny())
-    labelled(run, digest(load_run(run).records))
+    labelled(run)
     report = write_report(run)
     text = (run / "report" / "report.md").read_text()
     assert "## Judge and people" in text
-    assert "| E1, smd @ none, refusal 192 | -2.0 pp \\[-5.0, +1.0\\] | PASS |" in text
-    assert "With human labels in these cells the verdict is INCONCLUSIVE (by the judge PASS)." in text
-    assert json.loads((run / "report" / "drift.json").read_text())["adjudication"]["cells"][0]["bias_upper"] == 0.03
+    assert "| E1, smd @ none, refusal 192 |" in text
+    assert "Human labels decide 1 of 12 gated cells." in text
+    assert json.loads((run / "report" / "drift.json").read_text())["adjudication"]["cells"][0]["bias_upper"] > 0.025
     assert report.problems == ()
 
 
-def test_human_labels_of_other_records_are_a_problem(tmp_path):
+def test_human_labels_of_other_records_are_refused(tmp_path):
     run = build(tmp_path / "run", tiny())
     labelled(run, "0" * 64)
-    report = write_report(run)
-    assert report.adjudication is None
-    assert report.problems == (
-        "adjudication.json is about other records than these; read the sheet again (kvaudit adjudicate)",
-    )
-    assert "Judge and people" not in (run / "report" / "report.md").read_text()
+    with pytest.raises(DataError, match=r"adjudication\.json is about other records than those of .*; delete it"):
+        write_report(run)
 
 
 def test_the_calibration_stands_in_the_banner_the_limits_and_json(written):
     text = (written[0] / "report" / "report.md").read_text()
-    assert text.count(markdown.escape(stamp().sentence)) == 2
     body = json.loads((written[0] / "report" / "drift.json").read_text())
+    sentence = stamp().sentence(body["plan"]["alpha"], body["plan"]["margins"].values())
+    assert text.count(markdown.escape(sentence)) == 2
     assert body["calibration"]["false_pass_mean"] == stamp().false_pass_mean
 
 

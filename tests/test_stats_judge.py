@@ -46,10 +46,17 @@ def test_kappa_equals_statsmodels(table):
     assert found.agreement == pytest.approx(np.trace(table) / np.sum(table), abs=1e-12)
 
 
-def test_kappa_of_judges_who_always_agree_is_one_and_of_judges_who_never_vary_unknown():
-    assert kappa([0, 1, 1, 0], [0, 1, 1, 0]).estimate == 1
-    same = kappa([1, 1, 1], [1, 1, 1])
-    assert (same.estimate, same.low, same.high, same.agreement) == (None, -1, 1, 1)
+def test_kappa_of_judges_who_always_agree_is_one_without_an_interval():
+    found = kappa([0, 1, 1, 0], [0, 1, 1, 0])
+    assert (found.estimate, found.low, found.high) == (1, None, None)
+
+
+@pytest.mark.parametrize("varying", [[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+def test_kappa_with_a_judge_who_never_varies_is_unknown(varying):
+    for pair in ((varying, [1, 1, 1, 1]), ([1, 1, 1, 1], varying)):
+        found = kappa(*pair)
+        assert (found.estimate, found.low, found.high) == (None, None, None)
+        assert found.agreement == np.mean(varying)
 
 
 def judge(hits, misses, rejections, false_alarms):

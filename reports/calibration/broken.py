@@ -14,10 +14,14 @@ Floats = npt.NDArray[np.float32]
 
 
 class BrokenTemplates(NamedTuple):
-    """``broken`` share of the clusters; ``background`` share of the other items that flip, as often up as down."""
+    """``broken`` share of the clusters; ``background`` share of the other answers that flip, as often up as down.
+
+    Of ``samples`` answers to an item each flips by itself; those of a broken cluster are all lost.
+    """
 
     broken: float
     background: float
+    samples: int = 1
 
     @property
     def drift(self) -> float:
@@ -26,12 +30,14 @@ class BrokenTemplates(NamedTuple):
 
     @property
     def discordance(self) -> float:
-        """The share of items that differ, exactly."""
+        """The share of answers that differ, exactly."""
         return self.broken + (1 - self.broken) * self.background
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
         """Item differences [simulations, N] in order of cluster."""
         lost = np.repeat(rng.random((simulations, len(counts))) < self.broken, counts, axis=1)
-        value = rng.random((simulations, int(counts.sum())), dtype=np.float32)
-        flips = (value > 1 - self.background / 2).astype(np.float32) - (value < self.background / 2)
-        return np.where(lost, np.float32(-1), flips).astype(np.float32)
+        flips = np.zeros(lost.shape, dtype=np.float32)
+        for _ in range(self.samples):
+            value = rng.random(lost.shape, dtype=np.float32)
+            flips += (value > 1 - self.background / 2).astype(np.float32) - (value < self.background / 2)
+        return np.where(lost, np.float32(-1), flips / np.float32(self.samples)).astype(np.float32)

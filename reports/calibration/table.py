@@ -109,19 +109,41 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
     """The figures that every report quotes: extremes are the worse of the first pass and the second."""
-    by_name = {figure.what: figure for figure in figures}
+    by_name = {figure.what: figure for figure in figures if figure.row != templates.ROW}
     mean, most = by_name[intervals.GATE_MEAN], by_name[intervals.GATE_MOST]
+    release, beyond = by_name[intervals.RELEASE_MOST], by_name[intervals.BEYOND_MOST]
+    hardest = next(case for case in beyond.leaders if isinstance(case, intervals.IntervalCase))
     alarms, coverage = by_name[intervals.FALSE_ALARMS], by_name[intervals.COVERAGE]
-    broken = [rate for f in figures if f.row == templates.ROW for rate in (f.value, f.first)]
     return {
+        "level": intervals.ALPHA,
+        "release_level": intervals.RELEASE,
+        "margin": intervals.MARGIN,
+        "reference_rate": intervals.RATE,
         "false_pass_mean": round(mean.value, 7),
         "false_pass_max": round(max(most.value, most.first), 7),
         "false_pass_simulations": mean.simulations,
         "false_pass_designs": mean.cases,
+        "release_max": round(max(release.value, release.first), 7),
+        "release_designs": release.cases,
         "type_one_max": round(max(alarms.value, alarms.first), 7),
         "coverage_min": round(min(coverage.value, coverage.first), 7),
-        "broken_templates_max": round(max(broken), 7),
+        "broken_templates_max": _broken(figures, intervals.ALPHA),
+        "broken_templates_release_max": _broken(figures, intervals.RELEASE),
+        "beyond_max": round(max(beyond.value, beyond.first), 7),
+        "beyond_rate": hardest.model.reference,
+        "beyond_margin": hardest.margin,
     }
+
+
+def _broken(figures: Sequence[Figure], level: float) -> float:
+    """The largest rate of any design with broken templates at this level."""
+    found = [
+        rate
+        for figure in figures
+        if any(isinstance(case, templates.TemplateCase) and case.alpha == level for case in figure.leaders)
+        for rate in (figure.value, figure.first)
+    ]
+    return round(max(found), 7)
 
 
 def _entry(figure: Figure) -> dict[str, Any]:

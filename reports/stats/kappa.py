@@ -18,13 +18,13 @@ from reports.stats.effect import LEVEL
 class Kappa:
     """Kappa with its interval, and the raw share of equal labels.
 
-    No estimate, and the whole scale as interval, when both judges gave one and the same label throughout: agreement
-    beyond chance cannot show.
+    No estimate when a judge gave one label throughout: agreement beyond chance cannot show, whatever the other said. No
+    interval there, nor where the large-sample variance is 0, as with judges who agree on every transcript.
     """
 
     estimate: float | None
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     agreement: float
     n: int
     level: float
@@ -44,10 +44,12 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) 
     agreement = float(np.trace(table))
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     chance = float(rows @ columns)
-    if chance >= 1 - 1e-15:
-        return Kappa(None, -1.0, 1.0, agreement, len(one), level)
+    if max(rows.max(), columns.max()) > 1 - 0.5 / len(one):
+        return Kappa(None, None, None, agreement, len(one), level)
     estimate = (agreement - chance) / (1 - chance)
     half = float(special.ndtri(0.5 + level / 2)) * _error(table, estimate, chance, len(one))
+    if half < 1e-9:
+        return Kappa(estimate, None, None, agreement, len(one), level)
     return Kappa(estimate, max(-1.0, estimate - half), min(1.0, estimate + half), agreement, len(one), level)
 
 
