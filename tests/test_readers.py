@@ -206,6 +206,15 @@ def test_a_row_that_does_not_fit_is_named_with_its_line(tmp_path, row, said):
     assert said in log.problems[0]
 
 
+@pytest.mark.parametrize(
+    "header", ["item,cluster,score,score", "item,score,item, cluster", "item,score,cluster,cluster"]
+)
+def test_two_columns_of_one_name_are_one_line(tmp_path, header):
+    path = written(tmp_path, "a.csv", f"{header}\na,1,0,1\n")
+    with pytest.raises(DataError, match=r"has several columns '(score|item|cluster)'; keep one of each"):
+        read(path)
+
+
 def test_half_a_line_is_named_and_the_rest_kept(tmp_path):
     text = LM_EVAL["reference"].read_text()
     log = read(written(tmp_path, "samples_sums.jsonl", text[:-200]))

@@ -60,6 +60,9 @@ class Table(Reader):
         with path.open(newline="", encoding="utf-8-sig") as handle:
             reader = csv.reader(handle)
             header = [name.strip() for name in next(reader)]
+            twice = sorted({name for name in header if name and header.count(name) > 1})
+            if twice:
+                raise DataError(f"{str(path)!r} has several columns {', '.join(map(repr, twice))}; keep one of each")
             for fields in reader:
                 if not fields:
                     continue
