@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,12 @@ from audit.errors import SpecError, UnknownName
 from reports.contrast import ESTIMANDS
 from reports.drift import seed_pairs
 from reports.gate import Decision, Verdict
+from reports.judge_labels import CellName
 from reports.load import RunData
-from reports.panel import CellKey, panels
+from reports.panel import CellKey
 from reports.plan import match_policies
-from reports.report import Report
+from reports.report import Contrast, Report
+from reports.sheet import Shown, shown
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
 SELECTORS = ("estimand", "arm", "policy", "suite", "context")
@@ -36,9 +38,9 @@ Place = tuple[str, int]  # file and line of a record
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """All pairs [M] of a gated cell over its paired seeds: labels of the judge, clusters, where the answers stand."""
+    """All pairs [M] of a cell over its paired seeds: labels of the judge, clusters, where the answers stand."""
 
-    decision: Decision
+    contrast: Contrast
     items: npt.NDArray[np.object_]
     samples: Labels
     seeds: tuple[Labels, Labels]  # candidate, reference
@@ -61,16 +63,23 @@ def paired_answers(data: RunData, report: Report, verdict: Verdict, select: Mapp
         raise SpecError(f"no gated cell has a number to adjudicate; estimands {', '.join(ADJUDICATED)} can be")
     for key, value in select.items():
         wanted = _selected(wanted, key, value)
-    tables = panels(data.records)
-    found = []
-    for d in wanted:
-        parts = []
-        for seeds in seed_pairs(report.plan, tables[d.suite, d.context_tokens], d.arm):
-            weights = ESTIMANDS[d.estimand](d.arm, report.plan.reference, seeds, d.policy)
-            cells = [next(cell for cell, w in weights.items() if w * sign > 0) for sign in (1, -1)]
-            parts.append(_joined(data.records, d, cells[0], cells[1]))
-        found.append(_answers(d, pd.concat(parts, ignore_index=True)))
-    return found
+    known = {cell_name(c): c for c in report.contrasts}
+    return [pairs_of(data, report, known[cell_name(d)]) for d in wanted]
+
+
+def cell_name(cell: Contrast | Decision) -> CellName:
+    """What a contrast and its decision share."""
+    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
+
+
+def pairs_of(data: RunData, report: Report, c: Contrast) -> PairedAnswers:
+    """The pairs of one contrast that has a number."""
+    parts = []
+    for seeds in seed_pairs(report.plan, data.panels[c.suite, c.context_tokens], c.arm):
+        weights = ESTIMANDS[c.estimand](c.arm, report.plan.reference, seeds, c.policy)
+        cells = [next(cell for cell, w in weights.items() if w * sign > 0) for sign in (1, -1)]
+        parts.append(_joined(data.records, c, cells[0], cells[1]))
+    return _answers(c, pd.concat(parts, ignore_index=True))
 
 
 def _selected(decisions: list[Decision], key: str, value: str) -> list[Decision]:
@@ -84,9 +93,9 @@ def _selected(decisions: list[Decision], key: str, value: str) -> list[Decision]
     return [d for d in decisions if str(getattr(d, field)) == meant]
 
 
-def _joined(records: pd.DataFrame, d: Decision, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
+def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
     """The rows of both cells side by side; the data contract has made sure that they pair."""
-    here = records[(records["suite"] == d.suite) & (records["context_tokens"] == d.context_tokens)]
+    here = records[(records["suite"] == c.suite) & (records["context_tokens"] == c.context_tokens)]
     sides = []
     for cell in (candidate, reference):
         own = (here["arm"] == cell.arm) & (here["train_seed"] == cell.seed) & (here["policy"] == cell.policy)
@@ -94,7 +103,7 @@ def _joined(records: pd.DataFrame, d: Decision, candidate: CellKey, reference: C
     return sides[0].merge(sides[1], on=_MATCH, suffixes=("", "_reference"), how="inner", validate="one_to_one")
 
 
-def _answers(d: Decision, table: pd.DataFrame) -> PairedAnswers:
+def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
     places = [
@@ -102,7 +111,7 @@ def _answers(d: Decision, table: pd.DataFrame) -> PairedAnswers:
         for end in ("", "_reference")
     ]
     return PairedAnswers(
-        decision=d,
+        contrast=c,
         items=table["item_id"].to_numpy(dtype=object),
         samples=table["sample_index"].to_numpy(dtype=np.int64),
         seeds=(table["train_seed"].to_numpy(np.int64), table["train_seed_reference"].to_numpy(np.int64)),
@@ -117,8 +126,7 @@ def _answers(d: Decision, table: pd.DataFrame) -> PairedAnswers:
 def chosen(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
     """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order."""
     alike = np.flatnonzero(~pairs.discordant)
-    d = pairs.decision
-    name = f"{d.estimand} {d.arm} {d.policy} {d.suite} {d.context_tokens}"
+    name = " ".join(map(str, cell_name(pairs.contrast)))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     drawn = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
     return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
@@ -128,6 +136,14 @@ def digest(records: pd.DataFrame) -> str:
     """A hash of what was scored, so that labels are not read back into other records."""
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
+
+
+def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[Place, Shown]:
+    """What a person is shown of every answer of the chosen pairs, read again from the run's records."""
+    suites = {
+        place: pairs.contrast.suite for pairs, indices in found for pair in places(pairs, indices) for place in pair
+    }
+    return {place: shown(suites[place], text) for place, text in data.transcripts(suites).items()}
 
 
 def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[Place, Place]]:

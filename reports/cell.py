@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reports.family import Row
+from reports.family import HOLM, Row
 from reports.gated import PARITY, WORST_POLICY, GatedCell
 from reports.report import Reason
 from reports.stats.blindspot import blind_spot, clusters_required
@@ -25,11 +25,15 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted for the family: of the checkpoints, by Holm beside, of the recipe."""
+    """The p-values of one test, each adjusted for the family: of the checkpoints, by Holm beside, of the recipe.
+
+    ``judge`` is that of the judge's labels: another than ``adjusted`` where human labels decide.
+    """
 
     adjusted: float
     holm: float
     recipe: float
+    judge: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Judged:
     holm: float
     room: float
     needed: int | None
+    judge: Status | None = None  # by the judge's labels, where human labels decide
 
 
 def decide_cell(
@@ -66,7 +71,10 @@ def decide_cell(
 
 
 def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
-    """One test held to its margin; a contrast without a number is INVALID for its own reasons."""
+    """One test held to its margin; a contrast without a number is INVALID for its own reasons.
+
+    Human labels correct the effect, not the seed variance: there the recipe is no better than the checkpoints.
+    """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
     status, reasons, recipe, needed, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
@@ -77,7 +85,12 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
             status, reasons, recipe = _at_floor(status, reasons, recipe)
         needed = clusters_to_decide(effect, margin) if status is Status.INCONCLUSIVE else None
         room = effect.lower + margin
-    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed)
+    judge = None
+    if c.judged:
+        alone = Row(replace(c, effect=c.judged, judged=None), row.sign)
+        judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
+        recipe = None if recipe is None else worst([recipe, status])
+    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
 
 
 def _toward(effect: Effect, sign: int) -> Effect:
@@ -124,8 +137,8 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         margin=cell.margin,
         pvalue_drop=shown.pvalue if c.effect else None,
         pvalue_holm=shown.holm if c.effect else None,
-        adjusted_by=adjustment.method,
-        pvalue_floor=adjustment.floor,
+        adjusted_by=HOLM if c.judged else adjustment.method,
+        pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
         clusters_to_decide=max(known_needs) if known_needs and len(known_needs) == len(open_needs) else None,
         blind_spot=blind_spot(c.effect.n_clusters, alpha) if c.effect else None,
@@ -135,6 +148,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         best=c.best,
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST_POLICY else (),
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
+        judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
     )
 
 

@@ -82,7 +82,7 @@ class Family:
 
 def joint_family(rows: Sequence[Row]) -> Family:
     """The family of the checkpoints at hand."""
-    by_holm = holm_family([_toward(row.contrast.effect, row.sign) for row in rows])
+    by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     known = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in known])
     if reason or not known:
@@ -101,7 +101,7 @@ def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(result)
 
 
-def _toward(effect: Effect | None, sign: int) -> float | None:
+def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
     """The one-sided p-value of a drop, or of a gain."""
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 

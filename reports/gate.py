@@ -5,7 +5,8 @@ PASS          L > -D and the cell has C_min clusters ("non-inferior within D"); 
 FAIL          U < 0 and the drop holds for the family of all gated cells (``family``), and L <= -D
 INCONCLUSIVE  everything else; also what would pass where the reference's own rate is not clearly above D (FLOOR)
 A PASS of several cells needs no correction: all must pass, each at the full level (intersection-union). ``gated`` says
-which cells there are. Waivers change what counts, never what was found.
+which cells there are. Where people labelled a cell, their interval decides it, with FAIL held to the family by Holm;
+all other cells stay as the judge has them. Waivers change what counts, never what was found.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reports.cell import Judged, Pvalues, decide_cell, decision, judged
-from reports.family import Row, holm_family, joint_family
+from reports.family import Row, drop_pvalue, holm_family, joint_family
 from reports.gated import GatedCell, gated_cells, is_gated, is_shown, shown_cells
+from reports.judge_guard import held
+from reports.judge_panel import Adjudication
 from reports.plan import Plan
 from reports.remarks import remarks
 from reports.report import Reason, Report
@@ -55,9 +58,9 @@ __all__ = [
 def decide(report: Report) -> Verdict:
     """The verdict of a report, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
     plan = report.plan
-    gated, adjustment = _decisions(gated_cells(report.contrasts, plan), plan)
+    gated, adjustment = _decisions(gated_cells(report.contrasts, plan), plan, report.adjudication)
     gated = [_waived(d, report.waivers) for d in gated]
-    beside, _ = _decisions(shown_cells(report.contrasts, plan), plan)
+    beside, _ = _decisions(shown_cells(report.contrasts, plan), plan, report.adjudication)
     decisions = [*gated, *beside]
     reasons = (*report.reasons, *_reasons(gated, plan.rules))
     arms = _arm_verdicts(gated)
@@ -81,19 +84,29 @@ def decide(report: Report) -> Verdict:
     return replace(verdict, annotations=tuple(remarks(report, verdict)))
 
 
-def _decisions(cells: Sequence[GatedCell], plan: Plan) -> tuple[list[Decision], Adjustment]:
+def _decisions(
+    cells: Sequence[GatedCell], plan: Plan, labels: Adjudication | None
+) -> tuple[list[Decision], Adjustment]:
     """Every cell decided, all their tests adjusted as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
-    family = joint_family(rows)
+    family = joint_family([_by_judge(row) for row in rows])
+    people = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     recipes = holm_family([_recipe_pvalue(row) for row in rows])
     places = {_key(row): i for i, row in enumerate(rows)}
 
     def judge(row: Row, margin: float) -> Judged:
         i = places[_key(row)]
-        return judged(row, margin, Pvalues(family.pvalues[i], family.holm[i], recipes[i]))
+        own = (people[i], people[i]) if row.contrast.judged else (family.pvalues[i], family.holm[i])
+        return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]))
 
     adjustment = Adjustment(family.method, family.reason, family.floor)
-    return [decision(cell, plan.alpha, adjustment, judge) for cell in cells], adjustment
+    return [held(decision(cell, plan.alpha, adjustment, judge), cell, labels) for cell in cells], adjustment
+
+
+def _by_judge(row: Row) -> Row:
+    """The test on the judge's labels, which the item differences at hand are of."""
+    c = row.contrast
+    return Row(replace(c, effect=c.judged), row.sign) if c.judged else row
 
 
 def _key(row: Row) -> tuple[int, int]:
@@ -101,8 +114,7 @@ def _key(row: Row) -> tuple[int, int]:
 
 
 def _recipe_pvalue(row: Row) -> float | None:
-    recipe = row.contrast.recipe
-    return None if recipe is None else recipe.pvalue_drop if row.sign > 0 else 1 - recipe.pvalue_drop
+    return drop_pvalue(row.contrast.recipe, row.sign)
 
 
 def _waived(d: Decision, waivers: Sequence[Waiver]) -> Decision:

@@ -2,7 +2,8 @@
 
 What the file leaves out is taken from the gate section of the run's spec. A spec may name a gate file
 (``gate.gate_file``); its bytes are then kept in the run's provenance when the run begins. Any other gate file, also
-one that says the same, was declared after the run, and the verdict says so with what it changes.
+one that says the same, was declared after the run: the verdict says so with what it changes, and it may be stricter
+than the rules of the run, never milder (``run_report``).
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ def declared_plan(data: RunData, asked: Asked) -> Plan:
         changes=() if with_run else tuple(changes(own, plan)),
     )
     return _tuned(replace(plan, rules=rules), asked)
+
+
+def declares_gate(data: RunData) -> bool:
+    """Whether the run began with rules of its own, in its spec or in a gate file kept with it."""
+    return bool(_section(data.spec)) or data.provenance.get("gate_file") is not None
 
 
 def waivers_for(plan: Plan, asked: Asked) -> tuple[Waiver, ...]:

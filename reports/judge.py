@@ -7,22 +7,26 @@ corrected drift uses every label.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from audit.errors import DataError
-from reports.adjudication import Indices, PairedAnswers
-from reports.gate import Status, Verdict, decide_cell, worst
+from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
+from reports.gate import decide
+from reports.judge_labels import FILE, REMEDY, CellLabels, CellName, load_labels
+from reports.judge_labels import Labels as StoredLabels
 from reports.judge_panel import Adjudication, Arm, Bounds, JudgedCell, Rate
-from reports.sheet_key import KeyCell
+from reports.load import RunData
+from reports.report import Contrast, Report
+from reports.sheet import text_hash
 from reports.stats.adjudication import adjudicated
 from reports.stats.binomial import Proportion
 from reports.stats.effect import Effect
-from reports.stats.holm import holm
 from reports.stats.judge_error import JudgeError, differential_bias, judge_error
+from reports.verdict import Decision, Status
 
 Labels = npt.NDArray[np.float64]
 
@@ -34,73 +38,93 @@ class HumanLabels:
     pairs: PairedAnswers
     candidate: Labels
     reference: Labels
+    seed: int
 
 
-def human_labels(pairs: PairedAnswers, cell: KeyCell, labels: Mapping[str, int]) -> HumanLabels:
-    """Labels of a cell's pairs, matched by item, sample and seeds; raises DataError where the key fits no pair."""
-    where = {
-        (str(item), int(sample), int(own), int(other)): i
-        for i, (item, sample, own, other) in enumerate(zip(pairs.items, pairs.samples, *pairs.seeds, strict=True))
-    }
+def with_labels(data: RunData, report: Report) -> Report:
+    """The report with the run's human labels in their place; raises DataError for labels that do not fit its records.
+
+    Where a cell was labelled, the corrected effect takes the place of the judge's. Labels of pairs with another
+    reference arm than the report's say nothing of it.
+    """
+    stored = load_labels(data.run)
+    if stored is None:
+        return report
+    if stored.records != digest(data.records):
+        raise DataError(f"{FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
+    return report if stored.reference != report.plan.reference else labelled(data, report, stored)
+
+
+def labelled(data: RunData, report: Report, stored: StoredLabels) -> Report:
+    """The report with these labels, of its very records, in their place."""
+    plan, found = report.plan, human_labels(data, report, stored)
+    effects = {cell_name(h.pairs.contrast): _corrected(h, plan.alpha) for h in found}
+    corrected = tuple(_with_people(c, effects.get(cell_name(c))) for c in report.contrasts)
+    judged = decide(report)
+    margins = {cell_name(d): d.margin for d in judged.decisions}
+    cells = [
+        _cell(h, effects[name], margin)
+        for h in found
+        if (margin := margins.get(name := cell_name(h.pairs.contrast))) is not None
+    ]
+    counted = sum(int((~np.isnan(h.candidate)).sum()) for h in found)
+    adjudication = Adjudication(stored.records, counted, tuple(cells), judged.status, judged.status)
+    decided = decide(replace(report, contrasts=corrected, adjudication=adjudication))
+    by_name = {cell_name(d): d for d in decided.decisions}
+    said = tuple(_decided(cell, by_name[_place(cell)]) for cell in cells)
+    return replace(report, contrasts=corrected, adjudication=replace(adjudication, cells=said, status=decided.status))
+
+
+def human_labels(data: RunData, report: Report, stored: StoredLabels) -> list[HumanLabels]:
+    """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
+    known = {cell_name(c): c for c in report.contrasts if c.effect}
+    cells = [cell for cell in stored.cells if cell.name in known]
+    pairs = [pairs_of(data, report, known[cell.name]) for cell in cells]
+    picks = [chosen(own, cell.concordant, cell.seed) for own, cell in zip(pairs, cells, strict=True)]
+    texts = {place: text_hash(text) for place, text in texts_of(data, list(zip(pairs, picks, strict=True))).items()}
+    return [_looked_up(own, indices, cell, texts) for own, indices, cell in zip(pairs, picks, cells, strict=True)]
+
+
+def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[Place, str]) -> HumanLabels:
+    sides = [[texts[place] for place in column] for column in zip(*places(pairs, indices), strict=True)]
+    shown = {text for side in sides for text in side}
+    if shown != set(cell.labels):
+        raise DataError(
+            f"{FILE} holds labels of other answers than the pairs of {cell.arm[:80]}, {cell.suite[:80]}; {REMEDY}"
+        )
     candidate, reference = (np.full(len(pairs.items), np.nan) for _ in range(2))
-    for pair in cell.pairs:
-        index = where.get((pair.item, pair.sample, pair.candidate_seed, pair.reference_seed))
-        if index is None:
-            raise DataError(f"the sheet's key names item {pair.item[:80]!r}, which is in no pair of {cell.suite}")
-        candidate[index], reference[index] = labels[pair.candidate_row], labels[pair.reference_row]
-    unseen = int((pairs.discordant & np.isnan(candidate)).sum())
-    if unseen:
-        raise DataError(f"the sheet's key leaves out {unseen} discordant pairs of {cell.suite}; write another sheet")
-    return HumanLabels(pairs, candidate, reference)
+    for column, side in zip((candidate, reference), sides, strict=False):
+        column[indices] = [cell.labels[text] for text in side]
+    return HumanLabels(pairs, candidate, reference, cell.seed)
 
 
-def adjudicate(
-    verdict: Verdict, found: Sequence[HumanLabels], *, alpha: float, seed: int, records: str
-) -> Adjudication:
-    """The verdict with human labels in the adjudicated cells; FAIL is adjusted over all gated cells (Holm)."""
-    effects = {id(h.pairs.decision): _corrected(h, alpha) for h in found}
-    gated = [d for d in verdict.decisions if d.gated and d.effect]
-    pvalues = [effects[id(d)].pvalue_drop if id(d) in effects else d.effect.pvalue_drop for d in gated if d.effect]
-    adjusted = {id(d): p for d, p in zip(gated, holm(pvalues), strict=True)}
-    cells = tuple(_cell(h, effects[id(h.pairs.decision)], adjusted[id(h.pairs.decision)], seed) for h in found)
-    done = {id(h.pairs.decision): cell.status for h, cell in zip(found, cells, strict=True)}
-    statuses = [done.get(id(d), d.status) for d in verdict.decisions if d.gated]
-    return Adjudication(
-        records=records,
-        labels=sum(int((~np.isnan(h.candidate)).sum()) for h in found),
-        seed=seed,
-        cells=cells,
-        judged=verdict.status,
-        status=worst([Status.INVALID, *statuses] if verdict.reasons else statuses),
-    )
+def _with_people(c: Contrast, effect: Effect | None) -> Contrast:
+    """What unscored answers could change is about the judge's scores, so it goes with them."""
+    return replace(c, effect=effect, judged=c.effect, worst=None, best=None) if effect else c
 
 
 def _corrected(h: HumanLabels, alpha: float) -> Effect:
     return adjudicated(h.pairs.discordant, h.candidate - h.reference, h.pairs.clusters, alpha=alpha)
 
 
-def _cell(h: HumanLabels, effect: Effect, pvalue: float, seed: int) -> JudgedCell:
-    d = h.pairs.decision
-    assert d.effect is not None
-    assert d.margin is not None
-    sample = random_sample(h, seed)
+def _cell(h: HumanLabels, effect: Effect, margin: float) -> JudgedCell:
+    """The cell before it is decided."""
+    c = h.pairs.contrast
+    assert c.effect is not None
+    sample = random_sample(h, h.seed)
     errors = {
         side: judge_error(getattr(h.pairs, side)[sample], getattr(h, side)[sample].astype(np.int64))
         for side in ("reference", "candidate")
     }
     rate = float(h.reference[sample].mean()) if len(sample) else 0.5
     gap = differential_bias(errors["reference"], errors["candidate"], rate)
-    status, reasons = decide_cell(effect, d.margin, pvalue)
-    if d.at_floor and status is not Status.FAIL:
-        status, reasons = Status.INCONCLUSIVE, d.reasons
-    guard = gap.upper <= d.margin / 2
     return JudgedCell(
-        estimand=d.estimand,
-        arm=d.arm,
-        policy=d.policy,
-        suite=d.suite,
-        context_tokens=d.context_tokens,
-        margin=d.margin,
+        estimand=c.estimand,
+        arm=c.arm,
+        policy=c.policy,
+        suite=c.suite,
+        context_tokens=c.context_tokens,
+        margin=margin,
         pairs=len(h.pairs.items),
         discordant=int(h.pairs.discordant.sum()),
         concordant=int((~np.isnan(h.candidate) & ~h.pairs.discordant).sum()),
@@ -108,13 +132,22 @@ def _cell(h: HumanLabels, effect: Effect, pvalue: float, seed: int) -> JudgedCel
         candidate=_arm(errors["candidate"]),
         bias=gap.bound,
         bias_upper=gap.upper,
-        guard=guard,
-        raw=_bounds(d.effect),
+        guard=gap.upper <= margin / 2,
+        raw=_bounds(c.effect),
         corrected=_bounds(effect),
-        judged=d.status,
-        status=status,
-        reasons=reasons,
+        judged=Status.INVALID,
+        status=Status.INVALID,
+        reasons=(),
     )
+
+
+def _decided(cell: JudgedCell, d: Decision) -> JudgedCell:
+    assert d.judged is not None
+    return replace(cell, judged=d.judged, status=d.status, reasons=d.reasons)
+
+
+def _place(cell: JudgedCell) -> CellName:
+    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
 
 
 def random_sample(h: HumanLabels, seed: int) -> Indices:

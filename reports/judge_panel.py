@@ -1,19 +1,11 @@
-"""What human labels say about a run, as it is stored beside the report: frozen values, their file and its loader."""
+"""What human labels say about a run: frozen values, worked out from its records and never read from a file."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from audit.errors import DataError
-from reports.gate import Status
 from reports.report import Reason
-
-FORMAT = 1
-FILE = "adjudication.json"
+from reports.verdict import Status
 
 
 @dataclass(frozen=True)
@@ -91,68 +83,6 @@ class Adjudication:
 
     records: str
     labels: int
-    seed: int
     cells: tuple[JudgedCell, ...]
     judged: Status
     status: Status
-    format: int = FORMAT
-
-
-def render(adjudication: Adjudication) -> str:
-    """As JSON, for the run folder."""
-    return json.dumps(asdict(adjudication), ensure_ascii=True, allow_nan=False, indent=1) + "\n"
-
-
-def load_adjudication(run: Path) -> Adjudication | None:
-    """The adjudication stored in a run folder, None where there is none; raises DataError for a broken file."""
-    path = run / "report" / FILE
-    if not path.exists():
-        return None
-    try:
-        return _parsed(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        text = " ".join(str(error).split())[:100]
-        raise DataError(f"{str(path)!r} cannot be read ({text}); read the sheet again or delete the file") from None
-
-
-def _parsed(value: Any) -> Adjudication:
-    if value["format"] != FORMAT:
-        raise ValueError(f"format {value['format']!r}, wanted {FORMAT}")
-    body = {**value, "cells": tuple(_parsed_cell(cell) for cell in value["cells"])}
-    for name in ("judged", "status"):
-        body[name] = Status(value[name])
-    _check_types(Adjudication, body)
-    return Adjudication(**body)
-
-
-def _parsed_cell(value: Any) -> JudgedCell:
-    body = dict(value)
-    for side in ("reference", "candidate"):
-        body[side] = Arm(**{name: _made(Rate, rate) for name, rate in value[side].items()})
-    for name in ("raw", "corrected"):
-        body[name] = _made(Bounds, value[name])
-    for name in ("judged", "status"):
-        body[name] = Status(value[name])
-    body["reasons"] = tuple(_made(Reason, reason) for reason in value["reasons"])
-    _check_types(JudgedCell, body)
-    return JudgedCell(**body)
-
-
-def _made(kind: Any, value: Any) -> Any:
-    _check_types(kind, value)
-    return kind(**value)
-
-
-def _check_types(kind: Any, value: Mapping[str, Any]) -> None:
-    """Raise TypeError for a scalar of another type than the dataclass says."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,),
-        "int": (int,),
-        "bool": (bool,),
-        "float": (int, float),
-        "float | None": (int, float, type(None)),
-    }
-    for name, wanted in kind.__annotations__.items():
-        found = value[name]
-        if wanted in kinds and (not isinstance(found, kinds[wanted]) or isinstance(found, bool) != (wanted == "bool")):
-            raise TypeError(f"{name} is {str(found)[:40]!r}")

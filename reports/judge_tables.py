@@ -6,8 +6,8 @@ from reports.judge_panel import Adjudication, Bounds, JudgedCell, Rate
 from reports.plain import percent, points
 from reports.plan import short_names
 from reports.tables import Table, table_of
+from reports.verdict import JUDGE_DIFF
 
-JUDGE_DIFF = "JUDGE_DIFF"
 _NAMED = 3  # cells that a sentence spells out
 
 

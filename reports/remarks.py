@@ -1,19 +1,23 @@
-"""What must be read wherever a verdict is read: foreign rules, looks, waivers, an INCONCLUSIVE that was let through."""
+"""What must be read wherever a verdict is read: other rules, looks, waivers, labels, INCONCLUSIVE let through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reports.report import Report
+from reports.report import OtherRules, Report
 from reports.rules import AFTER_RUN, WARN, Rules
-from reports.verdict import Status, Verdict
+from reports.verdict import JUDGE_DIFF, Decision, Status, Verdict
+
+_NAMED = 3  # cells that a line spells out
 
 
 def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
     """One plain line each; none for a run that is decided by its spec in one look."""
     rules = report.plan.rules
     if rules.sha256 is not None:
-        yield _source(rules)
+        yield _gate(rules)
+    if report.other_rules:
+        yield from _other_rules(report.other_rules, verdict)
     if rules.profile or rules.looks > 1:
         yield _level(rules)
     if verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
@@ -21,15 +25,34 @@ def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
     if verdict.status is Status.INCONCLUSIVE and rules.last:
         yield f"LOOKS: this was the last of {rules.looks} declared looks and it does not decide; no look is left."
     yield from _waivers(report, verdict)
+    yield from _labels(report, verdict)
     if verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {verdict.adjustment.reason}."
 
 
-def _source(rules: Rules) -> str:
+def _gate(rules: Rules | OtherRules) -> str:
     line = f"Gate: {rules.source}, sha256 {(rules.sha256 or '')[:12]}, {rules.declared}"
     if rules.declared != AFTER_RUN:
         return line + "."
     return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
+
+
+def _other_rules(other: OtherRules, verdict: Verdict) -> Iterator[str]:
+    """Both verdicts, where a gate file came after the run: the worse one is the report's."""
+    if other.declared == AFTER_RUN:
+        yield _gate(other)
+        milder = (
+            "No file that came after the run makes its verdict milder; waivers, signed and dated, let cells through."
+        )
+        yield (
+            f"By {other.source} the verdict would be {other.status} (exit {other.exit_code}), by the rules that the "
+            f"run began with it is {verdict.status.value}, which counts. {milder}"
+        )
+        return
+    yield (
+        f"By the rules the run began with ({other.source}) the verdict is {other.status} (exit {other.exit_code}); "
+        f"the gate file came after the run, and the worse of both counts: {verdict.status.value}."
+    )
 
 
 def _level(rules: Rules) -> str:
@@ -38,6 +61,28 @@ def _level(rules: Rules) -> str:
     if rules.looks > 1:
         words.append(f"look {rules.look} of {rules.looks}, each at {rules.alpha_per_look:.3g}")
     return "Rules: " + ", ".join(words) + "."
+
+
+def _labels(report: Report, verdict: Verdict) -> Iterator[str]:
+    """What human labels decided, and what judge labels alone were not let pass."""
+    if report.adjudication is None:
+        return
+    people = [d for d in verdict.decisions if d.gated and d.judged]
+    turned = [d for d in people if d.judged is not d.status]
+    more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
+    cells = [f"{_place(report, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
+    turns = f" They change {'; '.join(cells)}{more}." if turned else " They change the verdict of none."
+    yield f"Human labels decide {len(people)} of {sum(d.gated for d in verdict.decisions)} gated cells.{turns}"
+    held = [_place(report, d) for d in verdict.decisions if d.gated and any(r.code == JUDGE_DIFF for r in d.reasons)]
+    if held:
+        more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+        yield f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."
+    if report.adjudication.judged is not verdict.status:
+        yield f"On the judge's labels alone the verdict would be {report.adjudication.judged.value}."
+
+
+def _place(report: Report, d: Decision) -> str:
+    return f"{d.estimand}, {d.arm}, {d.suite} {d.context_tokens} @ {report.plan.labels.get(d.policy, d.policy)}"
 
 
 def _waivers(report: Report, verdict: Verdict) -> Iterator[str]:

@@ -102,6 +102,7 @@ class Contrast:
     reasons: tuple[Reason, ...]
     rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
+    judged: Effect | None = None  # by the judge's labels, where human labels give ``effect``
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,18 @@ class Example:
 
 
 @dataclass(frozen=True)
+class OtherRules:
+    """What the same records come to by the other rules, where a gate file came after the run."""
+
+    source: str
+    sha256: str | None
+    declared: str
+    changes: tuple[str, ...]
+    status: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that is said about a run. The verdict is a pure function of it: ``gate.decide(report)``."""
 
@@ -164,6 +177,7 @@ class Report:
     displacement: tuple[Displacement, ...] = ()
     adjudication: Adjudication | None = None  # what people said of the judge's labels
     calibration: Stamp | None = None  # how often the gate is wrong
+    other_rules: OtherRules | None = None  # whose verdict is not worse than this report's
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def _key(value: Any) -> Key:
     for cell in value["cells"]:
         pairs = tuple(KeyPair(**_typed(pair, KeyPair)) for pair in cell["pairs"])
         cells.append(KeyCell(**{**_typed({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
+    names = [(c.estimand, c.arm, c.policy, c.suite, c.context_tokens) for c in cells]
+    if not cells or len(set(names)) < len(names):
+        raise ValueError("it names no cell, or one twice")
+    for name, least in (("seed", 0), ("concordant", 1)):
+        if value[name] < least:
+            raise ValueError(f"{name} is {value[name]}, wanted {least} or more")
     rows = {str(name): str(text) for name, text in value["rows"].items()}
     unknown = {row for cell in cells for p in cell.pairs for row in (p.candidate_row, p.reference_row)} - set(rows)
     if unknown:

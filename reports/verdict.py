@@ -32,6 +32,7 @@ EXIT_CODES = {
 }
 LOOKS_EXHAUSTED = 6
 PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
+JUDGE_DIFF = "JUDGE_DIFF"
 FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
 
 
@@ -39,8 +40,8 @@ FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing
 class Decision:
     """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
-    ``status`` is what the data say; ``waiver`` lets it through all the same. Of E3 the numbers are those of the worst
-    of ``policies``.
+    ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Of E3 the
+    numbers are those of the worst of ``policies``.
     """
 
     estimand: str
@@ -67,6 +68,7 @@ class Decision:
     policies: tuple[str, ...] = ()
     statement: str = ""
     waiver: Waiver | None = None
+    judged: Status | None = None  # by the judge's labels, where human labels decide
 
     @property
     def at_floor(self) -> bool:

@@ -12,16 +12,14 @@ from typing import TypeVar
 
 import reports.formats
 from audit.errors import DataError, RunError
-from reports.adjudication import digest
 from reports.calibration.stamp import stamp
 from reports.displacement import load_displacement
-from reports.drift import drift_report
 from reports.examples import largest_losses
 from reports.gate import decide
 from reports.gate_file import Asked
-from reports.judge_panel import FILE, Adjudication, load_adjudication
 from reports.load import RunData, load_run
 from reports.report import Report
+from reports.run_report import run_report
 
 T = TypeVar("T")
 
@@ -32,7 +30,7 @@ def write_report(run: Path, asked: Asked | None = None) -> Report:
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
     """
     data = load_run(Path(run))
-    report = with_details(data, drift_report(data, asked))
+    report = with_details(data, run_report(data, asked))
     folder = Path(run) / "report"
     for name, render in formats().items():
         write_whole(folder / name, render(report))
@@ -40,7 +38,7 @@ def write_report(run: Path, asked: Asked | None = None) -> Report:
 
 
 def with_details(data: RunData, report: Report) -> Report:
-    """The report with what stands beside its verdict: examples, analyses, displacement, human labels, calibration.
+    """The report with what stands beside its verdict: examples, analyses, displacement, calibration.
 
     A file of these that cannot be used decides nothing, so it is named among the problems and left out.
     """
@@ -53,18 +51,9 @@ def with_details(data: RunData, report: Report) -> Report:
         examples=largest_losses(data, report, verdict),
         analysis=analyse(report, data.panels, verdict),
         displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
-        adjudication=_or_problem(lambda: _adjudication(data), None, problems),
         calibration=stamp(),
         problems=tuple(problems),
     )
-
-
-def _adjudication(data: RunData) -> Adjudication | None:
-    """The human labels of these very records."""
-    found = load_adjudication(data.run)
-    if found is not None and found.records != digest(data.records):
-        raise DataError(f"{FILE} is about other records than these; read the sheet again (kvaudit adjudicate)")
-    return found
 
 
 def _or_problem(load: Callable[[], T], otherwise: T, problems: list[str]) -> T:

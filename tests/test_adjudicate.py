@@ -18,9 +18,10 @@ from reports.adjudication import chosen, digest, paired_answers
 from reports.drift import drift_report
 from reports.gate import Status, decide
 from reports.judge import human_labels, random_sample
-from reports.judge_panel import FILE, load_adjudication
+from reports.judge_labels import FILE, CellLabels, Labels, load_labels
 from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.load import load_run
+from reports.run_report import run_report
 from reports.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
 from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 
@@ -89,6 +90,17 @@ def label(path, judge=lambda row: row["answer"] == GOOD):
     save(path, rows)
 
 
+def adjudication(run):
+    return run_report(load_run(run)).adjudication
+
+
+def labels_of(data, key, labels):
+    """What is stored of a sheet with one cell."""
+    texts = {key.rows[row]: label for row, label in labels.items()}
+    cell = CellLabels("E1", "naive", "none", "refusal", 192, key.seed, key.concordant, texts)
+    return Labels(digest(data.records), "dense", (cell,))
+
+
 def pairs_of(run):
     data = load_run(run)
     report = drift_report(data)
@@ -135,8 +147,8 @@ def test_the_same_seed_draws_the_same_pairs(written):
 def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
     label(sheet)
     done = command("adjudicate", written[0], "--read", sheet)
-    assert done.exit_code == 0, done.output
-    cell = load_adjudication(written[0]).cells[0]
+    assert done.exit_code == 4, done.output
+    cell = adjudication(written[0]).cells[0]
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
     assert (cell.bias, cell.reference.sensitivity.estimate, cell.candidate.specificity.estimate) == (0, 1, 1)
     assert cell.corrected.low < cell.raw.low  # the unlabelled pairs are not known
@@ -156,7 +168,7 @@ def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(writt
     first = sum(v for v, d in zip(z, apart, strict=True) if d) / total
     second = np.mean([v for v, d in zip(z, apart, strict=True) if not d]) * float(np.mean(~pairs.discordant))
     command("adjudicate", written[0], "--read", sheet)
-    cell = load_adjudication(written[0]).cells[0]
+    cell = adjudication(written[0]).cells[0]
     assert cell.corrected.estimate == pytest.approx(first + second, abs=1e-12)
     assert cell.corrected.estimate > cell.raw.estimate
 
@@ -168,8 +180,8 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
     run = named_items(build(tmp_path / "run", design))
     assert command("adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
     label(tmp_path / "s.csv")
-    assert command("adjudicate", run, "--read", tmp_path / "s.csv").exit_code == 0
-    (cell,) = load_adjudication(run).cells
+    assert command("adjudicate", run, "--read", tmp_path / "s.csv").exit_code == command("gate", run).exit_code
+    (cell,) = adjudication(run).cells
     assert (cell.estimand, cell.pairs, cell.discordant + cell.concordant) == ("E4", 256, 256)
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
@@ -177,30 +189,34 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
 def test_labels_may_turn_a_verdict(written, sheet):
     label(sheet, lambda row: True)
     done = command("adjudicate", written[0], "--read", sheet)
-    found = load_adjudication(written[0])
+    found = adjudication(written[0])
     assert found.judged is Status.FAIL
     assert found.status is Status.PASS
-    assert "verdict: PASS with human labels in 1 cells; FAIL without" in done.output
+    assert done.exit_code == 0
+    assert "verdict: PASS" in done.output
+    assert "Human labels decide 1 of 1 gated cells." in done.output
+    assert "E1, naive, refusal 192 @ none: PASS, by the judge FAIL" in done.output
+    assert "On the judge's labels alone the verdict would be FAIL." in done.output
 
 
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
-    cell = load_adjudication(written[0]).cells[0]
+    cell = adjudication(written[0]).cells[0]
     assert cell.bias_upper > 0.025  # 50 pairs cannot show an even judge
     assert not cell.guard
     passed = replace(cell, judged=Status.PASS)
     assert passed.alone is Status.INCONCLUSIVE
     assert replace(passed, guard=True).alone is Status.PASS
     assert cell.alone is cell.judged is Status.FAIL
-    found = replace(load_adjudication(written[0]), cells=(passed,))
+    found = replace(adjudication(written[0]), cells=(passed,))
     assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(found)
 
 
 def test_error_rates_come_from_a_simple_random_sample(written, sheet):
     label(sheet)
-    pairs, key = pairs_of(written[0]), read_key(sheet)
-    h = human_labels(pairs, key.cells[0], read_labels(sheet, key))
+    pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
+    (h,) = human_labels(data, drift_report(data), labels_of(data, key, read_labels(sheet, key)))
     share = 50 / (~pairs.discordant).sum()
     sizes = [np.isin(random_sample(h, seed), np.flatnonzero(pairs.discordant)).sum() for seed in range(300)]
     assert np.mean(sizes) == pytest.approx(share * pairs.discordant.sum(), rel=0.1)
@@ -357,7 +373,7 @@ def test_a_broken_key_or_store_never_raises_anything_but_an_audit_error(tmp_path
     key_path(folder / "s.csv").write_text(json.dumps(body))
     (folder / "report").mkdir()
     (folder / "report" / FILE).write_text(json.dumps(body))
-    for read in (lambda: read_key(folder / "s.csv"), lambda: load_adjudication(folder)):
+    for read in (lambda: read_key(folder / "s.csv"), lambda: load_labels(folder)):
         try:
             read()
         except AuditError:
@@ -365,13 +381,13 @@ def test_a_broken_key_or_store_never_raises_anything_but_an_audit_error(tmp_path
 
 
 def test_a_run_without_labels_has_no_panel(tmp_path):
-    assert load_adjudication(tmp_path) is None
+    assert load_labels(tmp_path) is None
 
 
 def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
-    found = load_adjudication(written[0])
+    found = adjudication(written[0])
     (row,) = cells_table(found).rows
     assert row[0] == "E1, naive @ none, refusal 192"
     assert row[2] == "FAIL"

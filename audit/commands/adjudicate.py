@@ -10,15 +10,19 @@ from rich.table import Table
 
 from audit.commands.compare import selectors
 from audit.commands.console import check_seed, say, wide_console
+from audit.commands.report import print_verdict
 from audit.errors import DataError, RunError
-from reports.adjudication import Indices, PairedAnswers, Place, chosen, digest, paired_answers, places
+from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
 from reports.drift import drift_report
-from reports.gate import Decision, decide
-from reports.judge import adjudicate, human_labels
-from reports.judge_panel import FILE, Adjudication, render
+from reports.gate import decide
+from reports.judge import labelled
+from reports.judge_labels import FILE, REMEDY, CellLabels, CellName, Labels, load_labels, render
+from reports.judge_panel import Adjudication
 from reports.judge_tables import cells_table, panel_notes
 from reports.load import RunData, load_run
-from reports.sheet import Shown, read_labels, render_sheet, row_names, shown, text_hash
+from reports.report import Report
+from reports.run_report import run_report
+from reports.sheet import Shown, read_labels, render_sheet, row_names, text_hash
 from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 from reports.write import write_whole
 
@@ -32,48 +36,41 @@ def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int,
     data = load_run(run)
     report = drift_report(data)
     found = paired_answers(data, report, decide(report), selectors(select, "--select"))
-    picks = [chosen(pairs, concordant, seed) for pairs in found]
-    names, rows = _rows(data, found, picks, seed)
-    key = Key(
-        run=report.run,
-        records=digest(data.records),
-        seed=seed,
-        concordant=concordant,
-        rows={name: text_hash(row) for name, row in rows.items()},
-        cells=tuple(_key_cell(pairs, indices, names) for pairs, indices in zip(found, picks, strict=True)),
-    )
+    key, rows = _key(data, report, found, seed=seed, concordant=concordant)
     write_whole(key_path(out), render_key(key))
     write_whole(out, render_sheet(rows))
     console = wide_console()
     apart = sum(int(pairs.discordant.sum()) for pairs in found)
-    total = sum(map(len, picks))
+    total = sum(len(cell.pairs) for cell in key.cells)
     say(console, f"sheet: {out}: {len(rows)} answers of {total} pairs ({apart} discordant) in {len(found)} gated cells")
     say(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
     say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
     say(console, f"kvaudit adjudicate {run} --read {out}")
 
 
-def _rows(
-    data: RunData, found: Sequence[PairedAnswers], picks: Sequence[Indices], seed: int
-) -> tuple[dict[Place, str], dict[str, Shown]]:
-    """Row name of every answer that is shown, and what each row shows; equal answers to an item share a row."""
-    suites = {
-        place: pairs.decision.suite
-        for pairs, indices in zip(found, picks, strict=True)
-        for pair in places(pairs, indices)
-        for place in pair
-    }
-    texts = data.transcripts(suites)
-    whole = {place: (suite, texts[place]) for place, suite in suites.items()}
-    distinct = list(dict.fromkeys(whole[place] for place in sorted(whole)))
+def _key(
+    data: RunData, report: Report, found: Sequence[PairedAnswers], *, seed: int, concordant: int
+) -> tuple[Key, dict[str, Shown]]:
+    """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
+    picks = [chosen(pairs, concordant, seed) for pairs in found]
+    texts = texts_of(data, list(zip(found, picks, strict=True)))
+    hashes = {place: text_hash(text) for place, text in texts.items()}
+    distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
     names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
-    return {place: names[answer] for place, answer in whole.items()}, {
-        name: shown(*answer) for answer, name in names.items()
-    }
+    rows = {place: names[text] for place, text in hashes.items()}
+    key = Key(
+        run=report.run,
+        records=digest(data.records),
+        seed=seed,
+        concordant=concordant,
+        rows={name: text for text, name in names.items()},
+        cells=tuple(_key_cell(pairs, indices, rows) for pairs, indices in zip(found, picks, strict=True)),
+    )
+    return key, {names[text]: row for text, row in distinct.items()}
 
 
 def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]) -> KeyCell:
-    d = pairs.decision
+    d = pairs.contrast
     return KeyCell(
         estimand=d.estimand,
         arm=d.arm,
@@ -94,35 +91,63 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]
     )
 
 
-def read_sheet(run: Path, sheet: Path) -> Adjudication:
-    """Read the labels back, store what they say in the run folder and print it."""
+def read_sheet(run: Path, sheet: Path) -> int:
+    """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
     key = read_key(sheet)
     labels = read_labels(sheet, key)
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
     report = drift_report(data)
+    answers = {cell_name(pairs.contrast): pairs for pairs in paired_answers(data, report, decide(report), {})}
+    found = [_gated(answers, cell) for cell in key.cells]
+    if _key(data, report, found, seed=key.seed, concordant=key.concordant)[0] != key:
+        raise DataError(
+            f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
+            "or texts were changed; put the first one back, or write another sheet"
+        )
+    stored = _stored(run, report.plan.reference, key, labels)
+    labelled(data, report, stored)  # nothing is stored that cannot be read back
+    write_whole(run / "report" / FILE, render(stored))
+    report = run_report(data)
     verdict = decide(report)
-    answers = {_name(pairs.decision): pairs for pairs in paired_answers(data, report, verdict, {})}
-    found = []
-    for cell in key.cells:
-        pairs = answers.get((cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens))
-        if pairs is None:
-            where = f"{cell.arm}, {cell.suite}"[:120]
-            raise DataError(f"the sheet's key names a cell that is not gated: {where}; write another sheet")
-        found.append(human_labels(pairs, cell, labels))
-    done = adjudicate(verdict, found, alpha=report.plan.alpha, seed=key.seed, records=key.records)
-    write_whole(run / "report" / FILE, render(done))
     console = wide_console()
-    _print(console, done, run)
-    return done
+    if report.adjudication is not None:
+        _print(console, report.adjudication)
+    print_verdict(console, report, verdict)
+    say(console, f"written: {run / 'report' / FILE}")
+    return verdict.exit_code
 
 
-def _name(d: Decision) -> tuple[str, str, str, str, int]:
-    return d.estimand, d.arm, d.policy, d.suite, d.context_tokens
+def _gated(answers: Mapping[CellName, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+    name = (cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens)
+    if name not in answers:
+        where = f"{cell.arm}, {cell.suite}"[:120]
+        raise DataError(f"the sheet's key names a cell that is not gated: {where}; write another sheet")
+    return answers[name]
 
 
-def _print(console: Console, done: Adjudication, run: Path) -> None:
+def _stored(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
+    """The labels by the text they are of, and those that the run already has of other cells."""
+    cells = [
+        CellLabels(
+            c.estimand, c.arm, c.policy, c.suite, c.context_tokens, key.seed, key.concordant, _of_texts(c, key, labels)
+        )
+        for c in key.cells
+    ]
+    new, before = {cell.name for cell in cells}, load_labels(run)
+    if before is not None and (before.records, before.reference) != (key.records, reference):
+        raise DataError(f"{str(run / 'report' / FILE)!r} is about other records; {REMEDY}")
+    kept = [cell for cell in before.cells if cell.name not in new] if before else []
+    return Labels(key.records, reference, (*kept, *cells))
+
+
+def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, int]:
+    rows = sorted({row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)})
+    return {key.rows[row]: labels[row] for row in rows}
+
+
+def _print(console: Console, done: Adjudication) -> None:
     rows = cells_table(done)
     table = Table(*rows.headers)
     for row in rows.rows:
@@ -130,6 +155,3 @@ def _print(console: Console, done: Adjudication, run: Path) -> None:
     console.print(table, markup=False)
     for line in panel_notes(done):
         say(console, line)
-    labelled = f"with human labels in {len(done.cells)} cells"
-    say(console, f"verdict: {done.status.value} {labelled}; {done.judged.value} without")
-    say(console, f"written: {run / 'report' / FILE}")

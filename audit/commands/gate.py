@@ -9,13 +9,13 @@ from audit.commands.console import say, wide_console
 from audit.commands.gate_options import GateOptions
 from audit.commands.report import print_verdict
 from audit.intact import check_checkpoints
-from reports.drift import drift_report
 from reports.drift_ledger import append, entries_of, history, read_ledger
 from reports.gate import Status, Verdict, decide
 from reports.gate_file import Asked
 from reports.load import load_run
 from reports.pin import pin_from
 from reports.report import Report
+from reports.run_report import run_report
 
 
 def decide_run(run: Path, options: GateOptions, ledger: Path | None = None) -> int:
@@ -24,7 +24,7 @@ def decide_run(run: Path, options: GateOptions, ledger: Path | None = None) -> i
     asked = options.asked()
     if ledger is not None:
         read_ledger(ledger)
-    report = drift_report(load_run(run), asked)
+    report = run_report(load_run(run), asked)
     verdict = decide(report)
     print_verdict(wide_console(), report, verdict)
     if ledger is not None:

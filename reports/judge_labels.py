@@ -1,0 +1,102 @@
+"""Human labels as they are stored in a run folder: what was said of which text, and nothing that follows from it.
+
+A label belongs to the text that was shown, known by its hash, so no file says whose answer it was: that, the drift and
+every status are worked out from the run's own records whenever a report or a verdict is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from audit.errors import DataError
+
+FORMAT = 2
+FILE = "adjudication.json"
+REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
+CellName = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
+
+
+@dataclass(frozen=True)
+class CellLabels:
+    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw."""
+
+    estimand: str
+    arm: str
+    policy: str
+    suite: str
+    context_tokens: int
+    seed: int
+    concordant: int
+    labels: Mapping[str, int]
+
+    @property
+    def name(self) -> CellName:
+        """What makes two cells the same."""
+        return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
+
+
+@dataclass(frozen=True)
+class Labels:
+    """All labels of a run. ``records`` is the digest of what was scored, ``reference`` the arm compared with."""
+
+    records: str
+    reference: str
+    cells: tuple[CellLabels, ...]
+    format: int = FORMAT
+
+
+def render(labels: Labels) -> str:
+    """As JSON with its own sha256, for the run folder."""
+    body = asdict(labels)
+    return json.dumps({**body, "sha256": _digest(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
+
+
+def load_labels(run: Path) -> Labels | None:
+    """The labels stored in a run folder, None where there are none; raises DataError for a broken or edited file."""
+    path = run / "report" / FILE
+    if not path.exists():
+        return None
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        text = " ".join(str(error).split())[:100]
+        raise DataError(f"{str(path)!r} cannot be used ({text}); {REMEDY}") from None
+
+
+def _parsed(value: Any) -> Labels:
+    if value["format"] != FORMAT:
+        raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {FORMAT}")
+    body = {name: inner for name, inner in value.items() if name != "sha256"}
+    if _digest(body) != value["sha256"]:
+        raise ValueError("it was changed after it was written")
+    cells = tuple(_cell(cell) for cell in value["cells"])
+    if not cells or len({cell.name for cell in cells}) < len(cells):
+        raise ValueError("it names no cell, or one twice")
+    _check(Labels, {**body, "cells": cells})
+    return Labels(**{**body, "cells": cells})
+
+
+def _cell(value: Any) -> CellLabels:
+    _check(CellLabels, value)
+    if value["seed"] < 0 or value["concordant"] < 1:
+        raise ValueError("seed or concordant is no count")
+    if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
+        raise ValueError("a label is not 0 or 1")
+    return CellLabels(**value)
+
+
+def _check(kind: Any, value: Mapping[str, Any]) -> None:
+    """Raise TypeError for a text or a count of another type than the dataclass says."""
+    for name, wanted in kind.__annotations__.items():
+        found = value[name]
+        if wanted in ("str", "int") and (isinstance(found, bool) or type(found).__name__ != wanted):
+            raise TypeError(f"{name} is {str(found)[:40]!r}")
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
