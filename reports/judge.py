@@ -104,7 +104,10 @@ def _with_people(c: Contrast, effect: Effect | None) -> Contrast:
 
 
 def _corrected(h: HumanLabels, alpha: float) -> Effect:
-    return adjudicated(h.pairs.discordant, h.candidate - h.reference, h.pairs.clusters, alpha=alpha)
+    """The drift on the human scale; no bound of a sum of two parts lies beyond what a rate can lose or gain."""
+    found = adjudicated(h.pairs.discordant, h.candidate - h.reference, h.pairs.clusters, alpha=alpha)
+    low, high, lower, upper = np.clip((found.low, found.high, found.lower, found.upper), -1.0, 1.0)
+    return replace(found, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
 
 
 def _cell(h: HumanLabels, effect: Effect, margin: float) -> JudgedCell:

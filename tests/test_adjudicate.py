@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from reports.adjudication import chosen, digest, paired_answers
 from reports.drift import drift_report
 from reports.gate import Status, decide
 from reports.judge import human_labels, random_sample
-from reports.judge_labels import FILE, CellLabels, Labels, load_labels
+from reports.judge_labels import FILE, CellLabels, Labels, load_labels, render
 from reports.judge_tables import cells_table, errors_table, panel_notes
 from reports.load import load_run
 from reports.run_report import run_report
@@ -211,6 +212,155 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     assert cell.alone is cell.judged is Status.FAIL
     found = replace(adjudication(written[0]), cells=(passed,))
     assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(found)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """A run that passes by its judge in E1 and E2, two policies, and a sheet of one of its cells."""
+    folder = tmp_path_factory.mktemp("held")
+    more = {"policies": ("none", policy("snapkv", 96)), "estimands": ("E1", "E2"), "items": 900, "clusters": 100}
+    design = replace(DESIGN, seeds=(11,), drops={}, seed_sd=0.0, **more)
+    run = named_items(build(folder / "run", design))
+    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96")
+    assert command("adjudicate", run, "--out", folder / "sheet.csv", *chosen_cell).exit_code == 0
+    label(folder / "sheet.csv")
+    return run, folder / "sheet.csv"
+
+
+def copied(held, folder):
+    """A copy of the run, which keeps no labels yet, and its labelled sheet."""
+    shutil.copytree(held[0], folder / "run")
+    for path in (held[1], key_path(held[1])):
+        shutil.copy(path, folder / path.name)
+    return folder / "run", folder / "sheet.csv"
+
+
+def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    assert command("gate", run).exit_code == 0
+    cell = read_key(sheet).cells[0]
+    bad = {pair.candidate_row for pair in cell.pairs} - {pair.reference_row for pair in cell.pairs}
+    label(sheet, lambda row: row["row"] not in bad)
+    assert command("adjudicate", run, "--read", sheet).exit_code == 3
+    gate = command("gate", run)
+    assert gate.exit_code == 3
+    assert "verdict: FAIL" in gate.output
+    assert "They change E1, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in gate.output
+    assert command("report", run).exit_code == 0
+    banner = (run / "report" / "report.md").read_text().split("##")[0]
+    assert "FAIL" in banner
+    assert "Human labels decide 1 of 3 gated cells." in banner
+    body = json.loads((run / "report" / "drift.json").read_text())["verdict"]
+    found = [d for d in body["decisions"] if d["estimand"] == "E1" and d["policy"] != "none"]
+    assert [(d["status"], d["judged"], d["adjusted_by"]) for d in found] == [("FAIL", "PASS", "Holm")]
+
+
+def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apart(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    done = command("adjudicate", run, "--read", sheet)
+    assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
+    assert "JUDGE_DIFF: judge labels alone cannot pass E2, naive, refusal 192 @ snapkv 96." in done.output
+    verdict = decide(run_report(load_run(run)))
+    found = {(d.estimand, d.policy == "none"): d for d in verdict.decisions if d.gated}
+    assert found["E2", False].reasons[0].code == "JUDGE_DIFF"
+    assert found["E2", False].status is Status.INCONCLUSIVE
+    assert found["E1", True].status is Status.PASS  # another policy: other answers
+    assert found["E1", False].judged is Status.PASS  # people decide here
+
+
+def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
+    run, _ = copied(held, tmp_path)
+    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 10**6)
+    command("adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
+    label(tmp_path / "all.csv")
+    assert command("adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
+    report = run_report(load_run(run))
+    assert report.adjudication.cells[0].guard
+    assert decide(report).status is Status.PASS
+
+
+def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    before = decide(run_report(load_run(run)))
+    command("adjudicate", run, "--read", sheet)
+    after = decide(run_report(load_run(run)))
+    others = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if not e.judged]
+    assert len(others) == 2
+    assert all((d.effect, d.pvalue_drop, d.adjusted_by) == (e.effect, e.pvalue_drop, e.adjusted_by) for d, e in others)
+
+
+def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("adjudicate", run, "--read", sheet)
+    command("adjudicate", run, "--out", tmp_path / "more.csv", "--select", "policy=none", "--concordant", 10**6)
+    label(tmp_path / "more.csv")
+    command("adjudicate", run, "--read", tmp_path / "more.csv")
+    found = run_report(load_run(run)).adjudication.cells
+    assert {(c.estimand, c.policy == "none") for c in found} == {("E1", False), ("E1", True)}
+
+
+def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("adjudicate", run, "--read", sheet)
+    stored = run / "report" / FILE
+    text = stored.read_text()
+    assert "PASS" not in text, "nothing that follows from the labels is stored"
+    stored.write_text(text.replace('": 0', '": 1'))
+    for name in ("gate", "report"):
+        done = command(name, run)
+        assert done.exit_code == 2
+        assert "it was changed after it was written" in done.output
+
+
+def test_stored_labels_of_other_answers_are_refused(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("adjudicate", run, "--read", sheet)
+    stored = load_labels(run)
+    (cell,) = stored.cells
+    short = dict(list(cell.labels.items())[1:])
+    for labels in (short, {**cell.labels, "0" * 64: 1}):
+        text = render(replace(stored, cells=(replace(cell, labels=labels),)))
+        (run / "report" / FILE).write_text(text)
+        done = command("gate", run)
+        assert done.exit_code == 2
+        assert "holds labels of other answers than the pairs of naive, refusal" in done.output
+
+
+def swapped(key):
+    for pair in key["cells"][0]["pairs"]:
+        pair["candidate_row"], pair["reference_row"] = pair["reference_row"], pair["candidate_row"]
+
+
+def merged(key):
+    for pair in key["cells"][0]["pairs"]:
+        pair["candidate_row"] = pair["reference_row"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swapped, "is not the key of these records"),
+        (merged, "is not the key of these records"),
+        (lambda key: key["cells"][0]["pairs"].pop(), "is not the key of these records"),
+        (lambda key: key.update(seed=5), "is not the key of these records"),
+        (lambda key: key.update(seed=10**400), "is not the key of these records"),
+        (lambda key: key.update(concordant=10**40), "is not the key of these records"),
+        (lambda key: key.update(seed=-5), "seed is -5, wanted 0 or more"),
+        (lambda key: key.update(concordant=0), "concordant is 0, wanted 1 or more"),
+        (lambda key: key.update(cells=[]), "it names no cell, or one twice"),
+        (lambda key: key.update(cells=key["cells"] * 2), "it names no cell, or one twice"),
+    ],
+)
+def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(held, tmp_path, change, said):
+    run, sheet = copied(held, tmp_path)
+    key = json.loads(key_path(sheet).read_text())
+    change(key)
+    key_path(sheet).write_text(json.dumps(key))
+    done = command("adjudicate", run, "--read", sheet)
+    assert done.exit_code == 2, done.exception
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert not (run / "report" / FILE).exists()
 
 
 def test_error_rates_come_from_a_simple_random_sample(written, sheet):
