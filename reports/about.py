@@ -23,7 +23,6 @@ def about(report: Report, verdict: Verdict, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {plan.reference} served under none"
     if plan.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under none"
-    churn = percent((effect.losses + effect.gains) / effect.n_items)
     deciding = "This is the cell that decides the verdict."
     if d.waiver:
         deciding = f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
@@ -31,7 +30,7 @@ def about(report: Report, verdict: Verdict, d: Decision) -> str:
         deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
     return inline(
         f"{named(report, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % interval, "
-        f"{effect.n_items} items in {effect.n_clusters} templates, churn {churn}. "
+        f"{effect.n_items} items in {effect.n_clusters} templates, churn {churn(report, d)}. "
         f"{deciding}"
     )
 
@@ -58,6 +57,14 @@ def asides(report: Report, verdict: Verdict, head: Decision | None) -> list[str]
         lines.append(f"{FLOOR}: {AT_FLOOR} ({share}: {', '.join(where)}).")
     lines.append(_scope(report, verdict))
     return [inline(line) for line in lines]
+
+
+def churn(report: Report, d: Decision) -> str:
+    """E7 of a decision's cell, of the worst policy's for E3: the share of answers that are not the reference's."""
+    place = (d.arm, d.policy, d.suite, d.context_tokens)
+    here = [c for c in report.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
+    found = {c.estimand: c.churn for c in here}
+    return percent(found.get(d.estimand, found.get(report.plan.base)))
 
 
 def _unscored(head: Decision) -> list[str]:

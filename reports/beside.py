@@ -60,8 +60,8 @@ def loss_sections(report: Report) -> list[Section]:
             figures=("churn",) if report.analysis.churn else (),
             tables=(tables.churn(report),),
             notes=(
-                "Lost, gained, churn: of item means over samples and seeds. One draw against one: how often a single "
-                "answer changes; only what it has beyond two draws of one arm is change.",
+                "Lost, gained, churn: of answers against the reference's of the same pair of seeds. One draw against "
+                "one: the same over any two seeds; only what it has beyond two draws of one arm is change.",
             )
             if report.analysis.churn
             else (),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from reports.about import churn
 from reports.advice import note
 from reports.compare import Comparison, TwoJudges
 from reports.gate import Decision, Status
@@ -38,11 +39,10 @@ def comparison_banner(comparison: Comparison) -> Banner:
 def _about(comparison: Comparison, d: Decision) -> str:
     assert d.effect is not None
     effect, sides = d.effect, comparison.sides
-    churn = percent((effect.losses + effect.gains) / effect.n_items)
     return inline(
         f"{_cell(comparison, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
         f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, churn "
-        f"{churn}."
+        f"{churn(comparison.report, d)}."
     )
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from reports.panel import CellKey, Panel
 from reports.plan import DENSE_POLICY
 from reports.report import ClusterSums, Contrast, Rates, Reason
+from reports.stats.churn import flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
 from reports.stats.floor import rate_lower
@@ -110,6 +111,7 @@ def _with_numbers(
         worst=float(np.mean([_combine(panel, w, present, 0.0, 1.0) for w in weights])),
         best=float(np.mean([_combine(panel, w, present, 1.0, 0.0) for w in weights])),
         sums=(_cluster_sums(panel, mean, clusters),),
+        churn=None if blank.estimand == "E5" else _churn(panel, weights, present),
     )
 
 
@@ -123,14 +125,25 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:
     """The mean score of both sides; a policy compared with itself has both sides in one cell of weight 0."""
-    positive = [cell for w in weights for cell, weight in w.items() if weight >= 0]
-    negative = [cell for w in weights for cell, weight in w.items() if weight <= 0]
+    positive, negative = two_sides(weights)
     candidate, reference = (
         np.mean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
     )
     draws = panel.samples * len(set(negative))
     lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha)
     return Rates(float(reference.mean()), float(candidate.mean()), lower)
+
+
+def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
+    """Candidate's and reference's cell of every pair; a cell against itself has weight 0 and stands on both sides."""
+    positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
+    negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
+    return positive, negative
+
+
+def _churn(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> float:
+    candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
+    return flips(reference, candidate, samples=panel.samples).churn
 
 
 def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:

@@ -103,6 +103,7 @@ class Contrast:
     rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect``
+    churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from reports_synthetic import Design, policy
 from test_reports_drift import data_of, scored, small, spec_of
 
 from audit.records import Outcome
+from reports.about import about
 from reports.analysis.analyse import analyse
 from reports.analysis.cells import Sides
 from reports.analysis.families import families
@@ -195,6 +196,24 @@ def test_churn_shows_what_a_drift_of_zero_hides():
     assert (effect.losses / 16, effect.gains / 16) == (churn.losses, churn.gains)
 
 
+def test_churn_does_not_cancel_between_seeds():
+    design = small(policies=("none",), clusters=8, items=16, seeds=(11, 12))
+    found, report = analysed(design, lambda arm, seed, _p, i: not (arm == "naive" and seed == 11) and i % 4 != 1)
+    [churn] = found.churn
+    contrast = next(c for c in report.contrasts if c.estimand == "E1")
+    assert (churn.drift, churn.churn) == (contrast.effect.estimate, contrast.churn)
+    # seed 11 loses 12 of 16 items, seed 12 nothing
+    assert (churn.losses, churn.gains, churn.churn) == (0.375, 0, 0.375)
+
+
+def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
+    design = small(policies=("none",), clusters=8, items=16, seeds=(11, 12))
+    found, report = analysed(design, lambda arm, seed, _p, i: (seed == 11) is (arm == "naive"))
+    [churn] = found.churn
+    assert (churn.drift, churn.losses, churn.gains, churn.churn) == (0, 0.5, 0.5, 1.0)
+    assert "churn 100.0 %" in about(report, decide(report), next(d for d in decide(report).decisions if d.gated))
+
+
 def test_one_broken_template_is_named_with_its_items():
     design = small(policies=("none",), clusters=8, items=32)
     found, _ = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and (i % 8 == 3 or i == 0)))
@@ -255,6 +274,9 @@ def sides(candidate, reference, clusters, candidate_best=None, reference_best=No
         candidate=candidate,
         reference_best=reference if reference_best is None else np.asarray(reference_best, dtype=float),
         candidate_best=candidate if candidate_best is None else np.asarray(candidate_best, dtype=float),
+        reference_pairs=reference[None],
+        candidate_pairs=candidate[None],
+        samples=1,
         draws=1,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from reports.stats.bootstrap import cluster_bootstrap, resampled_means
-from reports.stats.churn import churn
+from reports.stats.churn import churn, flips
 from reports.stats.concentration import concentration, gini
 from reports.stats.fdr import benjamini_hochberg
 from reports.stats.mcnemar import mid_p
@@ -74,6 +74,21 @@ def test_churn_of_several_draws_is_that_of_every_pair_of_draws():
     assert found.gains - found.losses == pytest.approx(drift, abs=1e-12)
     assert found.draw_gains - found.draw_losses == pytest.approx(drift, abs=1e-12)
     assert found.churn < found.draw_churn
+
+
+def test_flips_of_single_draws_are_counted_in_each_pair_of_seeds():
+    old, new = [[1, 1, 0, 0], [1, 0, 0, 1]], [[0, 1, 0, 1], [1, 1, 0, 1]]
+    found = flips(old, new)
+    assert (found.lost, found.won, found.churn) == (1 / 8, 2 / 8, 3 / 8)
+
+
+def test_flips_of_several_draws_are_those_of_every_pair_of_draws_of_the_same_seeds():
+    rng = np.random.default_rng(7)
+    old, new = rng.integers(0, 2, (2, 3, 20, 4))  # seeds, items, draws
+    pairs = [(old[s, :, i], new[s, :, j]) for s in range(3) for i in range(4) for j in range(4)]
+    found = flips(old.mean(axis=2), new.mean(axis=2), samples=4)
+    assert found.churn == pytest.approx(np.mean([(a != b).mean() for a, b in pairs]), abs=1e-12)
+    assert found.won - found.lost == pytest.approx(new.mean() - old.mean(), abs=1e-12)
 
 
 def test_copies_of_one_draw_churn_like_the_draw():

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.analysis.results import CellName
-from reports.contrast import ESTIMANDS, broken_contract
+from reports.contrast import ESTIMANDS, broken_contract, two_sides
 from reports.drift import seed_pairs
 from reports.panel import CellKey, Panel
 from reports.plan import Plan
@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float64]
 class Sides:
     """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
 
-    ``draws`` is how many samples an item's score averages.
+    ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N].
     """
 
     items: tuple[str, ...]
@@ -31,6 +31,9 @@ class Sides:
     candidate: Array
     reference_best: Array
     candidate_best: Array
+    reference_pairs: Array
+    candidate_pairs: Array
+    samples: int
     draws: int
 
     @property
@@ -43,9 +46,7 @@ def sides(panel: Panel, plan: Plan, name: CellName) -> Sides | None:
     """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
     pairs = seed_pairs(plan, panel, name.arm)
     weights = [ESTIMANDS[name.estimand](name.arm, plan.reference, pair, name.policy) for pair in pairs]
-    # a cell against itself has weight 0 and stands on both sides
-    positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
-    negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
+    positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
     present = ~np.isnan(panel.scores[positive[0]])
@@ -63,6 +64,9 @@ def sides(panel: Panel, plan: Plan, name: CellName) -> Sides | None:
         candidate=mean("scores", positive),
         reference_best=mean("best", negative),
         candidate_best=mean("best", positive),
+        reference_pairs=np.stack([panel.scores[cell][present] for cell in negative]),
+        candidate_pairs=np.stack([panel.scores[cell][present] for cell in positive]),
+        samples=panel.samples,
         draws=panel.samples * len(pairs),
     )
 

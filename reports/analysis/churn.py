@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from reports.analysis.cells import name_of, sides, two_sided
+from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellChurn
 from reports.panel import Panel
 from reports.plan import Plan
-from reports.stats.churn import churn
+from reports.stats.churn import churn, flips
 from reports.verdict import Decision
 
 
@@ -19,13 +20,20 @@ def cell_churn(
     for d in decisions:
         found = sides(tables[d.suite, d.context_tokens], plan, name_of(d)) if two_sided(d) else None
         if found is not None:
-            moved = churn(found.reference, found.candidate, samples=found.draws)
+            moved = flips(found.reference_pairs, found.candidate_pairs, samples=found.samples)
+            any_seed = churn(found.reference, found.candidate, samples=found.draws)
             yield CellChurn(
                 cell=name_of(d),
-                drift=float(found.difference.mean()),
-                losses=moved.losses,
-                gains=moved.gains,
+                drift=_drift(found, d),
+                losses=moved.lost,
+                gains=moved.won,
                 churn=moved.churn,
-                draws=moved.draw_churn,
-                rerun=moved.rerun_churn,
+                draws=any_seed.draw_churn,
+                rerun=any_seed.rerun_churn,
             )
+
+
+def _drift(found: Sides, d: Decision) -> float:
+    """The gate's own number to the last bit, so that no tie is rounded two ways; not where people gave that number."""
+    own = float(found.difference.mean())
+    return d.effect.estimate if d.effect and math.isclose(own, d.effect.estimate, abs_tol=1e-9) else own

@@ -80,9 +80,10 @@ class CellName:
 class CellChurn:
     """E7: what moved in a cell, beside what is left of it after losses and gains cancel. Shares of all items.
 
-    Losses, gains and churn are of item means, so that gains - losses is the drift. ``draws`` is the churn of one draw
-    against one draw and ``rerun`` what two draws of one arm disagree on (over samples and seeds): only what ``draws``
-    has beyond it is change. ``rerun`` is None with a single draw per item.
+    Losses, gains and churn are of answers against the reference's of the same pair of seeds: gains - losses is the
+    drift, churn P(candidate's answer is not the reference's). ``draws`` is the churn over any two seeds and ``rerun``
+    what two draws of one arm disagree on (over samples and seeds): only what ``draws`` has beyond it is change.
+    ``rerun`` is None with a single draw per item.
     """
 
     cell: CellName

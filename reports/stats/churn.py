@@ -34,6 +34,33 @@ class Churn:
     source: str = "McNemar 1947"
 
 
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """Shares of the answers; won - lost is the drift."""
+
+    lost: float
+    won: float
+
+    @property
+    def churn(self) -> float:
+        """P(candidate's answer is not the reference's)."""
+        return self.lost + self.won
+
+
+def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
+    """What an answer of the candidate has lost and won against the reference's answer of the same pair of seeds.
+
+    Item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. A single draw meets the single draw
+    of its pair; of several, whose order means nothing, every draw of one side meets every draw of the other.
+    """
+    old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    assert old.shape == new.shape, (old.shape, new.shape)
+    assert old.size, "flips need an item"
+    if samples == 1:
+        return Flips(float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean()))
+    return Flips(float((old * (1 - new)).mean()), float(((1 - old) * new).mean()))
+
+
 def churn(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
     """Churn between item means [N] in [0, 1] of ``samples`` 0/1 draws each."""
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
