@@ -16,7 +16,7 @@ from audit.errors import SpecError
 from reports.calibration.stamp import stamp
 from reports.drift import contrasts
 from reports.gate import EXIT_CODES, Status, Verdict, decide, worst
-from reports.pairing import CANDIDATE, REFERENCE, Paired, paired
+from reports.pairing import CANDIDATE, REFERENCE, paired
 from reports.panel import panels
 from reports.plan import DENSE_POLICY, read_plan, short_names
 from reports.readers.base import Log
@@ -100,11 +100,11 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         lower_is_better=sides.lower_is_better,
         own_clusters=sides.own_clusters,
     )
-    records = pairs.records
+    records, seeds = _seeds(pairs.records)
     suites = sorted(set(records["suite"]))
     spec = {
         "model": sides.title,
-        "train": {"arms": [CANDIDATE], "seeds": _seeds(pairs)},
+        "train": {"arms": [CANDIDATE], "seeds": seeds},
         "evaluate": {"policies": [DENSE_POLICY], "suites": suites},
         "gate": {
             "reference": REFERENCE,
@@ -151,8 +151,11 @@ def _check(option: str, value: float, below: float) -> None:
         raise SpecError(f"{option} is {value:g}, wanted a number above 0 and below {below:g}")
 
 
-def _seeds(pairs: Paired) -> list[int]:
-    """The seeds to pair: a reference of one seed serves every seed of the candidate."""
-    by_arm = pairs.records.groupby("arm")["train_seed"].unique()
+def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
+    """The seeds to pair. A reference of one seed serves every seed of the candidate: its number then means nothing."""
+    by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))
-    return sorted(candidate if len(reference) == 1 else reference | candidate)
+    if len(reference) > 1 or len(candidate) == 1 or not reference & candidate:
+        return records, sorted(candidate if len(reference) == 1 else reference | candidate)
+    free = max(candidate) + 1
+    return records.assign(train_seed=records["train_seed"].where(records["arm"] != REFERENCE, free)), sorted(candidate)

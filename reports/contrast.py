@@ -17,6 +17,7 @@ from reports.stats.effect import Effect
 from reports.stats.floor import rate_lower
 from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
 from reports.stats.tango import ess_tango
+from reports.validity import BASE
 
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
@@ -100,7 +101,7 @@ def _with_numbers(
     else:
         effect = ess_tango(mean, clusters, samples=draws, alpha=alpha)
     recipe = None
-    if len(weights) >= SEEDS_NEEDED:
+    if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
     return replace(
         blank,
@@ -113,6 +114,14 @@ def _with_numbers(
         sums=(_cluster_sums(panel, mean, clusters),),
         churn=None if blank.estimand == "E5" else _churn(panel, weights, present),
     )
+
+
+def _fewest_seeds(cells: list[CellKey]) -> int:
+    """Training seeds of the arm with the fewest; the base model was not trained here and has none to vary."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        seeds.setdefault(cell.arm, set()).add(cell.seed)
+    return min((len(found) for arm, found in seeds.items() if arm != BASE), default=0)
 
 
 def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:

@@ -85,6 +85,19 @@ def test_seed_s_is_paired_with_seed_s():
     assert contrast.recipe.low <= contrast.effect.low
 
 
+def test_a_reference_of_one_seed_supports_no_recipe_and_the_untrained_model_does():
+    design = small(arms=("dense", "naive"), seeds=(11, 12, 13))
+    rows = rows_of(design)
+    one = [row for row in rows if row.arm == "naive"]
+    one += [dataclasses.replace(row, train_seed=99) for row in rows if (row.arm, row.train_seed) == ("dense", 11)]
+    assert find(drift_report(data_of(one, spec_of(design))), "E1").effect is not None
+    assert find(drift_report(data_of(one, spec_of(design))), "E1").recipe is None
+    base = [dataclasses.replace(row, arm="base") if row.arm == "dense" else row for row in one]
+    spec = spec_of(design)
+    spec["gate"] = {**spec["gate"], "reference": "base"}
+    assert find(drift_report(data_of(base, spec)), "E1").recipe is not None
+
+
 def test_two_seeds_support_no_recipe():
     design = small(seeds=(1, 2))
     assert find(drift_report(data_of(rows_of(design), spec_of(design))), "E1").recipe is None
