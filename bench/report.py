@@ -20,6 +20,8 @@ from typing import TypeVar
 import numpy as np
 import yaml
 
+from reports.spec_hash import spec_sha256
+
 ARMS, SEEDS = ("dense", "naive", "sparse-rl", "smd", "smd-distill"), (11, 12, 13)
 SUITES, CONTEXTS, TEMPLATES = ("refusal", "agent", "math"), (4096,), 100
 BUDGETS = {"snapkv": (1024, 512, 256), "h2o": (1024, 512, 256)}
@@ -100,6 +102,7 @@ def build(run: Path, count: int) -> int:
     (run / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
     weights = {f"{arm}/{seed}": _hash(f"{arm}{seed}") for arm, seed in product(ARMS, SEEDS)}
     provenance = {
+        "spec_sha256": spec_sha256(spec),
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         "base_sha256": _hash("base"),
         "checkpoints": weights,

@@ -24,6 +24,7 @@ from audit.records import Message, Record
 from reports.columns import Columns
 from reports.panel import Panel, panels
 from reports.rows import Problem, columns_of, one_line, read_unit
+from reports.spec_hash import spec_sha256
 
 KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
 
@@ -67,7 +68,7 @@ def load_run(run: Path) -> RunData:
     spec = _mapping(run / "spec.yaml", yaml.safe_load)
     problems: list[Problem] = []
     provenance = _mapping(run / "provenance.json", json.loads)
-    _check_spec(run / "spec.yaml", provenance)
+    _check_spec(run / "spec.yaml", spec, provenance)
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)
     columns = Columns()
@@ -82,14 +83,16 @@ def load_run(run: Path) -> RunData:
     return RunData(run, frame, spec, provenance, _telemetry(run, problems), tuple(problems), incomplete)
 
 
-def _check_spec(path: Path, provenance: Mapping[str, Any]) -> None:
-    """Margins and the reference are declared before the run: the spec must still be the file that it began with."""
-    began, found = provenance.get("spec_file_sha256"), hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != began:
-        raise DataError(
-            f"{str(path)!r}: spec.yaml was changed after the run began (sha256 {found[:12]}, provenance.json says "
-            f"{str(began)[:12]}); put the first one back, or start another run with --out"
-        )
+def _check_spec(path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    """Margins and the reference are declared before the run: file and meaning must be what it began with."""
+    found = {"spec_file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "spec_sha256": spec_sha256(spec)}
+    for key, digest in found.items():
+        if digest != provenance.get(key):
+            raise DataError(
+                f"{str(path)!r}: spec.yaml was changed after the run began (sha256 {digest[:12]}, {key} in "
+                f"provenance.json is {str(provenance.get(key))[:12]}); put the first one back, or start another run "
+                "with --out"
+            )
 
 
 def frame_of(located: Iterable[tuple[str, int, Record]]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Waivers: named people let named cells through until a date, for a reason; an INVALID cell never.
+"""Waivers: named people let named cells through until a date, at most a year off, for a reason; an INVALID cell never.
 
 waivers:
 - who: Ada Byron
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from reports.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 KEYS = ("who", "why", "expires", "status", "cells")
 SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
 WAIVABLE = ("FAIL", "INCONCLUSIVE")
+LONGEST = timedelta(days=366)  # a waiver that never ends is no waiver
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ def _waiver(row: Any, where: str, plan: Plan, today: date) -> Waiver:
     known_keys(row, KEYS, where)
     expires = _date(row.get("expires"), where)
     who, why = (_text(row.get(key), f"{where}: {key}") for key in ("who", "why"))
+    if expires > today + LONGEST:
+        raise SpecError(
+            f"{where} by {clipped(who)} expires on {expires.isoformat()}, more than {LONGEST.days} days after today "
+            f"({today.isoformat()}); waivers are signed for a year at most"
+        )
     if expires < today:
         raise SpecError(
             f"{where} by {clipped(who)} expired on {expires.isoformat()} (today is {today.isoformat()}); "

@@ -19,6 +19,7 @@ from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
 from reports.drift import drift_report
 from reports.figures import heatmap, quadrant
+from reports.figures.canvas import style
 from reports.formats import markdown
 from reports.gate import Status, decide
 from reports.judge_labels import CellLabels, Labels
@@ -26,6 +27,7 @@ from reports.judge_labels import render as render_labels
 from reports.load import load_run
 from reports.plain import clip, drift, inline, points, pvalue, visible
 from reports.sheet import text_hash
+from reports.spec_hash import spec_sha256
 from reports.story import SENTENCES, banner
 from reports.write import formats, write_report, write_whole
 
@@ -425,23 +427,58 @@ def contrast_of(lower, upper, pvalue=0.5, reference_lower=0.5):
 
 
 @pytest.mark.parametrize(
-    ("lower", "upper", "pvalue", "reference_lower", "decided", "hatched"),
+    ("lower", "upper", "pvalue", "reference_lower", "decided", "said"),
     [
-        (-0.04, 0.02, 0.5, 0.5, None, False),  # within
-        (-0.08, -0.01, 0.01, 0.5, None, False),  # a drop
-        (-0.08, 0.02, 0.3, 0.5, None, True),  # neither
-        (-0.04, 0.02, 0.5, 0.03, None, True),  # nothing to lose
-        (-0.08, -0.01, 0.01, 0.5, Status.INCONCLUSIVE, True),  # a drop that the family does not let stand
-        (-0.08, 0.02, 0.3, 0.5, Status.PASS, False),
+        (-0.04, 0.02, 0.5, 0.5, None, Status.PASS),
+        (-0.04, -0.01, 0.01, 0.5, None, Status.PASS_NOTED),
+        (-0.08, -0.01, 0.01, 0.5, None, Status.FAIL),
+        (-0.08, 0.02, 0.3, 0.5, None, Status.INCONCLUSIVE),
+        (-0.04, 0.02, 0.5, 0.03, None, Status.INCONCLUSIVE),  # nothing to lose
+        (-0.08, -0.01, 0.01, 0.5, Status.INCONCLUSIVE, Status.INCONCLUSIVE),  # the family does not let it stand
+        (-0.08, 0.02, 0.3, 0.5, Status.PASS, Status.PASS),
     ],
 )
-def test_cells_that_say_nothing_are_hatched(lower, upper, pvalue, reference_lower, decided, hatched):
-    assert heatmap.undecided(contrast_of(lower, upper, pvalue, reference_lower), 0.05, decided) is hatched
+def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, reference_lower, decided, said):
+    assert heatmap.called(contrast_of(lower, upper, pvalue, reference_lower), 0.05, decided) is said
+
+
+def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
+    alike = [
+        ("a", "none", "refusal", 192, -0.039, -0.08, -0.01, Status.FAIL),
+        ("b", "none", "refusal", 192, -0.039, -0.045, -0.02, Status.PASS_NOTED),
+        ("c", "none", "refusal", 192, -0.039, -0.045, 0.01, Status.PASS),
+    ]
+    cells = [
+        SimpleNamespace(
+            **dict(zip(("arm", "policy", "suite", "context_tokens"), row, strict=False)),
+            estimand="E1",
+            reasons=(),
+            effect=SimpleNamespace(estimate=row[4], lower=row[5], upper=row[6], pvalue_drop=0.01),
+        )
+        for row in alike
+    ]
+    plan = SimpleNamespace(
+        mode="training", policies=("none",), reference="r", margins={"refusal": 0.05}, labels={"none": "none"}
+    )
+    decisions = [
+        SimpleNamespace(
+            **{k: getattr(c, k) for k in ("arm", "policy", "suite", "context_tokens", "estimand")}, status=row[7]
+        )
+        for c, row in zip(cells, alike, strict=True)
+    ]
+    report = SimpleNamespace(plan=plan, contrasts=cells)
+    with style():
+        svg = heatmap.draw(report, SimpleNamespace(decisions=decisions)).svg
+        same = [SimpleNamespace(**{**vars(d), "status": Status.PASS}) for d in decisions]
+        plain = heatmap.draw(report, SimpleNamespace(decisions=same)).svg
+    assert svg.count("-3.9*") == 1
+    assert "-3.9*" not in plain
+    assert len(re.findall("stroke-width: 1.4", svg)) == len(re.findall("stroke-width: 1.4", plain)) + 1
 
 
 def test_cells_without_numbers_or_margin_are_hatched():
-    assert heatmap.undecided(SimpleNamespace(effect=None), 0.05)
-    assert heatmap.undecided(contrast_of(-0.01, 0.01), None)
+    assert heatmap.called(SimpleNamespace(effect=None), 0.05) is Status.INCONCLUSIVE
+    assert heatmap.called(contrast_of(-0.01, 0.01), None) is Status.INCONCLUSIVE
 
 
 @pytest.fixture(scope="module")
@@ -509,6 +546,7 @@ def two_lengths(folder):
     spec["evaluate"]["context_tokens"] = [192, 768]
     (run / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     known = json.loads((run / "provenance.json").read_text())
+    known["spec_sha256"] = spec_sha256(spec)
     known["spec_file_sha256"] = hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest()
     (run / "provenance.json").write_text(json.dumps(known))
     return run

@@ -301,6 +301,8 @@ def entry(**changed):
         (entry(expires="soon"), "expires is 'soon', wanted a date"),
         (entry(expires="2026-12-31 10:00:00"), "wanted a date"),
         (entry(expires="2026-04-30"), "expired on 2026-04-30 (today is 2026-05-01)"),
+        (entry(expires="9999-12-31"), "more than 366 days after today (2026-05-01)"),
+        (entry(expires="2027-05-03"), "more than 366 days after today (2026-05-01)"),
         (entry(status="[INVALID]"), "INVALID is never waived"),
         (entry(status="PASS"), "wanted FAIL, INCONCLUSIVE or both"),
         (entry(status="[[FAIL]]"), "wanted FAIL, INCONCLUSIVE or both"),

@@ -19,6 +19,7 @@ from reports.drift import drift_report
 from reports.gate import Status, decide
 from reports.gate_file import Asked
 from reports.load import load_run
+from reports.spec_hash import spec_sha256
 from reports.waivers import waivers_of
 from reports.yaml_file import parse_yaml
 
@@ -49,6 +50,7 @@ def run_folder(folder, lines, rows, spec=None):
     (run / "records").mkdir(parents=True)
     (run / "spec.yaml").write_text(yaml.safe_dump(spec or spec_of(DESIGN)))
     story = {
+        "spec_sha256": spec_sha256(spec or spec_of(DESIGN)),
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         "suite_kinds": {"refusal": "safety", "math": "capability"},
         **pins(rows),

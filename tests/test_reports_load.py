@@ -1,8 +1,10 @@
 """Reading a run folder: what is kept, what is named, what is refused."""
 
+import hashlib
 import json
 
 import pytest
+import yaml
 from reports_synthetic import Design, build, policy, write_unit
 
 from audit.errors import DataError
@@ -10,6 +12,7 @@ from audit.runs import open_run
 from audit.spec_file import parse_spec
 from reports.drift import drift_report
 from reports.load import load_run
+from reports.spec_hash import spec_sha256
 
 
 @pytest.fixture
@@ -135,6 +138,31 @@ def test_a_spec_that_was_changed_after_the_run_began_is_refused(run):
     with pytest.raises(DataError, match=r"spec.yaml was changed after the run began") as error:
         load_run(run)
     assert "\n" not in str(error.value)
+
+
+def test_a_changed_spec_is_refused_though_the_hash_of_its_file_was_changed_too(run):
+    spec, provenance = run / "spec.yaml", run / "provenance.json"
+    spec.write_text(spec.read_text().replace("alpha: 0.05", "alpha: 0.2"))
+    story = json.loads(provenance.read_text())
+    story["spec_file_sha256"] = hashlib.sha256(spec.read_bytes()).hexdigest()
+    provenance.write_text(json.dumps(story))
+    with pytest.raises(DataError, match=r"spec_sha256 in provenance\.json is"):
+        load_run(run)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{n}: &{n} [{', '.join([f'*{m}'] * 9)}]\n" for m, n in zip("abcdefgh", "bcdefghi", strict=True)),
+        "a: &a [*a]",
+        "when: 2026-05-01",
+        "1: x\nb: y",
+    ],
+)
+def test_a_spec_that_has_no_canonical_text_is_refused_at_once(text):
+    with pytest.raises(DataError, match="put back the one the run began with"):
+        spec_sha256(yaml.safe_load(text))
 
 
 def test_a_run_without_provenance_is_refused(run):
