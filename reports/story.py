@@ -118,7 +118,8 @@ def _detail_sections(report: Report) -> list[Section]:
             + (", against policy none." if serving else ", candidate and reference served alike."),
             figures=("heatmap",),
             notes=(
-                "Hatched: the data cannot tell. Gated cells as decided; all others by the same rule, not adjusted.",
+                "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
+                "the same rule, not adjusted.",
             ),
         ),
         Section(

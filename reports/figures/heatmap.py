@@ -1,4 +1,4 @@
-"""Policy x arm heatmap of drift; hatched where the interval decides nothing, so colour never speaks alone."""
+"""Policy x arm heatmap of drift; outline, star and hatching say what the rule says, so colour never speaks alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from reports.verdict import Status, Verdict
 Key = tuple[str, str, str, int]  # arm, policy, suite, length
 FULL = 0.20  # drift with the strongest colour
 COLUMNS = 2
+OUTLINE = 1.4
 
 
 def draw(report: Report, verdict: Verdict) -> Drawing | None:
@@ -50,20 +51,25 @@ def draw(report: Report, verdict: Verdict) -> Drawing | None:
         Patch(facecolor=(*_rgb(LOSS), 0.8), label="worse"),
         Patch(facecolor=(*_rgb(GAIN), 0.8), label="better"),
         Patch(facecolor="none", edgecolor=INK, hatch="///", label="undecided"),
+        Patch(facecolor="none", edgecolor=INK, linewidth=OUTLINE, label="FAIL"),
+        Patch(facecolor="none", edgecolor="none", label="* PASS*, a drop within the margin"),
     ]
     figure.legend(handles=key, loc="outside upper center", ncols=3)
-    return save(figure, "heatmap", "Drift of every arm under every serving policy; hatched cells are undecided.")
+    alt = (
+        "Drift of every arm under every serving policy; outlined cells FAIL, starred ones PASS*, hatched are undecided."
+    )
+    return save(figure, "heatmap", alt)
 
 
-def undecided(c: Contrast, margin: float | None, decided: Status | None = None) -> bool:
-    """Whether a cell says nothing: by the verdict where it was decided, else by the same rule without adjustment."""
+def called(c: Contrast, margin: float | None, decided: Status | None = None) -> Status:
+    """What the verdict says of a cell where it was decided, else the same rule without adjustment."""
     if decided is not None:
-        return decided is Status.INCONCLUSIVE
+        return decided
     if c.effect is None or margin is None:
-        return True
+        return Status.INCONCLUSIVE
     status = decide_cell(c.effect, margin, c.effect.pvalue_drop)[0]
     floor = c.rates is not None and c.rates.reference_lower <= margin
-    return status is Status.INCONCLUSIVE or (floor and status is not Status.FAIL)
+    return Status.INCONCLUSIVE if floor and status is not Status.FAIL else status
 
 
 def _rows(report: Report, group: list[Contrast]) -> list[str]:
@@ -82,13 +88,18 @@ def _panel(
         x, y = policies.index(c.policy), rows.index(_row(report, c))
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
-        hatch = "///" if undecided(c, report.plan.margins.get(c.suite), decided) else None
+        status = called(c, report.plan.margins.get(c.suite), decided)
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
-        if hatch:
+        if status is Status.INCONCLUSIVE:
             box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.6, "linewidth": 0}
-            panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, hatch=hatch, **box))
-        panel.text(x, y, points(value) if c.effect else "invalid", ha="center", va="center", fontsize=8)
+            panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, hatch="///", **box))
+        if status is Status.FAIL:
+            panel.add_patch(
+                Rectangle((x - 0.45, y - 0.42), 0.9, 0.84, facecolor="none", edgecolor=INK, linewidth=OUTLINE)
+            )
+        text = points(value) + ("*" if status is Status.PASS_NOTED else "")
+        panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
     labels = [inline(report.plan.labels.get(policy, policy)) for policy in policies]
     panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
