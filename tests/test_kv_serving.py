@@ -88,7 +88,7 @@ def test_a_mixture_is_for_serving_only() -> None:
     with pytest.raises(SpecError, match="replayed"):
         TrainConfig(arm="smd", seed=1, policy="streaming:budget=96|none", suites=("refusal",), context_tokens=192)
     with pytest.raises(SpecError, match="draw one per request"):
-        CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)), drawn=False)
+        CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)))
     with pytest.raises(SpecError, match="mixture inside a mixture"):
         parse_policy({"mixture": ["none", {"mixture": ["int8", "fp8"]}]})
     assert isinstance(parse_policy(MIXTURE), Mixture)
@@ -307,24 +307,32 @@ def test_a_layer_that_goes_round_the_cache_is_noticed(monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
-def test_a_stock_prompt_enters_in_the_chunks_of_the_sampler() -> None:
-    model, (prompt,) = tiny(), prompts(150)
-    policy = parse_policy("snapkv:budget=20,window=4,interval=3,chunk=16")
+def test_a_padded_row_keeps_what_it_keeps_alone_whatever_the_chunk() -> None:
+    model, (long, short) = tiny(), prompts(60, 40)
+    ids = torch.tensor([long, [0] * 20 + short])
+    mask = (torch.arange(60) >= torch.tensor([[0], [20]])).long()
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    policy = "snapkv:budget=20,window=4,interval=3,chunk=16"
     cache = CompressedCache.for_model(model, policy)
-    out = model.generate(
-        torch.tensor([prompt]), past_key_values=cache, max_new_tokens=8, do_sample=False, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    chat = SimpleNamespace(stop_ids=frozenset())
-    loaded = SimpleNamespace(model=model, chat=chat, device=torch.device("cpu"), max_positions=512)
-    episode = Sampler(loaded, policy).open([prompt], [0])
-    (completion,) = episode.decode(Decoding(8, temperature=0.0))
-    assert completion is not None
-    assert out[0, 150:].tolist() == list(completion.ids)
-    (rollout,) = episode.rollouts()
-    assert torch.equal(cache.ledger.evicted_at[0], rollout.evicted_at[:, :, :-1])  # the last token is not given back
-    # two layers, each with a chunk in turn: what one row of the cache may take, queries of the window beside it
-    assert cache.bytes < 0.5 * rollout.kv_bytes_dense
+    both = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+    for row, text in enumerate((long, short)):
+        own = CompressedCache.for_model(model, policy)
+        alone = model.generate(torch.tensor([text]), past_key_values=own, **settings)
+        assert both[row, 60:].tolist() == alone[0, len(text) :].tolist()
+        length = len(text) + 7
+        assert torch.equal(cache.ledger.evicted_at[row, :, :, :length], own.ledger.evicted_at[0])
+
+
+@torch.no_grad()
+def test_a_forward_that_was_broken_off_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(), torch.tensor(prompts(20))
+    cache = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache)
+    with pytest.raises(RunError, match="was broken off; make a new one"):
+        model(ids, past_key_values=cache)
 
 
 @torch.no_grad()

@@ -108,9 +108,14 @@ class EvictingCache:
         self._attended += 1
         return out
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every layer has attended since the last announcement."""
+        return self._attended == len(self.plans)
+
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this cache."""
-        if self._attended != len(self.plans):
+        if not self.is_settled:
             raise RunError(
                 f"{self._attended} of the model's {len(self.plans)} layers attended through the compressed cache; "
                 "such a model cannot be served with it"

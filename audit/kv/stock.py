@@ -6,7 +6,6 @@ hook changes nothing. Left padding is read from the attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -120,31 +119,20 @@ class CompressedCache(Cache):  # type: ignore[misc]
         """Kept / seen entries per row, float64 [B]."""
         return self._used().retention()
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether anything has been given."""
-        return self._evicting is not None
-
     def _used(self) -> EvictingCache:
         if self._evicting is None:
             raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
         return self._evicting
 
-    def pieces(self, ids: Tensor, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """``ids`` [B, Q] as the chunks in which they should be given.
+    def start(self, attention_mask: Tensor | None, ids: Tensor) -> EvictingCache:
+        """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
 
-        In one piece where the caller wants more logits than the last, and where the mask pads some row: then where a
-        chunk ends would depend on the padding.
+        What is given in one call is one chunk. One token is a drawn one, unless it is the first of all.
         """
-        mask, chunk = kwargs.get("attention_mask"), self._policy.chunk
-        padded = mask is not None and not bool(mask[:, -ids.shape[1] :].all())
-        if ids.shape[1] <= chunk or padded or kwargs.get("logits_to_keep") != 1:
-            return [ids]
-        return list(torch.split(ids, chunk, 1))
-
-    def start(self, attention_mask: Tensor | None, ids: Tensor, *, drawn: bool) -> EvictingCache:
-        """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token."""
         batch, new = ids.shape
+        drawn = new == 1 and self._evicting is not None
+        if self._evicting is not None and not self._evicting.is_settled:
+            raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
         if self._evicting is None:
             rows = torch.arange(batch, device=ids.device) + self._seed
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
@@ -199,39 +187,13 @@ def prepare(model: Any) -> None:
         model.register_forward_hook(_settle, with_kwargs=True)
 
 
-def _hand_over(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _hand_over(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, CompressedCache):
         return args, kwargs
-    ids, mask = given_ids(args, kwargs), kwargs.get("attention_mask")
-    *before, last = cache.pieces(ids, kwargs)
-    left = ids.shape[1]
-    for piece in before:
-        left -= piece.shape[1]
-        seen = None if mask is None else mask[:, : mask.shape[1] - left]
-        _give(model, cache, piece, seen, {**kwargs, "logits_to_keep": 1})
-    # one token is a drawn one, unless it is the end of a longer text or the first of all
-    drawn = ids.shape[1] == 1 and cache.is_begun
-    return (), _announced(cache, last, mask, kwargs, drawn=drawn)
-
-
-def _give(model: torch.nn.Module, cache: CompressedCache, ids: Tensor, mask: Tensor | None, kwargs: Any) -> None:
-    """One piece of a longer text through the whole model; its logits are nobody's."""
-    more = _announced(cache, ids, mask, kwargs, drawn=False)
-    model.forward(**more)
-    more["kv"].settle()
-
-
-def _announced(
-    cache: CompressedCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any], *, drawn: bool
-) -> dict[str, Any]:
-    """The arguments of a forward of ``ids`` through the compressed cache."""
-    evicting = cache.start(mask, ids, drawn=drawn)
+    evicting = cache.start(kwargs.get("attention_mask"), given_ids(args, kwargs))
     positions = evicting.announced.clamp(min=0)
-    more = {"input_ids": ids, "kv": evicting, "attention_mask": None, "position_ids": positions}
-    return {name: value for name, value in {**kwargs, **more}.items() if name != "cache_position"}
+    return args, {**kwargs, "kv": evicting, "attention_mask": None, "position_ids": positions}
 
 
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
