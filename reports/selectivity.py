@@ -19,7 +19,6 @@ from reports.plan import Plan
 from reports.report import ClusterSums, Contrast, Reason
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import mover
-from reports.stats.seeds import SEEDS_NEEDED
 from reports.stats.signflip import flip_moments
 
 SELECTIVITY = "selectivity"
@@ -57,7 +56,7 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
     seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
-    if len(own.seeds) >= SEEDS_NEEDED:
+    if all(c.recipe for _, c in parts):  # each has the seeds for one
         seed = _Spread(float(np.var(seeds, ddof=1)) / len(seeds), len(seeds) - 1)
         recipe = no_narrower(_with_spread(effect, _pooled([_spread(sums), seed]), alpha), effect)
     return replace(

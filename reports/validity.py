@@ -28,6 +28,7 @@ def run_reasons(data: RunData, plan: Plan) -> Iterator[Reason]:
         yield Reason("DUPLICATE", f"{duplicates} records stand twice; the first of each was kept")
     yield from _incomplete(data, plan)
     yield from _conflicts(records)
+    yield from _unlisted(data)
     yield from _unpinned(data, plan)
 
 
@@ -72,6 +73,17 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
         names = [str(index) for index in several[several > 1].index]
         if names:
             yield Reason("HASH", f"{what} differs within {', '.join(names)}")
+
+
+def _unlisted(data: RunData) -> Iterator[Reason]:
+    """Policies and suites of the records that are not the ones provenance lists; what it does not list is not held."""
+    for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
+        listed = _table(data.provenance, table)
+        found = data.records.groupby(name, observed=True)[column].unique()
+        by_name = {str(key): set(values) for key, values in found.items()}
+        strange = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
+        if strange:
+            yield Reason("HASH", f"{column} of the records is not what provenance lists for {_some(strange)}")
 
 
 def _unpinned(data: RunData, plan: Plan) -> Iterator[Reason]:

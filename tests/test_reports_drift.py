@@ -203,6 +203,34 @@ def test_two_weights_under_one_name_are_invalid():
     assert codes(rows, small())[1] == {"HASH", "REFHASH"}
 
 
+@pytest.mark.parametrize(
+    ("table", "listed", "said"),
+    [
+        ("policies", {"none": "f" * 12}, "policy_hash of the records is not what provenance lists for none"),
+        ("suite_versions", {"refusal": "2"}, "suite_version of the records is not what provenance lists for refusal"),
+        ("suite_versions", {"refusal": "1", "poetry": "9"}, None),
+    ],
+)
+def test_policies_and_suites_are_those_that_provenance_lists(table, listed, said):
+    more = {"provenance": {**pins(rows_of(small())), table: listed}}
+    assert [r.text for r in reasons_of(rows_of(small()), **more) if r.code == "HASH"] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("dense", "claimed"), [((11, 12, 13), True), ((1,), False)])
+def test_selectivity_claims_a_recipe_only_with_three_seeds_on_either_side(dense, claimed):
+    more = {"seeds": (11, 12, 13), "policies": ("none",), "suites": ("refusal", "math"), "estimands": ("selectivity",)}
+    design = small(**more)
+    rows = [
+        dataclasses.replace(row, train_seed=dense[0] if row.arm == "dense" and len(dense) == 1 else row.train_seed)
+        for row in rows_of(design)
+        if row.arm != "dense" or row.train_seed in (11, *dense)
+    ]
+    report = drift_report(data_of(rows, spec_of(design)))
+    [found] = [c for c in report.contrasts if c.estimand == "selectivity"]
+    assert found.effect is not None
+    assert (found.recipe is not None) == claimed
+
+
 def test_weights_that_provenance_does_not_list_are_invalid():
     more = {"provenance": {**pins(rows_of(small())), "checkpoints": {"dense/1": "f" * 64}}}
     assert codes(rows_of(small()), small(), **more)[1] == {"REFHASH"}
