@@ -44,6 +44,29 @@ def plain(tmp_path_factory):
     return report_of(tmp_path_factory.mktemp("plain"), drops={("naive", "refusal"): 0.12})
 
 
+def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_was(plain):
+    before = decide(plain)
+    place = ("E1", "smd", "none", "math")
+
+    def labelled(c):
+        if (c.estimand, c.arm, c.policy, c.suite) != place:
+            return c
+        lost = dataclasses.replace(c.effect, estimate=-0.2, low=-0.3, high=-0.1, lower=-0.28, upper=-0.12)
+        return dataclasses.replace(c, judged=c.effect, effect=dataclasses.replace(lost, pvalue_drop=1e-6))
+
+    after = decide(dataclasses.replace(plain, contrasts=tuple(map(labelled, plain.contrasts))))
+    pairs = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if d.gated]
+    assert [e for d, e in pairs if e.judged is None] == [d for d, e in pairs if e.judged is None]
+    assert any(0 < e.pvalue_drop != e.pvalue_holm < 1 for _, e in pairs if e.judged is None)
+    [(judge, people)] = [(d, e) for d, e in pairs if e.judged]
+    assert (people.estimand, people.arm, people.policy, people.suite) == place
+    assert people.judged is judge.status is not Status.FAIL
+    assert (people.status, people.adjusted_by) == (Status.FAIL, HOLM)
+    tests = sum(d.gated for d in before.decisions)
+    assert people.pvalue_drop == pytest.approx(max(1, tests - 1) * 1e-6, rel=0.5)
+    assert after.adjustment.method == MAX_T
+
+
 def test_exhaustive_flips_of_one_panel_are_those_of_the_kernel(plain):
     rng = np.random.default_rng(3)
     clusters = np.repeat([f"t{i:02d}" for i in range(10)], 7)
