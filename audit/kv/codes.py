@@ -29,8 +29,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of ``pack``."""
     if bits == 8:
         return packed
-    mask = 2**bits - 1
-    return torch.cat([(packed >> (bits * n)) & mask for n in range(8 // bits)], -1)
+    mask, last = 2**bits - 1, 8 // bits - 1
+    middle = [(packed >> (bits * n)) & mask for n in range(1, last)]
+    return torch.cat([packed & mask, *middle, packed >> (bits * last)], -1)
 
 
 def encode_tokens(x: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor]:

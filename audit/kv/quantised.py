@@ -39,7 +39,7 @@ class QuantisedStore(Store):
         self._codec = codec
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
-        self._table: Tensor | None = None  # parameters of key groups [B, H, G, D * P]
+        self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
         self._keys_done = self._values_done = torch.empty(0)  # [B, 1, 1] positions below are quantised
         self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
 
@@ -99,11 +99,11 @@ class QuantisedStore(Store):
         if self._aligned and table.shape[2]:
             whole = min(table.shape[2] * codec.key_group, self.length)
             runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
-            parameters = split(table, self._numbers(table))[:, :, :, None]
+            parameters = self._of_channels(table)[:, :, :, None]
             known = decode_keys(runs, parameters.expand(*runs.shape, -1), codec).flatten(2, 3)
             keys = torch.cat([known, known.new_zeros(*known.shape[:2], self.length - whole, known.shape[3])], 2)
         elif table.shape[2]:
-            parameters = split(parameters_of(tokens["key_group"], table), self._numbers(table))
+            parameters = self._of_channels(parameters_of(tokens["key_group"], table))
             keys = decode_keys(codes, parameters, codec)
         else:
             keys = self._tail[0].new_zeros(codes.shape)
@@ -150,11 +150,15 @@ class QuantisedStore(Store):
         if self._table is None:
             parameters = self._split(tokens["key_parameters"], self._tail[0])
             return token_logits(query, codec.numbers(codes, query.dtype), parameters)
-        table = split(self._table[rows], self._numbers(self._table))
+        table = self._of_channels(self._table[rows])
         whole = min(table.shape[2] * codec.key_group, self.length)
         runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
         logits = group_logits(query, codec.numbers(runs, query.dtype), table)
         return torch.nn.functional.pad(logits, (0, self.length - whole))
+
+    def _of_channels(self, table: Tensor) -> Tensor:
+        """Rows of the table [..., P * D] as parameters [..., D, P]."""
+        return split(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _split(self, parameters: Tensor, like: Tensor) -> Tensor:
         """Stored parameters [..., n * P] as [..., n, P]."""
@@ -222,7 +226,7 @@ class QuantisedStore(Store):
         used.copy_(group)
 
     def _add_groups(self, table: Tensor, parameters: Tensor) -> None:
-        self._table = torch.cat([table, parameters.flatten(-2)], 2)
+        self._table = torch.cat([table, parameters.transpose(-1, -2).flatten(-2)], 2)
         if self._table.shape[2] > WIDEST:
             self._slots["key_group"] = self._slots["key_group"].int()
 
