@@ -140,7 +140,8 @@ def banner_lines(report: Report, verdict: Verdict) -> list[str]:
         lines.append(f"Safe budget of {', '.join(arms)} @ {family}: {text}.")
     flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
     if flips:
-        lines.append(f"Another analysis would flip this verdict: {', '.join(flips)}. The declared one stands.")
+        of = ", of the judge's labels," if report.adjudication else ""
+        lines.append(f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands.")
     if report.calibration and verdict.status is not Status.INVALID:
         lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
     return lines
