@@ -73,7 +73,7 @@ def decide_cell(
 def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     """One test held to its margin; a contrast without a number is INVALID for its own reasons.
 
-    Human labels correct the effect, not the seed variance: there the recipe is no better than the checkpoints.
+    Human labels correct the effect, not the seed variance: the recipe is decided where it agrees with the checkpoints.
     """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
     status, reasons, recipe, needed, room = Status.INVALID, c.reasons, None, None, 0.0
@@ -89,8 +89,14 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     if c.judged:
         alone = Row(replace(c, effect=c.judged, judged=None), row.sign)
         judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
-        recipe = None if recipe is None else worst([recipe, status])
+        recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
+
+
+def _agreed(recipe: Status, status: Status) -> Status:
+    """The recipe by the judge's labels where human labels say the same of the checkpoints; else it is open."""
+    passed = (Status.PASS, Status.PASS_NOTED)
+    return worst([recipe, status]) if recipe is status or {recipe, status} <= {*passed} else Status.INCONCLUSIVE
 
 
 def _toward(effect: Effect, sign: int) -> Effect:

@@ -67,6 +67,26 @@ def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_
     assert after.adjustment.method == MAX_T
 
 
+@pytest.mark.parametrize(
+    ("shift", "recipe"), [(0.0, Status.PASS), (-0.2, Status.INCONCLUSIVE)], ids=["people agree", "people see a drop"]
+)
+def test_a_recipe_is_decided_only_where_people_and_judge_agree(tmp_path, shift, recipe):
+    """Three seeds that lose nothing; human labels keep that, or take 20 points from it."""
+    more = {"arms": ("dense", "smd"), "seeds": (11, 12, 13), "policies": ("none",), "suites": ("refusal",)}
+    report = report_of(tmp_path, **more, estimands=("E1",), margins={"refusal": 5})
+    assert decide(report).recipe is Status.PASS
+
+    def labelled(c):
+        e = c.effect
+        moved = {name: getattr(e, name) + shift for name in ("estimate", "low", "high", "lower", "upper")}
+        p = 1e-6 if shift else e.pvalue_drop
+        return dataclasses.replace(c, judged=e, effect=dataclasses.replace(e, **moved, pvalue_drop=p))
+
+    found = decide(dataclasses.replace(report, contrasts=tuple(map(labelled, report.contrasts))))
+    assert found.status is (Status.FAIL if shift else Status.PASS)
+    assert found.recipe is recipe
+
+
 def test_exhaustive_flips_of_one_panel_are_those_of_the_kernel(plain):
     rng = np.random.default_rng(3)
     clusters = np.repeat([f"t{i:02d}" for i in range(10)], 7)
