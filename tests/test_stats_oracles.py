@@ -128,3 +128,17 @@ def test_any_differences_give_finite_ordered_results(case):
     wager = monitor(z, labels, margin=0.05, largest=5)
     assert 0 < wager.pvalue <= 1
     assert 0 <= concentration(z, labels).gini < 1
+
+
+def test_one_lost_draw_of_thousands_does_not_make_the_drift_well_known():
+    clusters = np.arange(300) // 5
+    widths = []
+    for differing in range(9):
+        z = np.zeros(300)
+        z[7 * np.arange(differing)] = -1 / 8
+        found = ess_tango(z, clusters, samples=8)
+        widths.append(found.high - found.low)
+        assert found.deff >= 1 / max(differing, 1)
+    assert widths[1] > 0.7 * widths[0]
+    assert all(earlier < 2.5 * later for earlier, later in zip(widths, widths[1:], strict=False))
+    assert ess_tango(z, clusters, samples=8).deff == pytest.approx(1 / 8, rel=0.01)

@@ -178,8 +178,12 @@ def deff_floor(values: npt.NDArray[np.floating], samples: int) -> float:
 
 
 def deff_floors(values: npt.NDArray[np.floating], samples: int) -> Array:
-    """1 for one draw per item, 1/k for k: unless the draws all agreed, so copies of one draw buy nothing."""
+    """1 for one draw per item, 1/k for k: unless the draws all agreed, so copies of one draw buy nothing.
+
+    Nor are k draws worth more than there are items that differ: a single one would show k times what none shows.
+    """
     if samples == 1:
         return np.ones(values.shape[:-1])
     whole = np.all(np.abs(values - np.round(values)) < 1e-9, axis=-1)
-    return np.where(whole, 1.0, 1.0 / samples)
+    differing = np.count_nonzero(np.abs(values) > 1e-9, axis=-1)
+    return np.where(whole, 1.0, 1.0 / np.clip(differing, 1, samples))
