@@ -1,6 +1,7 @@
 """The statistics of the gate against other programs and against the definitions they abbreviate."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -140,5 +141,5 @@ def test_one_lost_draw_of_thousands_does_not_make_the_drift_well_known():
         widths.append(found.high - found.low)
         assert found.deff >= 1 / max(differing, 1)
     assert widths[1] > 0.7 * widths[0]
-    assert all(earlier < 2.5 * later for earlier, later in zip(widths, widths[1:], strict=False))
+    assert all(earlier < 2.5 * later for earlier, later in pairwise(widths))
     assert ess_tango(z, clusters, samples=8).deff == pytest.approx(1 / 8, rel=0.01)
