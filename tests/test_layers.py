@@ -17,7 +17,8 @@ RANK = {
     "audit.policies": 3, "audit.kv": 4, "audit.chat": 4, "audit.embedded": 4, "audit.model": 5,
     "audit.decoding": 5, "audit.decoder": 5, "audit.sampler": 6,
     "audit.episodes": 7, "audit.training": 8, "audit.evaluate": 8, "audit.pretrain": 8, "audit.pipeline": 9,
-    "audit.verify": 9, "audit.displacement": 9, "audit.launchers": 9, "audit.commands": 10, "audit.cli": 11,
+    "audit.verify": 9, "audit.displacement": 9, "audit.launchers": 9, "audit.commands": 10,
+    "audit.command_line": 10, "audit.cli_verdicts": 10, "audit.cli": 11,
 }  # fmt: skip
 SPINE = {"audit", "audit.errors", "audit.records", "audit.registry"}
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
