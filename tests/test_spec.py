@@ -151,7 +151,11 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("format: 1", "gate: {margins: {agent: 5}}", "unknown suite in gate.margins 'agent'. Known: math, refusal"),
         ("format: 1", "gate: {margins: {math: 0}}", "gate.margins.math is 0, wanted greater than 0"),
         ("format: 1", "gate: {estimands: []}", "gate.estimands is [], wanted"),
-        ("format: 1", "gate: {estimands: [E4]}", "gate.estimands.0 is 'E4', wanted 'E1', 'E2', 'E3', 'selectivity' or 'parity'"),
+        (
+            "format: 1",
+            "gate: {estimands: [E4]}",
+            "gate.estimands.0 is 'E4', wanted 'E1', 'E2', 'E3', 'selectivity' or 'parity'",
+        ),
         ("format: 1", "gate: {alpha: .nan}", "gate.alpha is nan, wanted"),
         ("format: 1", "gate: {primary: ['h2o:budget=96']}", "unknown policy in gate.primary 'h2o:budget=96"),
         ("name: quick", "name: quick\nname: b", "q.yaml line 3: not YAML: key 'name' is given twice"),
