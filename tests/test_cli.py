@@ -478,3 +478,14 @@ def test_help_answers_at_once() -> None:
         return time.perf_counter() - started
 
     assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_a_mixture_names_the_policy_that_was_drawn() -> None:
+    drawn = set()
+    for seed in range(6):
+        words = ["generate", "hello", "--policy", "none|int8", "--max-new-tokens", "2", "--seed", str(seed)]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("policy ")]
+        drawn.add(line.split()[1].partition(":")[0])
+    assert drawn == {"none", "int8"}

@@ -53,7 +53,7 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
     console = Console()
     console.print(visible(loaded.chat.text(completion.ids)), markup=False, highlight=False, soft_wrap=True)
     console.print()
-    for line in _facts(completion, rollout, chosen):
+    for line in _facts(completion, rollout, chosen.drawn(question.seed)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
