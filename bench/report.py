@@ -57,7 +57,7 @@ def measured(run: str) -> None:
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    timed = [(write, name) for name in ("load_run", "drift_report", "largest_losses", "decide")]
+    timed = [(write, name) for name in ("load_run", "run_report", "largest_losses", "decide")]
     for module, name in (*timed, (analyse, "analyse")):
         setattr(module, name, _timed(name, getattr(module, name), stages))
     found = write.formats()
