@@ -65,7 +65,11 @@ class EvictingCache:
         self._order: Tensor | None = None
         if self._causal and bool((positions[:, 0] < 0).any()):
             order = torch.sort((positions < 0).int(), dim=1, stable=True).indices
-            positions, self._order = positions.gather(1, order), order.to(device)
+            positions, self._order, self._back = (
+                positions.gather(1, order),
+                order.to(device),
+                order.argsort(1).to(device),
+            )
             pinned = None if pinned is None else pinned.cpu().gather(1, order)
         self._positions = positions.to(device, torch.int32)
         if self._pins and pinned is not None:
@@ -84,7 +88,7 @@ class EvictingCache:
         if self._order is None:
             return self._attend(layer, query, key, value, scaling)
         query, key, value = (columns(tensor, self._order) for tensor in (query, key, value))
-        return columns(self._attend(layer, query, key, value, scaling), self._order.argsort(1))
+        return columns(self._attend(layer, query, key, value, scaling), self._back)
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         store, evictor = self.stores[layer], self.plans[layer].policy.evictor
