@@ -170,9 +170,9 @@ TAMPERED = [
     ("streaming:budget=95,sink=4,window=8", "rollout 0, layer 0: head 0 keeps 96 entries after query"),
     ("streaming:budget=96,sink=4,window=93", "policy streaming: budget=96 is below sink"),
     ("streaming:budget=96,sink=5,window=8", "layer 0: one of the first 5 entries left"),
-    ("streaming:budget=96,sink=4,window=8,phase=decode", "left after given tokens"),
-    ("streaming:budget=96,sink=4,window=8,phase=prefill", "left after a decode step"),
-    ("none", "left the cache, none keeps every entry"),
+    ("streaming:budget=96,sink=4,window=8,phase=decode", "streaming evicts nothing before query"),
+    ("streaming:budget=96,sink=4,window=8,phase=prefill", "streaming evicts nothing from there on"),
+    ("none", ", none keeps every entry"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_a_policy_that_never_came_into_action_is_caught(trained: dict[str, Path]
     policy = "streaming:budget=96,sink=4,window=8"
     rewritten(folder, lambda _: None, policy)
     done = verified(rehashed(folder, policy=parse_policy(policy).canonical, arm="smd"))
-    assert (done.exit_code, "entries stay after the prompt, budget 96" in done.stdout) == (3, True)
+    assert (done.exit_code, "entries after query" in done.stdout) == (3, True)
 
 
 def test_a_policy_other_than_the_trained_one_is_caught(copied: Path) -> None:
@@ -352,8 +352,8 @@ def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollou
     [
         ("streaming:budget=4,sink=1", {1: 6, 2: 6, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11}, None),
         ("streaming:budget=4,sink=1,interval=3", {1: 6, 2: 6, 3: 9, 4: 9, 5: 9}, None),
-        ("streaming:budget=4,sink=1,interval=3", {1: 6, 2: 6}, "7 entries at query 9, budget 4 and interval 3"),
-        ("streaming:budget=4,sink=1,interval=3", {}, "6 entries stay after the prompt, budget 4"),
+        ("streaming:budget=4,sink=1,interval=3", {1: 6, 2: 6}, "head 0 keeps 7 entries after query 8, budget 4"),
+        ("streaming:budget=4,sink=1,interval=3", {}, "head 0 keeps 6 entries after query 5, budget 4"),
         ("streaming:budget=4,sink=1,phase=prefill", {1: 6, 2: 6}, None),
         ("streaming:budget=4,sink=1,phase=decode", {1: 7, 2: 7, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11}, None),
         (
@@ -362,9 +362,66 @@ def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollou
             "entry 3 left at query 6, inside the last 3",
         ),
         ("streaming:budget=4,sink=1,window=3,phase=prefill", {1: 6, 2: 6}, None),
-        ("none", {3: 9}, "entry 3 left the cache"),
+        ("none", {3: 9}, "entry 3 left the cache after query 8, none keeps every entry"),
+        (
+            "streaming:budget=4,sink=1,interval=3",
+            {1: 6, 2: 6, 3: 8, 4: 8, 5: 10, 6: 10},  # interval 2
+            "entry 3 left the cache after query 7, streaming evicts nothing before query 8",
+        ),
+        (
+            "streaming:budget=4,sink=1,chunk=5",
+            {1: 6, 2: 6, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11},  # in one chunk
+            "head 0 keeps 5 entries after query 4, budget 4",
+        ),
+        (
+            "streaming:budget=4,sink=1,phase=prefill",
+            {1: 6, 2: 6, 3: 7},
+            "entry 3 left the cache after query 6, streaming evicts nothing from there on",
+        ),
     ],
 )
 def test_a_ledger_is_held_to_the_counts_of_its_policy(policy: str, evicted: dict[int, int], words: str | None) -> None:
     found = breach(ledger(evicted), [LayerPlan(parse_policy(policy), None)])
     assert (found is None) if words is None else (words in (found or ""))
+
+
+@pytest.mark.parametrize(
+    ("flipped", "words"),
+    [
+        (8, "entry 4 left the cache after query 7, streaming evicts nothing before query 8"),
+        (11, "entry 7 left the cache after query 10, streaming evicts nothing before query 11"),
+    ],
+)
+def test_a_drawn_token_declared_given_is_caught_by_the_schedule(flipped: int, words: str) -> None:
+    """It would have entered with the drawn token before it, in one forward and with one eviction for both."""
+    honest = ledger({1: 6, 2: 6, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11})
+    plans = [LayerPlan(parse_policy("streaming:budget=4,sink=1"), None)]
+    assert breach(honest, plans) is None
+    honest.sampled[flipped] = False
+    assert breach(honest, plans) == f"layer 0: {words}"
+
+
+def test_a_given_token_declared_drawn_is_caught_by_the_schedule() -> None:
+    """Prompt of six, two drawn, three given behind the second of them, one drawn."""
+    turns = ledger({1: 6, 2: 6, 3: 7, 4: 11, 5: 11, 6: 11, 7: 11})
+    turns.sampled[8:11] = False
+    plans = [LayerPlan(parse_policy("streaming:budget=4,sink=1"), None)]
+    assert breach(turns, plans) is None
+    turns.sampled[8] = True
+    assert breach(turns, plans) == "layer 0: head 0 keeps 5 entries after query 7, budget 4"
+
+
+@pytest.mark.parametrize(
+    ("entry", "query", "words"),
+    [
+        (1, 8, "entry 1 of head 0 leaves at query 8, out of the layer's own window of 4 it falls at query 6"),
+        (3, NEVER, "entry 3 of head 0 leaves never, out of the layer's own window of 4 it falls at query 8"),
+        (9, 11, "entry 9 of head 0 leaves at query 11, out of the layer's own window of 4 it falls never"),
+    ],
+)
+def test_a_sliding_layer_is_held_to_its_own_window(entry: int, query: int, words: str) -> None:
+    """Whatever the policy keeps elsewhere: pinned or well ranked, what falls out of the window has left."""
+    due = {0: 6, 1: 6, 2: 7, 3: 8, 4: 9, 5: 10, 6: 11}
+    plans = [LayerPlan(parse_policy("streaming:budget=4,sink=0"), 4)]
+    assert breach(ledger(due), plans) is None
+    assert breach(ledger(due | {entry: query}), plans) == f"layer 0: {words}"

@@ -1,12 +1,13 @@
 """What a ledger must look like under the policy it names, as far as counting can tell: nothing is ranked again.
 
-The rankings behind an eviction cannot be checked without repeating it, and a repetition flips under rounding. What can
-be checked exactly is how many entries stay, when they may leave, and which never do.
+When an eviction comes and how many entries it leaves follows from token counts alone, so both are worked out here and
+compared to the last query. Which entries leave is the policy's ranking: ``audit.kv.reranking`` repeats that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,68 @@ from audit.kv.ledger import NEVER, Rollout
 from audit.policies import Policy
 
 
+class Forward(NamedTuple):
+    """One forward of a row: the tokens seen after it, and whether it fed a drawn token by itself."""
+
+    seen: int
+    decoding: bool
+
+
+class Due(NamedTuple):
+    """An eviction that token counts ask for: from query ``query`` on, ``held`` entries have become the budget."""
+
+    query: int
+    held: int
+
+
 def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     """The first rule of its layer's policy that a ledger breaks, in words, or None; one plan per layer of the ledger.
 
-    Rules: nothing leaves a cache that never evicts; sink and window stay; an eviction leaves exactly ``budget`` entries
-    in every head; it comes in the policy's ``phase``; and it comes when it is due.
+    Rules: sink and window stay; entries leave when the policy's schedule says and at no other time; exactly ``budget``
+    are left then in every head; and a layer with a sliding window of its own keeps that, oldest out first.
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
-    for layer, plan in enumerate(plans):
-        gone, policy = rollout.evicted_at[layer].long(), plan.policy.evictor
-        rules = (_protected, _exact, _phase, _prompt, _decoding) if policy.evicts else (_never,)
-        words = next((found for rule in rules if (found := rule(gone, rollout, policy)) is not None), None)
+    for layer, (plan, gone) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
+        policy = plan.policy.evictor
+        due = evictions(policy, forwards(rollout, plan.policy.chunk))
+        if plan.sliding_window is None:
+            words = _protected(gone, policy) or _schedule(gone, policy, due)
+        else:
+            words = _sliding(gone, policy.budget, due)
         if words is not None:
             return f"layer {layer}: {words}"
     return None
+
+
+def forwards(rollout: Rollout, chunk: int) -> list[Forward]:
+    """How a row was fed: given tokens a chunk at a time, drawn ones singly, the last one not at all.
+
+    The last token drawn before something is given enters with what is given.
+    """
+    sampled = rollout.sampled.tolist()
+    end = len(sampled) - sampled[-1]
+    found, start = [], 0
+    while start < end:
+        most = min(end, start + chunk)
+        stop = next((index for index in range(start + 1, most) if sampled[index]), most)
+        drawn_next = start + 1 < len(sampled) and sampled[start + 1]
+        found.append(Forward(stop, sampled[start] and drawn_next))
+        start = stop
+    return found
+
+
+def evictions(policy: Policy, fed: Sequence[Forward]) -> list[Due]:
+    """When a policy evicts from a row that was fed so, as ``interval``, ``phase`` and ``budget`` say."""
+    if not policy.evicts:
+        return []
+    found, held, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
+    for seen, decoding in fed:
+        held, decoded, before = held + seen - before, decoded + decoding, seen
+        ready = decoded >= policy.interval if decoding else True
+        if held > policy.budget and ready and policy.phase != ("prefill" if decoding else "decode"):
+            found.append(Due(seen, held))
+            held, decoded = policy.budget, 0
+    return found
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
@@ -53,36 +102,16 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 def _times_quantised(rollout: Rollout, until: Callable[[int, int], int], chunk: int) -> Tensor:
     """The query [T] that first saw each entry as a code: after every forward, the codec says how far it has come."""
     times: list[int] = []
-    for seen in _forwards(rollout, chunk):
+    for seen, _ in forwards(rollout, chunk):
         times += [seen] * (until(len(times), seen) - len(times))
     padded = [*times, *([NEVER] * (len(rollout.ids) - len(times)))]
     return torch.tensor(padded, dtype=torch.int32)
 
 
-def _forwards(rollout: Rollout, chunk: int) -> list[int]:
-    """Tokens seen after each forward: given ones come a chunk at a time, drawn ones singly, the last not at all."""
-    sampled = rollout.sampled.tolist()
-    end = len(sampled) - sampled[-1]
-    ends, start = [], 0
-    while start < end:
-        most = min(end, start + chunk)
-        stop = next((index for index in range(start + 1, most) if sampled[index]), most)
-        ends.append(stop)
-        start = stop
-    return ends
-
-
-Rule = Callable[[Tensor, Rollout, Policy], str | None]  # [H, T] of one layer -> what is wrong with it
-
-
-def _never(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
-    left = (gone < NEVER).nonzero()
-    if policy.evicts or not len(left):
+def _protected(gone: Tensor, policy: Policy) -> str | None:
+    """Of one layer [H, T]: whether an entry left that the policy protects."""
+    if not policy.evicts:
         return None
-    return f"entry {int(left[0, 1])} left the cache, {policy.name} keeps every entry"
-
-
-def _protected(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
     age = gone - torch.arange(gone.shape[1])  # queries that saw the entry
     if bool((gone[:, : policy.sink] < NEVER).any()):
         return f"one of the first {policy.sink} entries left, the policy keeps them"
@@ -93,64 +122,48 @@ def _protected(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
     return None
 
 
-def _exact(gone: Tensor, _: Rollout, policy: Policy) -> str | None:
-    times = _times(gone)
-    held = _held(gone)[:, times]
-    wrong = (held != policy.budget).nonzero()
-    if not len(wrong):
-        return None
-    head, place = wrong[wrong[:, 1].argmin()].tolist()  # the earliest
-    count, query = int(held[head, place]), times[place] - 1
-    return f"head {head} keeps {count} entries after query {query}, budget {policy.budget}"
-
-
-def _phase(gone: Tensor, rollout: Rollout, policy: Policy) -> str | None:
-    if policy.phase == "both":
-        return None
-    drawn = _drawn(rollout)
-    for time in _times(gone):
-        if bool(drawn[time - 1]) != (policy.phase == "decode"):
-            what = "a decode step" if drawn[time - 1] else "given tokens"
-            return f"an entry left after {what}, query {time - 1}; phase={policy.phase}"
+def _schedule(gone: Tensor, policy: Policy, due: Sequence[Due]) -> str | None:
+    """Of one layer [H, T]: the first query at which other than the due number of entries left."""
+    held_at, left = dict(due), _leaving(gone)
+    for query in sorted({*held_at, *left.any(0).nonzero()[:, 0].tolist()}):
+        if query not in held_at:
+            entry = int((gone == query).any(0).nonzero()[0])
+            return f"entry {entry} left the cache after query {query - 1}, {_idle(policy, query, due)}"
+        kept = held_at[query] - left[:, query]
+        wrong = (kept != policy.budget).nonzero()[:, 0].tolist()
+        if wrong:
+            count = int(kept[wrong[0]])
+            return f"head {wrong[0]} keeps {count} entries after query {query - 1}, budget {policy.budget}"
     return None
 
 
-def _prompt(gone: Tensor, rollout: Rollout, policy: Policy) -> str | None:
-    most = int(_held(gone)[:, rollout.prompt_length].max())
-    if policy.phase == "decode" or most <= policy.budget:
+def _idle(policy: Policy, query: int, due: Sequence[Due]) -> str:
+    """What the policy does where nothing is due."""
+    if not policy.evicts:
+        return f"{policy.name} keeps every entry"
+    later = next((f"before query {one.query - 1}" for one in due if one.query > query), "from there on")
+    return f"{policy.name} evicts nothing {later}"
+
+
+def _leaving(gone: Tensor) -> Tensor:
+    """How many entries of each head left at each query: int64 [H, T + 1]."""
+    most = gone.shape[1] + 1
+    counts = torch.zeros(len(gone), most + 1, dtype=torch.int64)
+    return counts.scatter_add_(1, gone.clamp(max=most), torch.ones_like(gone))[:, :most]
+
+
+def _sliding(gone: Tensor, window: int, due: Sequence[Due]) -> str | None:
+    """Of one layer [H, T] that only has its own window: the first entry that left at another time than it must."""
+    edges = torch.tensor([one.query for one in due], dtype=torch.int64)
+    place = torch.searchsorted(edges - window, torch.arange(gone.shape[1]), right=True)
+    expected = torch.cat([edges, torch.tensor([NEVER])])[place]
+    wrong = (gone != expected).any(0).nonzero()[:, 0].tolist()
+    if not wrong:
         return None
-    return f"{most} entries stay after the prompt, budget {policy.budget}"
+    head = int((gone[:, wrong[0]] != expected[wrong[0]]).nonzero()[0])
+    when, must = (_when(int(time)) for time in (gone[head, wrong[0]], expected[wrong[0]]))
+    return f"entry {wrong[0]} of head {head} leaves {when}, out of the layer's own window of {window} it falls {must}"
 
 
-def _decoding(gone: Tensor, rollout: Rollout, policy: Policy) -> str | None:
-    if policy.phase == "prefill":
-        return None
-    steps, run = torch.zeros(len(rollout.ids) + 1, dtype=torch.int64), 0
-    for index, drawn in enumerate(_drawn(rollout).tolist()):
-        run = run + 1 if drawn else 0
-        steps[index + 1] = run  # decode steps in a row before the query
-    held = _held(gone).amax(0)
-    late = ((steps >= policy.interval) & (held >= policy.budget + policy.interval)).nonzero()[:, 0].tolist()
-    if not late:
-        return None
-    return f"{int(held[late[0]])} entries at query {late[0]}, budget {policy.budget} and interval {policy.interval}"
-
-
-def _held(gone: Tensor) -> Tensor:
-    """Earlier entries that each query sees, [H, T + 1]: those before it less those that left by then."""
-    tokens = gone.shape[1]
-    left = torch.zeros(len(gone), tokens + 2, dtype=torch.int64)
-    left.scatter_add_(1, gone.clamp(max=tokens + 1), torch.ones_like(gone))
-    return torch.arange(tokens + 1) - left.cumsum(1)[:, : tokens + 1]
-
-
-def _times(gone: Tensor) -> list[int]:
-    return [time for time in torch.unique(gone).tolist() if time <= gone.shape[1]]
-
-
-def _drawn(rollout: Rollout) -> Tensor:
-    """Tokens [T] that entered the cache by a decode step: a turn's last one comes with what is given next."""
-    drawn = rollout.sampled.clone()
-    drawn[:-1] &= rollout.sampled[1:]
-    drawn[-1] = False
-    return drawn
+def _when(time: int) -> str:
+    return "never" if time == NEVER else f"at query {time}"
