@@ -47,6 +47,11 @@ def attention(
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise RunError(f"this model's attention uses {unsupported}, which the evicting cache does not support")
+    if kwargs.get("dropout"):
+        raise RunError(
+            f"attention dropout of {kwargs['dropout']} would make the pass another policy than the sampler's; "
+            "set attention_dropout to 0 in the model's config, or call model.eval()"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = kv.attend(int(module.layer_idx), query, key, value, scaling=scale)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None

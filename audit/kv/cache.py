@@ -63,7 +63,7 @@ class EvictingCache:
         # right-padded and first: plain causal attention never lets a real token see padding
         self._causal = bool((self.seen == new).all()) and not self.stores[0].length
         self._order: Tensor | None = None
-        if self._causal and bool((positions[:, 0] < 0).any()):
+        if self._causal and bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             order = torch.sort((positions < 0).int(), dim=1, stable=True).indices
             positions, self._order, self._back = (
                 positions.gather(1, order),
@@ -167,7 +167,7 @@ class EvictingCache:
             view = self._view(layer, rows, scaling)
             importance = evictor.importance(view).float()
             store.replace(
-                only_victim(importance, view.positions, view.seen, evictor, self._pinned(view, rows)), view.seen
+                only_victim(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows)), view.seen
             )
         else:
             if not (full and store.ordered):
@@ -177,7 +177,7 @@ class EvictingCache:
             importance = evictor.importance(view).float()
             assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
             kept = store.positions >= 0
-            kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(view, rows))
+            kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows))
             counts[due] = evictor.budget
             store.keep(kept, int(counts.max()), self._seen_device)
         counts[due] = evictor.budget
@@ -186,8 +186,11 @@ class EvictingCache:
         if sinks:
             sinks.move(store, rows, by=self._seen_device[rows] - evictor.budget)
 
-    def _pinned(self, view: View, rows: Tensor | slice) -> Tensor | None:
-        return self._pins.at(view.positions, rows) if self._pins else None
+    def _pinned(self, layer: int, view: View, rows: Tensor | slice) -> Tensor | None:
+        """Which slots a role pins; none where the model's own window slides, which no pin may narrow."""
+        if self._pins is None or self.plans[layer].sliding_window is not None:
+            return None
+        return self._pins.at(view.positions, rows)
 
     def _view(self, layer: int, rows: Tensor | slice, scaling: float) -> View:
         store, moments = self.stores[layer], self._moments[layer]

@@ -40,12 +40,14 @@ class Ledger:
     """What every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
 
     A quantised cache names its ``codec`` (a canonical policy) and since when keys and values are codes: int32 [B, T].
+    ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end; None: nobody said.
     """
 
     evicted_at: Tensor
     codec: str = ""
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
+    ids: Tensor | None = None
 
 
 @dataclass(frozen=True)

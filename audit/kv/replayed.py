@@ -14,7 +14,7 @@ from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import NEVER, Ledger
 from audit.kv.shadow import Replay
-from audit.kv.stock import given_ids, prepare, row_positions
+from audit.kv.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
 from audit.policies import parse_policy
 
 
@@ -32,23 +32,20 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
         raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        ids = given_ids(args, kwargs)
+        call = by_name(model, args, kwargs)
+        ids = given_ids(call)
         if len(ids) != len(ledger.evicted_at):
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)
-        positions = row_positions(kwargs.get("attention_mask"), zeros, ids.shape[1])
-        length = ledger.evicted_at.shape[-1]
-        # the last drawn token never enters a cache, so one more than the ledger holds is honest
-        if int(positions.max()) > length:
-            raise DataError(
-                f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
-                "or of another text"
-            )
+        positions = row_positions(call.get("attention_mask"), zeros, ids.shape[1])
+        require_positions(call.get("position_ids"), positions)
+        _check_text(ledger, ids.cpu(), positions)
+        use_attention(model)
         at = positions.to(ids.device)
         codes = _codes(ledger, positions, ids.device)
         context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
-        return args, {**kwargs, **more, "position_ids": at.clamp(min=0)}
+        return (), call | more | {"position_ids": at.clamp(min=0)}
 
     def refuse(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(kwargs.get("kv"), Replay):
@@ -63,6 +60,27 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
+    """Raise DataError where the ledger was recorded for other tokens than ``ids`` at ``positions``, both [B, T]."""
+    length = ledger.evicted_at.shape[-1]
+    # the last drawn token never enters a cache, so one more than the ledger holds is honest
+    if int(positions.max()) > length:
+        raise DataError(
+            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
+            "or of another text"
+        )
+    if ledger.ids is None:
+        return
+    recorded = torch.nn.functional.pad(ledger.ids, (0, 1), value=-1).gather(1, positions.clamp(min=0))
+    wrong = ((recorded != ids) & (positions >= 0) & (recorded >= 0)).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise DataError(
+            f"the ledger was recorded for another text: token {int(positions[row, column])} of row {row} was "
+            f"{int(recorded[row, column])}, got {int(ids[row, column])}"
+        )
 
 
 def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:

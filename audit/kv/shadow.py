@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.errors import DataError
+from audit.errors import DataError, RunError
 from audit.kv.attention import causal_attention, grouped_attention, query_blocks
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
 from audit.kv.layers import LayerPlan, layer_plans
@@ -47,13 +47,26 @@ class Replay:
     ) -> None:
         self._codes = codes
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
-        self._prefix, self._group = prefix, group
+        self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def settle(self) -> None:
+        """After a forward: raise RunError where some layer did not attend through this replay."""
+        if len(self.held) != len(self._plans):
+            raise RunError(
+                f"{len(self.held)} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
+                "what the sampler did not; set the model's attention to kvaudit"
+            )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Shapes as in ``audit.kv.attention.Attends``."""
         self.held[layer] = (key, value)
         if self._prefix is not None:
+            if self._learns and not torch.is_grad_enabled():
+                raise RunError(
+                    "gradient checkpointing with use_reentrant=True loses the gradient of the prompt that a group "
+                    "shares; use gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
             before = [t.repeat_interleave(self._group, 0) for t in self._prefix.held[layer]]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         window = self._plans[layer].sliding_window
@@ -131,6 +144,7 @@ def suffix_logits(model: Any, rollouts: Sequence[Rollout], *, group: int, view: 
         codes = _codes(leaders, prompts.shape[1], 0, device) if shadow else None
         prefix = Replay(plans, before, before, gone, codes=codes)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
+        prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
     gone, codes = None, None
     if shadow:
@@ -139,6 +153,7 @@ def suffix_logits(model: Any, rollouts: Sequence[Rollout], *, group: int, view: 
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
     context = Replay(plans, after, keys, gone, codes=codes, prefix=prefix, group=group)
     output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
+    context.settle()
     return output.logits, after >= 0
 
 

@@ -1,11 +1,12 @@
 """The evicting cache on stock transformers: ``model.generate(..., past_key_values=CompressedCache.for_model(...))``.
 
 A forward pre-hook on the model hands the evicting cache to the ``kvaudit`` attention; without a CompressedCache the
-hook changes nothing. Left padding is read from the attention mask.
+hook changes nothing. Padding, wherever it stands, is read from the attention mask.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from audit.kv.cache import EvictingCache
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Ledger
 from audit.kv.rotary import rotary_for
+from audit.kv.shadow import Replay
 from audit.policies import Policy, parse_policy
 
 
@@ -79,6 +81,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
+        self._given: list[Tensor] = []  # the same columns' ids, call after call
         self._rotary, self._pinned = rotary_for(model, policy), pinned
         self._evicting: EvictingCache | None = None
 
@@ -106,8 +109,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
         tokens = int(cache.seen.max())
         codec, times = cache.policy.quantiser, cache.quantised_at(tokens)
         if codec is None or times is None:
-            return Ledger(cache.ledger(tokens))
-        return Ledger(cache.ledger(tokens), codec.canonical, *times)
+            return Ledger(cache.ledger(tokens), ids=self._ids(tokens))
+        return Ledger(cache.ledger(tokens), codec.canonical, *times, ids=self._ids(tokens))
+
+    def _ids(self, tokens: int) -> Tensor:
+        """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
+        assert self._real is not None
+        order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
+        return torch.cat(self._given, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
 
     @property
     def bytes(self) -> int:
@@ -124,10 +133,11 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
         return self._evicting
 
-    def start(self, attention_mask: Tensor | None, ids: Tensor) -> EvictingCache:
+    def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
 
-        What is given in one call is one chunk. One token is a drawn one, unless it is the first of all.
+        What is given in one call is one chunk. One token is a drawn one, unless it is the first of all. Raises RunError
+        where ``position_ids`` are not those of the tokens seen.
         """
         batch, new = ids.shape
         drawn = new == 1 and self._evicting is not None
@@ -139,10 +149,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         positions = row_positions(attention_mask, self._evicting.seen, new)
+        require_positions(position_ids, positions)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
         self._remember(attention_mask, positions >= 0)
+        self._given.append(ids)
         self._evicting.begin(positions, decoding=drawn, pinned=pinned)
         for layer in self.layers:
             layer.announced = True
@@ -174,37 +186,67 @@ def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tens
         real = attention_mask[:, -new:].bool().cpu()
     else:
         raise RunError(f"a {attention_mask.dim()}-D attention mask cannot be compressed; pass the 2-D one")
+    if real.shape != (len(seen), new):
+        raise SpecError(f"the attention mask has shape {tuple(real.shape)}, the new tokens {(len(seen), new)}")
     return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)
 
 
+def require_positions(given: Tensor | None, own: Tensor) -> None:
+    """Raise RunError where a caller's ``position_ids`` [..., B, Q] are not ``own`` [B, Q] at a real token.
+
+    Packed rows, offsets and positions in an image would each need an attention of their own. Padding holds anything.
+    """
+    if given is None:
+        return
+    wrong = ((given.cpu() != own) & (own >= 0)).nonzero()
+    if len(wrong):
+        row, column = wrong[0, -2:].tolist()
+        raise RunError(
+            f"position_ids do not put the token at row {row}, column {column} at {int(own[row, column])}, the number "
+            "of real tokens before it; packed rows, offsets and image positions are not supported: leave them out"
+        )
+
+
 def prepare(model: Any) -> None:
-    """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache; done once per model."""
+    """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
+    use_attention(model)
     # a copy of a prepared model is prepared too, so the model itself has to say it
     if _hand_over not in model._forward_pre_hooks.values():
-        require_interface(model)
-        model.set_attn_implementation(NAME)
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
 
 
-def _hand_over(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    cache = kwargs.get("past_key_values")
+def use_attention(model: Any) -> None:
+    """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
+    require_interface(model)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    call = by_name(model, args, kwargs)
+    cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
         return args, kwargs
-    evicting = cache.start(kwargs.get("attention_mask"), given_ids(args, kwargs))
-    positions = evicting.announced.clamp(min=0)
-    return args, {**kwargs, "kv": evicting, "attention_mask": None, "position_ids": positions}
+    use_attention(model)
+    evicting = cache.start(call.get("attention_mask"), given_ids(call), call.get("position_ids"))
+    return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
 
 
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
-    evicting = kwargs.get("kv")
-    if isinstance(evicting, EvictingCache):
-        evicting.settle()
+    context = kwargs.get("kv")
+    if isinstance(context, EvictingCache | Replay):
+        context.settle()
 
 
-def given_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by name: a mask may be given by its place."""
+    return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
+
+
+def given_ids(call: dict[str, Any]) -> Tensor:
     """The token ids of a forward call; RunError where it has none."""
-    ids = args[0] if args else kwargs.get("input_ids")
+    ids = call.get("input_ids")
     if not isinstance(ids, Tensor):
         raise RunError("a compressed forward needs input_ids; inputs_embeds are not supported")
     return ids

@@ -122,8 +122,8 @@ class Store:
         self.queries = queries.gather(2, index)
 
     def _reach(self, positions: Tensor) -> int:
-        """How many of the new columns can matter: the last ``window``, or all where a row ends early."""
-        return self._window if bool((positions[:, -1] >= 0).all()) else positions.shape[1]
+        """How many of the new columns can matter: the last ``window``, or all where padding is among them."""
+        return self._window if bool((positions[:, -self._window :] >= 0).all()) else positions.shape[1]
 
     def keep(self, kept: Tensor, counts: int, seen: Tensor) -> None:
         """Drop every slot where ``kept`` [B, H, length] is False, pack to the front by position, write the ledger.
@@ -159,7 +159,8 @@ class Store:
         self._write_ledger(self.positions.gather(2, index), seen)
         for name, tensor in self._slots.items():
             at = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
-            tensor.scatter_(2, at, tensor[:, :, last : last + 1])
+            # a copy: with one row and one head the last slot is a view into the memory that is written
+            tensor.scatter_(2, at, tensor[:, :, last : last + 1].clone())
             tensor[:, :, last] = self._blank.get(name, 0)
         self.length, self.ordered, self.uniform = last, False, False
 
