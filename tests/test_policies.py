@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from test_policies_oracles import view
+from transformers import LlamaConfig
 
 from audit.errors import SpecError, UnknownName
+from audit.kv.cache import EvictingCache
 from audit.kv.evict import retained
 from audit.policies import POLICIES, parse_policy
 
@@ -156,3 +158,26 @@ def test_pyramid_budgets_fall_and_sum_to_the_mean(budget: int, layers: int) -> N
     assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(budgets))
     if layers == 32:
         assert (budgets[0], budgets[-1]) == (8 + 983, 8 + 25)  # 2 * 504 - 25.2 and 504 / 20
+
+
+def test_pyramid_budgets_on_short_prompts_are_those_of_the_authors() -> None:
+    """Uniform below 2 (budget - window) = 114 tokens; above, the first layer has no more than there is."""
+    policy = parse_policy("pyramidkv:budget=61,window=4")
+
+    def budgets(seen: int) -> list[int]:
+        return [int(policy.for_layer(layer, 4).budget_at(torch.tensor(seen))) for layer in range(4)]
+
+    assert budgets(97) == budgets(113) == [61, 61, 61, 61]
+    assert budgets(114) == [114, 79, 43, 8]
+    assert budgets(116) == budgets(1000) == [115, 79, 43, 7]
+
+
+@pytest.mark.parametrize(("tokens", "held"), [(60, [60] * 4), (97, [61] * 4), (120, [115, 79, 43, 7])])
+def test_the_pyramid_holds_what_the_authors_keep_of_a_prompt(tokens: int, held: list[int]) -> None:
+    config = LlamaConfig(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, hidden_size=16)
+    evicting = EvictingCache(config, parse_policy("pyramidkv:budget=61,window=4"), torch.tensor([0]))
+    evicting.begin(torch.arange(tokens)[None], decoding=False)
+    for layer in range(4):
+        x = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(layer))
+        evicting.attend(layer, x, x, x, scaling=1.0)
+    assert [store.length for store in evicting.stores] == held

@@ -93,7 +93,8 @@ class EvictingCache:
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         store, evictor = self.stores[layer], self.plans[layer].policy.evictor
         bounded = evictor.evicts and not (self._decoding and evictor.phase == "prefill")
-        limit = evictor.budget + max(key.shape[2], evictor.interval) if bounded else None
+        budgets = evictor.budget_at(self.seen)
+        limit = int(budgets.max()) + max(key.shape[2], evictor.interval) if bounded else None
         store.append(key, value, self._positions, limit=limit)
         self._counts[layer] += self._new
         window = self.plans[layer].sliding_window
@@ -103,9 +104,9 @@ class EvictingCache:
         self._remember(layer, query, scaling)
         self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
-        due = self._due(layer)
+        due = self._due(layer, budgets)
         if bool(due.any()):
-            self._evict(layer, due, scaling)
+            self._evict(layer, due, budgets, scaling)
         if isinstance(store, QuantisedStore):
             store.flush(*self._until)
         self._weigh(layer)
@@ -145,23 +146,23 @@ class EvictingCache:
         if moments:
             moments.add(query, self._positions)
 
-    def _due(self, layer: int) -> Tensor:
-        """Rows [B] that compress now; a function of each row's own token count."""
+    def _due(self, layer: int, budgets: Tensor) -> Tensor:
+        """Rows [B] that compress now; a function of each row's own token count, as their ``budgets`` [B] are."""
         evictor = self.plans[layer].policy.evictor
         if not evictor.evicts:
             return torch.zeros_like(self.seen, dtype=torch.bool)
         # a row that was given nothing is left as it is, whatever the others of its batch do
-        over = (self._counts[layer] > evictor.budget) & (self._new > 0)
+        over = (self._counts[layer] > budgets) & (self._new > 0)
         if not self._decoding:
             return over & (evictor.phase != "decode")
         self._since[layer] += self._new
         return over & (self._since[layer] >= evictor.interval) & (evictor.phase != "prefill")
 
-    def _evict(self, layer: int, due: Tensor, scaling: float) -> None:
+    def _evict(self, layer: int, due: Tensor, budgets: Tensor, scaling: float) -> None:
         evictor, store, counts = self.plans[layer].policy.evictor, self.stores[layer], self._counts[layer]
         full = bool((counts == store.length).all())
         every = bool(due.all())
-        single = every and full and store.length == evictor.budget + 1
+        single = every and full and bool((budgets + 1 == store.length).all())
         rows = slice(None) if every else due.nonzero()[:, 0].to(self.row_keys.device)
         if single and not evictor.ordered and not isinstance(store, QuantisedStore):
             view = self._view(layer, rows, scaling)
@@ -178,13 +179,13 @@ class EvictingCache:
             assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
             kept = store.positions >= 0
             kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows))
-            counts[due] = evictor.budget
+            counts[due] = budgets[due]
             store.keep(kept, int(counts.max()), self._seen_device)
-        counts[due] = evictor.budget
+        counts[due] = budgets[due]
         self._since[layer][due] = 0
         sinks = self._sinks[layer]
         if sinks:
-            sinks.move(store, rows, by=self._seen_device[rows] - evictor.budget)
+            sinks.move(store, rows, by=self._seen_device[rows] - budgets[due].to(self.row_keys.device))
 
     def _pinned(self, layer: int, view: View, rows: Tensor | slice) -> Tensor | None:
         """Which slots a role pins; none where the model's own window slides, which no pin may narrow."""

@@ -25,10 +25,11 @@ class Forward(NamedTuple):
 
 
 class Due(NamedTuple):
-    """An eviction that token counts ask for: from query ``query`` on, ``held`` entries have become the budget."""
+    """An eviction that token counts ask for: from query ``query`` on, ``held`` entries have become ``budget``."""
 
     query: int
     held: int
+    budget: int
 
 
 def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
@@ -72,12 +73,13 @@ def evictions(policy: Policy, fed: Sequence[Forward]) -> list[Due]:
     if not policy.evicts:
         return []
     found, held, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
-    for seen, decoding in fed:
+    budgets = policy.budget_at(torch.tensor([seen for seen, _ in fed], dtype=torch.int64)).tolist()
+    for (seen, decoding), budget in zip(fed, budgets, strict=True):
         held, decoded, before = held + seen - before, decoded + decoding, seen
         ready = decoded >= policy.interval if decoding else True
-        if held > policy.budget and ready and policy.phase != ("prefill" if decoding else "decode"):
-            found.append(Due(seen, held))
-            held, decoded = policy.budget, 0
+        if held > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
+            found.append(Due(seen, held, budget))
+            held, decoded = budget, 0
     return found
 
 
@@ -124,16 +126,17 @@ def _protected(gone: Tensor, policy: Policy) -> str | None:
 
 def _schedule(gone: Tensor, policy: Policy, due: Sequence[Due]) -> str | None:
     """Of one layer [H, T]: the first query at which other than the due number of entries left."""
-    held_at, left = dict(due), _leaving(gone)
-    for query in sorted({*held_at, *left.any(0).nonzero()[:, 0].tolist()}):
-        if query not in held_at:
+    due_at, left = {one.query: one for one in due}, _leaving(gone)
+    for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
+        if query not in due_at:
             entry = int((gone == query).any(0).nonzero()[0])
             return f"entry {entry} left the cache after query {query - 1}, {_idle(policy, query, due)}"
-        kept = held_at[query] - left[:, query]
-        wrong = (kept != policy.budget).nonzero()[:, 0].tolist()
+        _, held, budget = due_at[query]
+        kept = held - left[:, query]
+        wrong = (kept != budget).nonzero()[:, 0].tolist()
         if wrong:
             count = int(kept[wrong[0]])
-            return f"head {wrong[0]} keeps {count} entries after query {query - 1}, budget {policy.budget}"
+            return f"head {wrong[0]} keeps {count} entries after query {query - 1}, budget {budget}"
     return None
 
 

@@ -168,6 +168,10 @@ class Policy:
         """The policy of layer ``layer`` of ``layers`` that it governs; the same in all unless budgets differ."""
         return self
 
+    def budget_at(self, seen: Tensor) -> Tensor:
+        """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
+        return torch.full_like(seen, self.budget)
+
     def importance(self, view: View) -> Tensor:
         """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""
         raise NotImplementedError

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from audit.errors import SpecError
 from audit.policies.snapkv import SnapKV
 
 FUNNEL = 20  # the uppermost layer keeps a twentieth of the mean budget beyond the window
+LONG = 2**62  # tokens seen in a row that is longer than any budget
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,11 @@ class PyramidKV(SnapKV):
     """SnapKV's ranking under budgets that fall linearly with depth (Cai 2024, arXiv:2406.02069).
 
     ``budget`` is the mean over layers. Beyond the window, layer l of L keeps max - l (max - min) / (L - 1) entries with
-    min = (budget - window) / 20 and max = 2 (budget - window) - min; they are rounded so that they sum to L * budget.
+    min = (budget - window) / 20 and max = 2 (budget - window) - min. As in the authors' code, max is at most the tokens
+    seen less the window, min grows by what max loses, and below 2 (budget - window) tokens all layers keep ``budget``.
+
+    Departures: the tokens seen stand for the prompt's length, so that decoding and later turns follow the same rule.
+    Budgets are rounded so that they sum to L * budget, where the authors' whole steps leave up to L / 2 more per layer.
     """
 
     name: ClassVar[str] = "pyramidkv"
@@ -33,14 +41,34 @@ class PyramidKV(SnapKV):
 
     def for_layer(self, layer: int, layers: int) -> SnapKV:
         shared = {field.name: getattr(self, field.name) for field in fields(SnapKV)}
-        return SnapKV(**shared | {"budget": self._total(layer + 1, layers) - self._total(layer, layers)})
+        return _Layer(**shared, mean=self.budget, layer=layer, layers=layers)
 
-    def _total(self, count: int, layers: int) -> int:
-        """Entries of the first ``count`` layers together."""
-        beyond = self.budget - self.window
-        if layers == 1:
-            return count * self.budget
-        least = beyond / FUNNEL
-        most = 2 * beyond - least
-        ramp = count * most - (most - least) / (layers - 1) * count * (count - 1) / 2
-        return count * self.window + round(ramp)
+
+@dataclass(frozen=True)
+class _Layer(SnapKV):
+    """One layer of the pyramid; its ``budget`` is that of long rows."""
+
+    mean: int = 0
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", int(self._sloped(torch.tensor(LONG))))
+        super().__post_init__()
+
+    def budget_at(self, seen: Tensor) -> Tensor:
+        uniform = seen < 2 * (self.mean - self.window)
+        return torch.where(uniform, self.mean, self._sloped(seen))
+
+    def _sloped(self, seen: Tensor) -> Tensor:
+        return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
+
+    def _total(self, count: int, seen: Tensor) -> Tensor:
+        """Entries of the first ``count`` layers together, rounded."""
+        beyond = self.mean - self.window
+        if self.layers == 1:
+            return torch.full_like(seen, count * self.mean)
+        most = (seen - self.window).double().clamp(max=2 * beyond - beyond / FUNNEL)
+        least = 2 * beyond - most
+        ramp = count * most - (most - least) / (self.layers - 1) * count * (count - 1) / 2
+        return count * self.window + ramp.round().long()

@@ -16,6 +16,7 @@ from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, s
 from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps
 
 __all__ = ["pytest_generate_tests"]
+LONG = 10_000  # tokens seen after which no budget changes any more
 SCRIPT = (40, -14, 21, -9)  # a prompt, an answer, a message, an answer
 
 
@@ -34,7 +35,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
     evictions = 0
     for before, now in steps(list(moments(loaded, compressed, SCRIPT))):
         for layer in governed(loaded):
-            budget = budgets(policy)[layer]
+            budget = budgets(policy, now.seen)[layer]
             since[layer] += now.new if now.decoding else 0
             for had, has in zip(before.held[layer], now.held[layer], strict=True):
                 entries = len(had) + now.new
@@ -84,9 +85,9 @@ def feed_pinned(policy: Policy, pins: list[set[int]]) -> None:
     assert (evicting.ledger(length) < NEVER).any()
 
 
-def budgets(policy: Policy) -> list[int]:
-    """The budget of each of three layers."""
-    return [policy.evictor.for_layer(layer, 3).budget for layer in range(3)]
+def budgets(policy: Policy, seen: int = LONG, layers: int = 3) -> list[int]:
+    """The budget of each layer once so many tokens were seen."""
+    return [int(policy.evictor.for_layer(layer, layers).budget_at(torch.tensor(seen))) for layer in range(layers)]
 
 
 def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
@@ -99,9 +100,10 @@ def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 28, 64])
 def test_budgets_of_the_layers_sum_to_the_mean(evictor: Policy, layers: int) -> None:
     for policy in (evictor, roomy(evictor)):
-        own = [policy.for_layer(layer, layers).budget for layer in range(layers)]
-        assert sum(own) == layers * policy.budget
-        assert min(own) >= policy.sink + policy.window
+        for seen in (policy.budget + 1, 2 * policy.budget - 3, 2 * policy.budget + 5, LONG):
+            own = budgets(policy, seen, layers)
+            assert sum(own) == layers * policy.budget
+            assert min(own) >= policy.sink + policy.window
 
 
 def test_a_later_message_is_compressed_like_the_prompt(evictor: Policy) -> None:
@@ -109,7 +111,7 @@ def test_a_later_message_is_compressed_like_the_prompt(evictor: Policy) -> None:
     message = [now for now in history if now.seen > 43]
     assert len(message) == -(-30 // evictor.chunk)
     for layer in range(3):
-        assert all(len(head) == evictor.for_layer(layer, 3).budget for head in message[-1].held[layer])
+        assert all(len(head) == budgets(evictor, message[-1].seen)[layer] for head in message[-1].held[layer])
 
 
 def test_what_leaves_is_recorded_at_the_index_of_the_next_query(evictor: Policy) -> None:
