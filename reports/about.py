@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from audit.text import inline
 from reports.advice import short_suites
 from reports.gate import AT_FLOOR, FLOOR, Decision, Status, Verdict
-from reports.plain import drift, inline, percent, points
+from reports.plain import drift, percent, points
 from reports.report import Report
 from reports.rules import DEFAULT_ESTIMANDS
 from reports.stats.blindspot import blind_spot

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from audit.text import clip, inline
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
-from reports.plain import clip, drift, inline, percent, points, pvalue
+from reports.plain import drift, percent, points, pvalue
 from reports.report import Report
 from reports.tables import Table, table_of
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from audit.text import inline
 from reports import analysis_tables as tables
 from reports.analysis.safe import sentence
 from reports.gate import Status, Verdict
 from reports.judge_tables import cells_table, errors_table, panel_notes
-from reports.plain import inline
 from reports.report import Report
 from reports.section import Section
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from audit.text import inline
 from reports.about import churn
 from reports.advice import note
 from reports.compare import Comparison, TwoJudges
 from reports.gate import Decision, Status
 from reports.pairing import CANDIDATE, REFERENCE
-from reports.plain import drift, inline, percent, points, pvalue
+from reports.plain import drift, percent, points, pvalue
 from reports.readers.base import Log
 from reports.section import Section
 from reports.stats.blindspot import blind_spot

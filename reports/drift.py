@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from audit.records import Outcome
+from audit.yaml_file import name_of
 from reports.columns import ROLES
 from reports.contrast import SeedPair, contrast
 from reports.curves import curves
@@ -24,7 +25,6 @@ from reports.plan import DENSE_POLICY, Plan
 from reports.report import Cell, Contrast, Report
 from reports.selectivity import selectivity
 from reports.validity import pin_reasons, run_reasons
-from reports.yaml_file import name_of
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
 MOST_PROBLEMS = 1000  # that a report names

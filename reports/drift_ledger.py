@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError, RunError
+from audit.text import inline
 from reports.pin import Pin, weights_identity
-from reports.plain import drift_of, inline
+from reports.plain import drift_of
 from reports.plan import Plan
 from reports.report import Report
 from reports.verdict import Decision, Verdict

@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from audit.records import Message, Role
+from audit.text import clip
 from reports.contrast import ESTIMANDS
 from reports.drift import seed_pairs
 from reports.gate import Decision, Verdict
 from reports.load import RunData
 from reports.panel import CellKey, Panel
-from reports.plain import clip
 from reports.report import Example, Report, Turn
 
 PER_CELL = 2

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError, SpecError, UnknownName
+from audit.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
 from reports.load import RunData
 from reports.pin import Pin
 from reports.plan import Plan, read_plan
 from reports.rules import AFTER_RUN, KEYS, WITH_RUN
 from reports.waivers import Waiver, waivers_of
-from reports.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
 
 GATE_FORMAT = 1
 WHAT = "gate file"

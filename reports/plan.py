@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from audit.errors import SpecError, UnknownName
+from audit.yaml_file import clipped, known_keys, name_of, shown
 from reports.policy_names import match_policies, policy_text, short_names
 from reports.rules import Rules, estimand_margins, estimands, number, read_rules
-from reports.yaml_file import clipped, known_keys, name_of, shown
 
 __all__ = ["DENSE_POLICY", "Plan", "Unit", "match_policies", "read_plan", "short_names"]
 DENSE_POLICY = "none"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reports.yaml_file import shown
+from audit.yaml_file import shown
 
 DEEPEST = 3  # a mixture of compositions of policies
 Part = tuple[str, dict[str, str]]  # name, fields

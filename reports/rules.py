@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from audit.errors import SpecError, UnknownName
+from audit.yaml_file import clipped, known_keys, shown
 from reports.stats.looks import alpha_per_look
-from reports.yaml_file import clipped, known_keys, shown
 
 GATED_ESTIMANDS = ("E1", "E2", "E3", "selectivity", "parity")
 DEFAULT_ESTIMANDS = ("E1", "E2")

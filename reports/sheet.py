@@ -19,7 +19,7 @@ import numpy as np
 
 from audit.errors import DataError
 from audit.records import Message, Role
-from reports.plain import clip, visible
+from audit.text import clip, visible
 from reports.sheet_key import Key
 
 COLUMNS = ("row", "suite", "conversation", "answer", "label")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from audit.text import inline
 from reports import beside, run_tables, tables
 from reports.about import about, asides
 from reports.gate import Status, Verdict
-from reports.plain import drift, inline
+from reports.plain import drift
 from reports.report import Report
 from reports.rules import AFTER_RUN
 from reports.section import Section

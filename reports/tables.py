@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from audit.text import clip, inline
 from reports.advice import note
 from reports.gate import Decision, Status, Verdict
-from reports.plain import clip, drift, inline, percent, points, pvalue
+from reports.plain import drift, percent, points, pvalue
 from reports.plan import DENSE_POLICY, Plan
 from reports.report import Contrast, Report
 from reports.stats.blindspot import blind_spot, clusters_required

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import SpecError, UnknownName
+from audit.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 from reports.plan import Plan, match_policies
 from reports.rules import GATED_ESTIMANDS
-from reports.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 
 KEYS = ("who", "why", "expires", "status", "cells")
 SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")

@@ -14,6 +14,7 @@ from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, tiny, write_unit
 
 from audit.errors import DataError, RunError
+from audit.text import clip, inline, visible
 from reports.adjudication import cell_name, chosen, digest, pairs_of, texts_of
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
@@ -25,7 +26,7 @@ from reports.gate import Status, decide
 from reports.judge_labels import CellLabels, Labels
 from reports.judge_labels import render as render_labels
 from reports.load import load_run
-from reports.plain import clip, drift, inline, points, pvalue, visible
+from reports.plain import drift, points, pvalue
 from reports.sheet import text_hash
 from reports.spec_hash import spec_sha256
 from reports.story import SENTENCES, banner

@@ -15,13 +15,13 @@ from reports_synthetic import Design, pins, policy, records_of, spec_of, write_u
 
 from audit.errors import AuditError
 from audit.records import Outcome
+from audit.yaml_file import parse_yaml
 from reports.drift import drift_report
 from reports.gate import Status, decide
 from reports.gate_file import Asked
 from reports.load import load_run
 from reports.spec_hash import spec_sha256
 from reports.waivers import waivers_of
-from reports.yaml_file import parse_yaml
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from audit.commands.console import say, wide_console
 from audit.errors import SpecError
+from audit.text import inline
 from reports.compare import Comparison, Sides, TwoJudges, compare, two_judges
 from reports.compare_page import agreement, cells, comparison_banner, judges, pages
 from reports.pairing import chosen_metrics
-from reports.plain import inline
 from reports.readers.base import Request
 from reports.readers.clusters import cluster_rule
 from reports.readers.find import read_log

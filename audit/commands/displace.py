@@ -23,8 +23,9 @@ from audit.progress import Meter
 from audit.runs import SPEC, RunFolder
 from audit.spec import RunSpec
 from audit.spec_file import load_spec
+from audit.text import inline
 from reports.displacement import Displacement, load_displacement
-from reports.plain import inline, percent
+from reports.plain import percent
 
 
 def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:

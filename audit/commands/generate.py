@@ -19,7 +19,7 @@ from audit.model import DtypeName, LoadedModel, load_model
 from audit.policies import Policy, parse_policy
 from audit.records import Message, Role
 from audit.sampler import Completion, Decoding, Sampler
-from reports.plain import visible
+from audit.text import visible
 
 
 @dataclass(frozen=True)

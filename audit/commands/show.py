@@ -19,7 +19,7 @@ from audit.kv.picture import Entry, Picture, legend, picture, summary, svg, tick
 from audit.model import LoadedModel, load_model
 from audit.policies import Policy, parse_policy
 from audit.sampler import Decoding, Sampler
-from reports.plain import inline
+from audit.text import inline
 from suites.base import SUITES
 
 _SUITE, _SEED = "refusal", 0

@@ -15,8 +15,9 @@ from audit.errors import SpecError, UnknownName
 from audit.kv.interchange import read_rollouts
 from audit.kv.recorded import Recorded
 from audit.model import DtypeName, LoadedModel, load_model
+from audit.text import inline
 from audit.verify import Gaps, Verification, checkpoint_rollouts, verify
-from reports.plain import inline, scientific
+from reports.plain import scientific
 
 NOT_EXPLAINED = 3
 _COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch_kl", "mismatch_kl (k3)")

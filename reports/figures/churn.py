@@ -5,9 +5,9 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from audit.text import inline
 from reports.analysis_tables import cell_name
 from reports.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
-from reports.plain import inline
 from reports.report import Report
 
 MOST = 40

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from audit.text import inline
 from reports.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
-from reports.plain import inline
 from reports.report import Contrast, Report
 
 PANELS = 4

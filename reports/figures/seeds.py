@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from matplotlib.lines import Line2D
 
+from audit.text import inline
 from reports.analysis_tables import cell_name
 from reports.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
-from reports.plain import inline
 from reports.report import Report
 
 MOST = 40

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import jinja2
 
+from audit.text import clip, visible
 from reports.figures import figures
 from reports.figures.canvas import Drawing
 from reports.gate import Status, decide
-from reports.plain import clip, points, visible
+from reports.plain import points
 from reports.report import Report
 from reports.section import Section
 from reports.story import Banner, banner, sections

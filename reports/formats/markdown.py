@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from audit.text import clip, inline, visible
 from reports.gate import decide
-from reports.plain import clip, inline, points, visible
+from reports.plain import points
 from reports.report import Example, Report
 from reports.section import Section
 from reports.story import Banner, banner, sections

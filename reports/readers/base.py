@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from audit.errors import DataError
-from reports.plain import clip, inline
+from audit.text import clip, inline
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 ANY_METRIC = ""  # of a line that might have scored any of them

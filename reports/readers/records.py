@@ -10,9 +10,9 @@ import pandas as pd
 
 from audit.errors import DataError, SpecError, UnknownName
 from audit.records import FORMAT, Outcome
+from audit.text import inline
 from reports.columns import Columns
 from reports.load import check_seal, load_run
-from reports.plain import inline
 from reports.plan import match_policies
 from reports.readers.base import Cluster, Log, Reader, Request, Row, first_objects
 from reports.rows import Problem, read_unit
