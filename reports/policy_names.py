@@ -1,17 +1,21 @@
 """Policies by their text alone: which known one is meant, and a short name for each.
 
 ``snapkv:budget=96`` is one policy, ``snapkv:budget=96+kivi:bits=4`` one that also quantises what stays, and
-``snapkv:budget=96|none`` a draw between two. A spec may spell the same as mappings (name, compose, mixture).
+``snapkv:budget=96|none`` a draw between two, ``snapkv:budget=96@3|none`` one of unequal shares. A spec may spell the
+same as mappings (name, compose, mixture with weights).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from math import gcd
 from typing import Any
 
 from audit.yaml_file import shown
 
 DEEPEST = 3  # a mixture of compositions of policies
+LONGEST = 12  # digits of a share, that a file may mean harm with
 Part = tuple[str, dict[str, str]]  # name, fields
 
 
@@ -21,9 +25,15 @@ def policy_text(value: Any, depth: int = 0) -> str:
         return value if isinstance(value, str) else shown(value)
     for key, joint in (("compose", "+"), ("mixture", "|")):
         if isinstance(value.get(key), list):
-            return joint.join(policy_text(entry, depth + 1) for entry in value[key])
+            shares = value.get("weights") if key == "mixture" else None
+            entries = [policy_text(entry, depth + 1) for entry in value[key]]
+            return joint.join(_with_shares(entries, shares) if isinstance(shares, list) else entries)
     fields = ",".join(f"{key}={_word(field)}" for key, field in value.items() if key != "name")
     return f"{value.get('name')}:{fields}" if fields else str(value.get("name"))
+
+
+def _with_shares(entries: list[str], shares: list[Any]) -> list[str]:
+    return [f"{entry}@{shown(share)}" for entry, share in zip_longest(entries, shares, fillvalue="")]
 
 
 def _word(value: Any) -> str:
@@ -61,9 +71,20 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
     return names
 
 
+def _draws(policy: str) -> list[tuple[str, int]]:
+    """The draws of a mixture with their shares of requests, in lowest terms."""
+    found = []
+    for draw in policy.split("|"):
+        text, _, share = draw.rpartition("@")
+        counted = share.strip().isascii() and share.strip().isdigit() and len(share) < LONGEST and int(share) > 0
+        found.append((text, int(share)) if text and counted else (draw, 1))
+    least = gcd(*(share for _, share in found))
+    return [(text, share // least) for text, share in found]
+
+
 def _requests(policy: str) -> list[list[Part]]:
     """The draws of a mixture, each the parts of a composition in the order of their names."""
-    return [sorted((_part(text) for text in draw.split("+")), key=lambda p: p[0]) for draw in policy.split("|")]
+    return [sorted((_part(text) for text in draw.split("+")), key=lambda p: p[0]) for draw, _ in _draws(policy)]
 
 
 def _part(text: str) -> Part:
@@ -76,6 +97,8 @@ def _pairs(asked: str, known: str) -> list[tuple[Part, Part]] | None:
     """The parts of two policies beside each other, None where they are not made alike."""
     ours, theirs = _requests(asked), _requests(known)
     if [len(draw) for draw in ours] != [len(draw) for draw in theirs]:
+        return None
+    if [share for _, share in _draws(asked)] != [share for _, share in _draws(known)]:
         return None
     draws = zip(ours, theirs, strict=True)
     return [pair for own, other in draws for pair in zip(own, other, strict=True)]
@@ -95,7 +118,9 @@ def _common(asked: str, known: str) -> int:
 
 
 def _short(policy: str) -> str:
-    return " | ".join(" + ".join(_label(*_part(text)) for text in draw.split("+")) for draw in policy.split("|"))
+    labels = [" + ".join(_label(*_part(text)) for text in draw.split("+")) for draw, _ in _draws(policy)]
+    shares = ["" if share == 1 else f" @{share}" for _, share in _draws(policy)]
+    return " | ".join(label + share for label, share in zip(labels, shares, strict=True))
 
 
 def _label(name: str, fields: Mapping[str, str]) -> str:
@@ -106,6 +131,6 @@ def _label(name: str, fields: Mapping[str, str]) -> str:
 
 def _placed(policy: str) -> Iterator[tuple[tuple[int, int, str], str]]:
     """Every field under its draw, its part and its name."""
-    for i, draw in enumerate(policy.split("|")):
+    for i, (draw, _) in enumerate(_draws(policy)):
         for j, text in enumerate(draw.split("+")):
             yield from (((i, j, key), value) for key, value in _part(text)[1].items())

@@ -37,6 +37,12 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("h2o:phase=never", "prefill, decode, both"),
         ("pyramidkv:budget=64,window=32,sink=2", "does not fit the last layer"),
         ("none:budget=3", "field of policy none"),
+        ("tova@3", "a weight is a share of a mixture, such as snapkv:budget=96@3|none"),
+        ("tova@3+kivi|none", "weight '3+kivi', wanted a whole number at the end, such as tova@3"),
+        ("tova@-1|none", "weight '-1', wanted a whole number"),
+        ("tova@|none", "weight '', wanted a whole number"),
+        (f"tova@{'9' * 5000}|none", "wanted a whole number"),
+        ("tova@0|none", "weights 0, 1; wanted a whole number from 1"),
         ("random:interval=0", "at least 1"),
         ("streaming:pin=judge", "role in pin of policy streaming"),
         ("streaming:reposition=maybe", "wanted true or false"),
@@ -68,6 +74,8 @@ def test_bad_policy_is_one_clear_line(text: str, message: str) -> None:
         ("streaming:pin=system/tool", {"name": "streaming", "pin": ["system", "tool"]}),
         ("tova+kivi:bits=2", {"compose": ["tova", {"name": "kivi", "bits": 2}]}),
         ("kivi+tova", {"compose": ["tova", "kivi"]}),
+        ("tova:budget=64@3|none", {"mixture": [{"name": "tova", "budget": 64}, "none"], "weights": [3, 1]}),
+        ("tova+int8@2|none@6|h2o@2", {"mixture": ["tova+int8", "none", "h2o"], "weights": [1, 3, 1]}),
         ("tova|none|h2o+int8", {"mixture": ["tova", "none", {"compose": ["h2o", "int8"]}]}),
     ],
 )
@@ -82,7 +90,18 @@ def test_text_and_yaml_give_the_same_object_and_its_canonical_form_gives_it_agai
 
 
 def test_different_policies_have_different_hashes() -> None:
-    texts = ["tova", "kivi", "tova+kivi", "tova|kivi", "kivi|tova", "tova+int8", "tova:pin=system", "kivi:bits=2"]
+    texts = [
+        "tova",
+        "kivi",
+        "tova+kivi",
+        "tova|kivi",
+        "kivi|tova",
+        "tova@2|kivi",
+        "tova|kivi@2",
+        "tova+int8",
+        "tova:pin=system",
+        "kivi:bits=2",
+    ]
     assert len({parse_policy(text).hash for text in texts}) == len(texts)
 
 
@@ -94,6 +113,15 @@ def test_different_policies_have_different_hashes() -> None:
         ({"mixture": ["tova"]}, "two or more policies"),
         ({"compose": "tova+kivi"}, "two or more policies"),
         ({"mixture": ["tova|none", "kivi"]}, "a mixture inside a mixture"),
+        (
+            {"mixture": ["tova", "none"], "weights": [3]},
+            "a mixture of 2 policies with weights 3; wanted a whole number",
+        ),
+        ({"mixture": ["tova", "none"], "weights": [3, 0.5]}, "weights 3, 0.5"),
+        ({"mixture": ["tova", "none"], "weights": [True, 0]}, "weights True, 0"),
+        ({"mixture": ["tova", "none"], "weights": 3}, "wanted a whole number for each policy"),
+        ({"compose": ["tova", "kivi"], "weights": [3, 1]}, "compose: [...] alone"),
+        ({"mixture": ["tova@3", "none"]}, "a weight is a share of a mixture"),
         ({"name": "tova", "budget": [3]}, "wanted int"),
         ({"name": "tova", "budget": None}, "wanted int"),
         ({"name": "tova", "budget": True}, "wanted int"),
@@ -111,6 +139,23 @@ def test_a_mixture_draws_each_part_about_equally_from_the_request_alone() -> Non
     names = [policy.drawn(key).name for key in range(900)]
     assert names == [policy.drawn(key).name for key in range(900)]
     assert {name: abs(names.count(name) - 300) < 60 for name in names} == {"tova": True, "none": True, "h2o": True}
+
+
+def test_equal_weights_are_no_weights() -> None:
+    plain = parse_policy("tova|none")
+    assert parse_policy("tova@4|none@4") == plain
+    assert plain.canonical.count("@") == 0
+    assert parse_policy("tova:budget=64|none").hash == parse_policy("tova:budget=64@2|none@2").hash == "37831ffd6b4f"
+    drawn = [parse_policy("tova|none|h2o").drawn(key).name for key in range(12)]
+    assert "".join(name[0] for name in drawn) == "hntnntnhnhtn"
+
+
+def test_a_weight_is_a_share_of_requests() -> None:
+    policy = parse_policy("tova@7|none@2|h2o")
+    names = [policy.drawn(key).name for key in range(10_000)]
+    shares = [names.count(name) for name in ("tova", "none", "h2o")]
+    assert shares == [7026, 1979, 995]
+    assert all(abs(share - wanted) < 5 * 46 for share, wanted in zip(shares, (7000, 2000, 1000), strict=True))
 
 
 def test_unknown_name_lists_what_is_known() -> None:

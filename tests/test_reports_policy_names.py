@@ -16,6 +16,7 @@ SNAP = "snapkv:budget=96,sink=0,window=8,chunk=64"
 KIVI = "kivi:bits=4,group=32"
 BOTH = f"{SNAP}+{KIVI}"
 DRAWN = f"{SNAP}|none"
+WEIGHTED = f"{SNAP}@3|none"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ DRAWN = f"{SNAP}|none"
         ({"name": "snapkv", "pin": ["system", "tool"]}, "snapkv:pin=system/tool"),
         ({"compose": [{"name": "snapkv", "budget": 96}, "kivi"]}, "snapkv:budget=96+kivi"),
         ({"mixture": [{"compose": ["snapkv", "kivi"]}, "none"]}, "snapkv+kivi|none"),
+        ({"mixture": ["snapkv", "none"], "weights": [3, 1]}, "snapkv@3|none@1"),
         (7, "7"),
     ],
 )
@@ -49,25 +51,29 @@ def test_a_mapping_that_holds_itself_ends():
         ("snapkv|none", DRAWN),
         ("snapkv:budget=64+kivi", "snapkv:budget=64+kivi"),  # not among the known: stays
         ("none|snapkv", "none|snapkv"),
+        ("snapkv@2|none@2", DRAWN),
+        ("snapkv@6|none@2", WEIGHTED),
+        ("none@3|snapkv", "none@3|snapkv"),
         ("kivi:bits=2+snapkv", "kivi:bits=2+snapkv"),
     ],
 )
 def test_parts_are_matched_one_by_one(asked, known):
-    assert match_policies([asked], ["none", BOTH, DRAWN, SNAP, KIVI]) == [known]
+    assert match_policies([asked], ["none", BOTH, DRAWN, WEIGHTED, SNAP, KIVI]) == [known]
 
 
 def test_short_names_of_compositions_and_mixtures():
-    assert list(short_names(["none", SNAP, BOTH, DRAWN]).values()) == [
+    assert list(short_names(["none", SNAP, BOTH, DRAWN, WEIGHTED]).values()) == [
         "none",
         "snapkv 96",
         "snapkv 96 + kivi 4 bit",
         "snapkv 96 | none",
+        "snapkv 96 @3 | none",
     ]
     twins = short_names([BOTH, BOTH.replace("group=32", "group=64")])
     assert list(twins.values()) == ["snapkv 96 + kivi 4 bit group=32", "snapkv 96 + kivi 4 bit group=64"]
 
 
-@given(st.lists(st.text("ab:=,+| ", max_size=12), max_size=4, unique=True))
+@given(st.lists(st.text("ab:=,+|@1 ", max_size=12), max_size=4, unique=True))
 def test_every_known_policy_matches_itself(known):
     assert match_policies(known, known) == known
     assert set(short_names(known)) == set(known)

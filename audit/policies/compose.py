@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from audit.draws import derive_seed
 from audit.errors import SpecError
-from audit.policies.base import Policy
+from audit.policies.base import LARGEST, Policy
 
 if TYPE_CHECKING:
     from audit.policies.quantiser import Quantiser
@@ -64,11 +66,22 @@ class Composed(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """Every request draws one of the parts, equally likely, from its own key: serving whose policy is not constant."""
+    """Every request draws one of the parts from its own key: serving whose policy is not constant.
+
+    ``weights`` are the parts' shares of requests, whole numbers in lowest terms; none written: all equal.
+    """
 
     parts: tuple[Policy, ...] = ()
+    weights: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        weights = self.weights or (1,) * len(self.parts)
+        if len(weights) != len(self.parts) or not all(type(w) is int and 1 <= w <= LARGEST for w in weights):
+            raise SpecError(
+                f"a mixture of {len(self.parts)} policies with weights {', '.join(map(str, weights))}; wanted a whole "
+                f"number from 1 to {LARGEST} for each"
+            )
+        object.__setattr__(self, "weights", tuple(weight // gcd(*weights) for weight in weights))
         if any(isinstance(part, Mixture) for part in self.parts):
             raise SpecError("a mixture inside a mixture; list every policy once, side by side")
         if len(set(self.parts)) < 2:
@@ -84,11 +97,15 @@ class Mixture(Policy):
         return tuple(dict.fromkeys(role for part in self.parts for role in part.pinned_roles))
 
     def drawn(self, key: int) -> Policy:
-        return self.parts[derive_seed("mixture", key) % len(self.parts)]
+        ends = list(accumulate(self.weights))
+        ticket = derive_seed("mixture", key) % ends[-1]
+        return next(part for part, end in zip(self.parts, ends, strict=True) if ticket < end)
 
     @property
     def canonical(self) -> str:
-        return "|".join(part.canonical for part in self.parts)
+        shares = ["" if weight == 1 else f"@{weight}" for weight in self.weights]
+        return "|".join(part.canonical + share for part, share in zip(self.parts, shares, strict=True))
 
     def as_row(self) -> dict[str, Any]:
-        return {"mixture": [part.as_row() for part in self.parts]}
+        parts = {"mixture": [part.as_row() for part in self.parts]}
+        return parts if set(self.weights) == {1} else {**parts, "weights": list(self.weights)}

@@ -1,8 +1,8 @@
 """Policies as text and as YAML: both give the same frozen object.
 
 ``snapkv:budget=96,window=8`` is one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises what stays, and
-``snapkv:budget=96|none`` lets every request draw one of the two. The YAML forms are ``{name: snapkv, budget: 96}``,
-``{compose: [...]}`` and ``{mixture: [...]}``.
+``snapkv:budget=96|none`` lets every request draw one of the two, ``snapkv:budget=96@3|none`` the first three times as
+often. The YAML forms are ``{name: snapkv, budget: 96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from audit.errors import SpecError, UnknownName
-from audit.policies.base import POLICIES, Policy
+from audit.policies.base import LARGEST, POLICIES, Policy
 from audit.policies.compose import Composed, Mixture
 
 _PLAIN = (str, int, float, bool)
@@ -23,8 +23,21 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
         return _from_mapping(source)
     if not isinstance(source, str):
         raise SpecError(f"policy {source!r} is no text; write none, or 'snapkv:budget=96,window=8'")
-    requests = [_composed(part) for part in source.split("|")]
-    return requests[0] if len(requests) == 1 else Mixture(parts=tuple(requests))
+    requests = [_weighted(part) for part in source.split("|")]
+    if len(requests) > 1:
+        parts, weights = zip(*requests, strict=True)
+        return Mixture(parts=parts, weights=weights)
+    if "@" in source:
+        raise SpecError(f"policy {source!r}: a weight is a share of a mixture, such as snapkv:budget=96@3|none")
+    return requests[0][0]
+
+
+def _weighted(text: str) -> tuple[Policy, int]:
+    """One draw of a mixture and its weight."""
+    request, sign, weight = text.strip().partition("@")
+    if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST))):
+        raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")
+    return _composed(request), int(weight or 1)
 
 
 def _composed(text: str) -> Policy:
@@ -47,9 +60,11 @@ def _simple(text: str) -> Policy:
 
 def _from_mapping(source: Mapping[str, Any]) -> Policy:
     kinds = [key for key in ("name", "compose", "mixture") if key in source]
-    if len(kinds) != 1 or (kinds[0] != "name" and len(source) != 1):
+    beside = {"compose": {"compose"}, "mixture": {"mixture", "weights"}}
+    if len(kinds) != 1 or not set(source) <= beside.get(kinds[0], set(source)):
         raise SpecError(
-            f"policy {dict(source)!r}: write name: snapkv, budget: 96, or compose: [...] alone, or mixture: [...] alone"
+            f"policy {dict(source)!r}: write name: snapkv, budget: 96, or compose: [...] alone, or mixture: [...] "
+            "alone or with weights: [...]"
         )
     if kinds[0] == "name":
         values = {str(key): _flat(value) for key, value in source.items() if key != "name"}
@@ -58,7 +73,12 @@ def _from_mapping(source: Mapping[str, Any]) -> Policy:
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) < 2:
         raise SpecError(f"policy {dict(source)!r}: {kinds[0]} wants a list of two or more policies")
     parts = tuple(parse_policy(entry) for entry in entries)
-    return Composed(parts=parts) if kinds[0] == "compose" else Mixture(parts=parts)
+    if kinds[0] == "compose":
+        return Composed(parts=parts)
+    weights = source.get("weights", ())
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise SpecError(f"policy {dict(source)!r}: weights={weights!r}, wanted a whole number for each policy")
+    return Mixture(parts=parts, weights=tuple(weights))
 
 
 def _flat(value: Any) -> Any:
