@@ -6,17 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from audit.errors import SpecError
 from audit.records import Message, Role
+from audit.rendering import TemplateRefusal, renderer
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
 _MARKER = "kvaudit-marker-7391"
 _SLOT = "kvaudit-slot-{}-7391"
-# What the templates in use raise for a role, or an order of roles, that they do not take.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,7 @@ class Chat:
         if not tokenizer.chat_template:
             raise SpecError("the tokenizer has no chat template; give an instruct model, or set chat_template")
         self.tokenizer = tokenizer
+        self._source, self._tokens = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
         self.system_role: Literal["native", "user"] = self._takes(Role.SYSTEM, first=True)
         self.tool_role: Literal["native", "user"] = self._takes(Role.TOOL, first=False)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
@@ -88,7 +86,7 @@ class Chat:
         messages = [probe, *plain[:1]] if first else [*plain, probe]
         try:
             return "native" if _MARKER in self._apply(_rows(messages)) else "user"
-        except _TEMPLATE_ERRORS:
+        except TemplateRefusal:
             return "user"
 
     def _template_stops(self) -> frozenset[int]:
@@ -126,14 +124,12 @@ class Chat:
     def _template(self, messages: Sequence[Message]) -> str:
         try:
             return self._apply(self._shape(messages))
-        except _TEMPLATE_ERRORS as error:
-            line = str(error).partition("\n")[0] or type(error).__name__
+        except TemplateRefusal as error:
             roles = ", ".join(message.role for message in messages)
-            raise SpecError(f"the chat template refuses messages of roles {roles}: {line}") from error
+            raise SpecError(f"the chat template refuses messages of roles {roles}: {error}") from None
 
     def _apply(self, rows: list[dict[str, str]]) -> str:
-        text: str = self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
-        return text
+        return renderer.render(self._source, rows, self._tokens)
 
     def _shape(self, messages: Sequence[Message]) -> list[dict[str, str]]:
         """Rows the template takes: roles it lacks become user text, neighbouring user rows then become one."""
@@ -154,6 +150,13 @@ class Chat:
 
     def _is_foreign(self, role: str) -> bool:
         return {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}.get(Role(role)) == "user"
+
+
+def _template_of(tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:  # several by name, and none called default
+        raise SpecError(f"the tokenizer's chat template cannot be chosen: {str(error).partition('.')[0]}") from None
 
 
 def _rows(messages: Sequence[Message]) -> list[dict[str, str]]:

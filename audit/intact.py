@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from audit.errors import DataError
 from audit.runs import PROVENANCE, read_json
@@ -28,10 +29,19 @@ def _held(provenance: Path) -> Iterator[tuple[Path, str]]:
     """Every file that the checkpoint was finished with, and its sha256."""
     story = read_json(provenance)
     for key, folder in _HELD.items():
-        table = story.get(key)
-        if not isinstance(table, dict):
-            raise DataError(f"{str(provenance)!r} has no table {key!r}; delete its folder to train it again")
-        yield from ((provenance.parent / folder / name, str(digest)) for name, digest in sorted(table.items()))
+        table = own_files(story.get(key), provenance)
+        yield from ((provenance.parent / folder / name, digest) for name, digest in sorted(table.items()))
+
+
+def own_files(table: Any, source: Path) -> dict[str, str]:
+    """A table of file names and sha256 that stands in ``source``; DataError where a name leaves its folder."""
+    if not isinstance(table, dict):
+        raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
+    for name, digest in table.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(digest, str):
+            raise DataError(f"{str(source)!r} lists {name!r}, no file of that folder with its sha256; make it again")
+    return table
 
 
 def _check(path: Path, wanted: str) -> None:

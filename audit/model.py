@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from audit.chat import Chat
 from audit.errors import DataError, RunError
+from audit.intact import own_files
 from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
 
@@ -31,6 +32,8 @@ EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_CODE = "auto_map"  # the key under which a config names Python of its checkpoint
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
 # What transformers raises for a folder that is not a usable checkpoint.
 _LOAD_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError)
 
@@ -61,10 +64,12 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
     with _quiet(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
+            refuse_code(path.parent)
             model, tokenizer = _load_gguf(path, dtype)
             digest = _file_sha256(path)
         else:
             path = locate(name_or_path)
+            refuse_code(path)
             verify_folder(path)
             model, tokenizer = _load_folder(path, dtype)
             digest = weights_sha256(path)
@@ -123,6 +128,29 @@ def verify_folder(folder: Path) -> None:
             )
 
 
+def refuse_code(folder: Path) -> None:
+    """Raise DataError where a config of the folder names Python of its own, whatever else could be loaded instead.
+
+    transformers would ask on standard input whether to run it.
+    """
+    for path in sorted(folder.glob("*config.json")):
+        try:
+            found = _names_code(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{str(path)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
+        if found:
+            raise DataError(
+                f"checkpoint {str(folder)!r}: {path.name} names code of its own ({_CODE}), which is never run; where "
+                f"transformers knows the model by itself, take {_CODE} out of that file"
+            )
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_code, value))
+    return isinstance(value, dict) and (bool(value.get(_CODE)) or any(map(_names_code, value.values())))
+
+
 def weights_sha256(folder: Path) -> str:
     """The identity of a folder's weights (see LoadedModel)."""
     digests = {path.name: _file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
@@ -138,17 +166,17 @@ def _manifest(folder: Path) -> dict[str, str]:
             continue
         try:
             table = json.loads((folder / name).read_text(encoding="utf-8"))
-            files |= table if key is None else table[key]
-        except (ValueError, KeyError, TypeError) as error:
+            files |= own_files(table if key is None else table[key], folder / name)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"checkpoint {str(folder)!r}: {name} is not a readable manifest ({error!r})") from None
     return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
 
 
 def _load_folder(folder: Path, dtype: DtypeName) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=_dtype(dtype), attn_implementation=ATTENTION, use_safetensors=True, local_files_only=True
+        folder, dtype=_dtype(dtype), attn_implementation=ATTENTION, use_safetensors=True, **_LOCAL
     )
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
 def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
@@ -157,14 +185,16 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
         raise DataError(f"model file {str(path)!r} does not exist")
     wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=wanted)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=wanted, **_LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     except ImportError as error:
         raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=ATTENTION)
+    plain = AutoModelForCausalLM.from_config(
+        config, dtype=wanted, attn_implementation=ATTENTION, trust_remote_code=False
+    )
     plain.load_state_dict(loaded.state_dict())
     return plain, tokenizer
 

@@ -1,0 +1,192 @@
+"""A checkpoint is a stranger's: none of its code runs, its template ends, its manifest speaks of its own files only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHATML, byte_tokenizer
+from test_cli import refused
+
+from audit import model, rendering
+from audit.chat import Chat
+from audit.errors import DataError, RunError, SpecError
+from audit.intact import check_checkpoint
+from audit.model import load_model, verify_folder
+from audit.records import Message, Role
+from audit.rendering import renderer
+
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of no bytes
+USER = Message(Role.USER, "Hello.")
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+
+def with_code(folder: Path) -> Path:
+    """Code that a checkpoint brings; returns the file that appears when it is run."""
+    ran = folder.parent / "ran"
+    (folder / "evil.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\nclass Config: pass\nModel = Tokenizer = Config\n"
+    )
+    return ran
+
+
+CODE = pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}),
+        ("config.json", {"text_config": {"auto_map": {"AutoModel": "evil.Model"}}}),
+        ("tokenizer_config.json", {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}}),
+        ("tokenizer_config.json", {"tokenizer_class": "Evil", "auto_map": ["evil.Tokenizer", None]}),
+    ],
+)
+
+
+@CODE
+def test_code_of_a_checkpoint_is_refused_whatever_stands_on_stdin(
+    name: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = with_code(folder)
+    rewritten(folder / name, **changes)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
+    with pytest.raises(DataError, match=rf"{name} names code of its own \(auto_map\), which is never run") as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()
+    assert "evil" not in sys.modules
+
+
+@CODE
+def test_transformers_is_told_to_run_no_code(
+    name: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second line of defence: what the first would miss is not asked for on stdin either."""
+    ran = with_code(folder)
+    rewritten(folder / name, **changes)
+    monkeypatch.setattr(model, "refuse_code", lambda _: None)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with suppress(DataError):
+        load_model(str(folder))
+    assert not ran.exists()
+
+
+def test_code_beside_a_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    rewritten(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(DataError, match="names code of its own"):
+        load_model(str(tmp_path / "model.gguf"))
+
+
+def test_an_empty_auto_map_is_no_code(folder: Path) -> None:
+    rewritten(folder / "config.json", auto_map={})
+    assert load_model(str(folder)).max_positions == 4096
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin", ""])
+def test_a_manifest_entry_outside_its_folder_is_refused(name: str, folder: Path) -> None:
+    (folder.parent / "outside.bin").write_bytes(b"")
+    (folder / "manifest.json").write_text(json.dumps({name: EMPTY}))
+    with pytest.raises(DataError, match=r"manifest\.json' lists .*, no file of that folder"):
+        verify_folder(folder)
+
+
+@pytest.mark.parametrize("table", ["files", "ledgers"])
+def test_a_finished_checkpoint_lists_its_own_files_only(table: str, tmp_path: Path) -> None:
+    (tmp_path / "outside.bin").write_bytes(b"")
+    (tmp_path / "checkpoint").mkdir()
+    tables = {"files": {}, "ledgers": {}, table: {"../../outside.bin": EMPTY, "../outside.bin": EMPTY}}
+    (tmp_path / "checkpoint" / "provenance.json").write_text(json.dumps(tables))
+    with pytest.raises(DataError, match=r"provenance\.json' lists .*, no file of that folder"):
+        check_checkpoint(tmp_path / "checkpoint")
+
+
+BOMBS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a string times": "{{ 'a' * 99999999999 }}",
+    "a width": "{{ '{:>99999999999}'.format(1) }}",
+    "twice as long": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "a long text": "{{ 'a' * 20000000 }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_without_end_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="the chat template takes more than 2 s, 512 MB or 16 million characters"):
+        Chat(byte_tokenizer(CHATML + BOMBS[name]))
+    assert Chat(byte_tokenizer()).system_role == "native"  # the next template finds a process that works
+
+
+def test_a_template_that_waits_for_a_real_conversation_is_refused_in_one_line(folder: Path) -> None:
+    late = "{% if messages[-1]['content'] == 'Hello.' %}" + BOMBS["a long text"] + "{% endif %}"
+    (folder / "chat_template.jinja").write_text(CHATML + late)
+    assert "the chat template takes more than" in refused("generate", "Hello.", "--model", folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{% for i in range(9999999) %}{% endfor %}", "Range too big"),
+        ("{% for %}", "Expected an expression"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+    ],
+)
+def test_what_a_template_raises_is_one_line(template: str, said: str) -> None:
+    with pytest.raises(SpecError, match=r"the chat template refuses messages of roles user.*: ") as caught:
+        Chat(byte_tokenizer(CHATML + template))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_by_name_without_a_default_are_one_line() -> None:
+    with pytest.raises(SpecError, match="chat template cannot be chosen"):
+        Chat(byte_tokenizer({"rag": CHATML}))
+
+
+def test_a_conversation_is_rendered_as_transformers_renders_it() -> None:
+    tokenizer = byte_tokenizer("{{ eos_token }}" + CHATML)
+    rows = [{"role": "user", "content": "Hé 你好 \U0001f600 <|im_end|>"}]
+    wanted = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
+    assert Chat(tokenizer)._apply(rows) == wanted
+
+
+def test_a_rendering_process_that_was_killed_is_one_line_and_the_next_is_a_new_one() -> None:
+    chat = Chat(byte_tokenizer())
+    renderer._process.kill()
+    renderer._process.wait()
+    with pytest.raises(RunError, match="renders chat templates ended with code -9"):
+        chat.opening([USER])
+    assert chat.opening([USER]).ids
+
+
+def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat(byte_tokenizer())
+    wanted = chat.opening([Message(Role.USER, "Two.")])
+
+    send = rendering._send
+
+    def interrupted(*words: Any) -> None:
+        send(*words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rendering, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        chat.opening([Message(Role.USER, "One.")])
+    monkeypatch.undo()
+    assert chat.opening([Message(Role.USER, "Two.")]) == wanted
