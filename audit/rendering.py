@@ -8,6 +8,7 @@ would not hold: nested loops, macros that call themselves twice, powers and widt
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -67,7 +68,15 @@ class Renderer:
         raise RunError(f"the process that renders chat templates ended with code {process.returncode}; run again")
 
 
+    def end(self) -> None:
+        """End the process; the next conversation starts another."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
 renderer = Renderer()
+atexit.register(renderer.end)
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -259,7 +259,10 @@ def commands(finished: Path, run: Path) -> list[tuple[object, ...]]:
     """Every command that goes on with a run or reads it."""
     spec = finished / "spec.yaml"
     goes_on = [("run", spec, "--out", run, "--resume"), ("train", spec, "--out", run, "--resume")]
-    return [*goes_on, ("evaluate", spec, "--out", run), ("join", run), ("report", run), ("gate", run)]
+    sheet = run.parent / "sheet.csv"
+    reads = [("report", run), ("gate", run), ("displace", run), ("compare", run, run)]
+    reads += [("adjudicate", run, "--out", sheet), ("adjudicate", run, "--read", sheet)]
+    return [*goes_on, ("evaluate", spec, "--out", run), ("join", run), *reads]
 
 
 def test_a_missing_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None:

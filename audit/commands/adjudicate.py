@@ -12,6 +12,7 @@ from audit.commands.compare import selectors
 from audit.commands.console import check_seed, say, wide_console
 from audit.commands.report import print_verdict
 from audit.errors import DataError, RunError
+from audit.intact import check_checkpoints
 from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
 from reports.drift import drift_report
 from reports.gate import decide
@@ -29,6 +30,7 @@ from reports.write import write_whole
 
 def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
+    check_checkpoints(run)
     check_seed(seed)
     for path in (out, key_path(out)):
         if path.exists():
@@ -93,6 +95,7 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]
 
 def read_sheet(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
+    check_checkpoints(run)
     key = read_key(sheet)
     labels = read_labels(sheet, key)
     data = load_run(run)

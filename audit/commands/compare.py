@@ -11,6 +11,7 @@ from rich.table import Table
 
 from audit.commands.console import say, wide_console
 from audit.errors import SpecError
+from audit.intact import check_checkpoints
 from audit.text import inline
 from reports.compare import Comparison, Sides, TwoJudges, compare, two_judges
 from reports.compare_page import agreement, cells, comparison_banner, judges, pages
@@ -42,6 +43,8 @@ def compare_files(reference: Path, candidate: Path, asked: Asked) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
+    for path in (reference, candidate):
+        check_checkpoints(path)  # a file, or another tool's folder, has none
     rule = cluster_rule(asked.cluster) if asked.cluster is not None else None
     sides = Sides(
         read_log(reference, Request(rule, selectors(asked.select_reference, "--select-a"))),
