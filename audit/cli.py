@@ -15,7 +15,19 @@ import typer
 
 from audit import __version__
 from audit.cli_verdicts import verdicts
-from audit.command_line import Limit, Out, Plugins, Resume, Run, SpecFile, Threads, Workers, resume_hint, user_errors
+from audit.command_line import (
+    Limit,
+    Out,
+    Plugins,
+    Resume,
+    Run,
+    SpecFile,
+    Takeover,
+    Threads,
+    Workers,
+    resume_hint,
+    user_errors,
+)
 
 app = typer.Typer(
     name="kvaudit",
@@ -53,22 +65,23 @@ def run(
     threads: Threads = None,
     workers: Workers = None,
     plugin: Plugins = None,
+    takeover: Takeover = False,
 ) -> None:
     """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides."""
     with user_errors(resume_hint("run", spec, out, limit)):
         from audit.commands.run import Options, run_all
 
-        options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(plugin or ()))
+        options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(plugin or ()), takeover=takeover)
         run_all(spec, out, options, resume=resume)
 
 
 @app.command()
-def join(run: Run, threads: Threads = None, plugin: Plugins = None) -> None:
+def join(run: Run, *, threads: Threads = None, plugin: Plugins = None, takeover: Takeover = False) -> None:
     """Help with a run that another process has started, until nothing of it is left to do."""
     with user_errors(f"kvaudit join {run}"):
         from audit.commands.run import Options, join_run
 
-        join_run(run, Options(threads=threads, plugins=tuple(plugin or ())))
+        join_run(run, Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
 
 
 @app.command()
@@ -80,24 +93,32 @@ def train(
     limit: Limit = None,
     threads: Threads = None,
     plugin: Plugins = None,
+    takeover: Takeover = False,
 ) -> None:
     """Only train the arms of a spec."""
     with user_errors(resume_hint("train", spec, out, limit)):
         from audit.commands.run import Options, train_only
 
-        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()))
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
         train_only(spec, out, options, resume=resume)
 
 
 @app.command()
 def evaluate(
-    spec: SpecFile, *, out: Out = None, limit: Limit = None, threads: Threads = None, plugin: Plugins = None
+    spec: SpecFile,
+    *,
+    out: Out = None,
+    limit: Limit = None,
+    threads: Threads = None,
+    plugin: Plugins = None,
+    takeover: Takeover = False,
 ) -> None:
     """Only evaluate the grid of a spec, on the checkpoints that `train` left in the run folder."""
     with user_errors(resume_hint("evaluate", spec, out, limit).removesuffix(" --resume")):
         from audit.commands.run import Options, evaluate_only
 
-        evaluate_only(spec, out, Options(limit=limit, threads=threads, plugins=tuple(plugin or ())))
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        evaluate_only(spec, out, options)
 
 
 @app.command()

@@ -42,6 +42,10 @@ Workers = Annotated[
         show_default=False,
     ),
 ]
+Takeover = Annotated[
+    bool,
+    typer.Option("--takeover", help="Processes of this run on other machines are gone: take over what they claimed."),
+]
 Plugins = Annotated[
     list[Path] | None, typer.Option("--plugin", help="A Python file with policies or suites.", show_default=False)
 ]

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from audit.draws import derive_seed
 from audit.episodes import Played, check_fits, play
 from audit.errors import DataError, SpecError
 from audit.model import LoadedModel
-from audit.policies import parse_policy
+from audit.policies import parse_policy, policy_hash
 from audit.records import Item, Record
 from audit.runs import RunFolder, write_json
 from audit.sampler import Decoding, Sampler
@@ -35,7 +36,7 @@ class Unit:
     @property
     def policy_hash(self) -> str:
         """The 12 hex digits that stand for the policy in file names."""
-        return parse_policy(self.policy).hash
+        return policy_hash(self.policy)
 
     @property
     def name(self) -> str:
@@ -112,17 +113,26 @@ class Evaluator:
         sizes = [len(batch) * self._spec.evaluate.samples for batch in batches]
         sampler = Sampler(self._model, parse_policy(unit.policy))
         with files.records.open("ab") as out:
-            first = self._resume_at(files.records, unit, sizes)
-            rows = sum(sizes[:first])
+            first = self._resume_at(files.records, unit, batches)
+            rows, size = sum(sizes[:first]), files.records.stat().st_size
             progress(unit, rows, sum(sizes))
             for batch in batches[first:]:
                 lines = [self._record(unit, suite, played).to_json() for played in self._play(sampler, suite, batch)]
-                out.write("".join(line + "\n" for line in lines).encode())
+                size += out.write("".join(line + "\n" for line in lines).encode())
                 out.flush()
                 os.fsync(out.fileno())
                 rows += len(lines)
                 progress(unit, rows, sum(sizes))
-        digest = hashlib.sha256(files.records.read_bytes()).hexdigest()
+        self._seal(files, rows, size)
+
+    def _seal(self, files: UnitFiles, rows: int, size: int) -> None:
+        raw = files.records.read_bytes()
+        if len(raw) != size:
+            raise DataError(
+                f"{str(files.records)!r} has {len(raw)} bytes, this process left {size} in it: another one wrote there "
+                "too; go on with --resume, which cuts it to what is whole"
+            )
+        digest = hashlib.sha256(raw).hexdigest()
         write_json(files.seal, {"records": rows, "sha256": digest, "checkpoint": self._model.sha256})
 
     def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
@@ -150,17 +160,19 @@ class Evaluator:
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         return batched(items, lengths, part.batch_tokens // part.samples)
 
-    def _resume_at(self, path: Path, unit: Unit, sizes: Sequence[int]) -> int:
+    def _resume_at(self, path: Path, unit: Unit, batches: Sequence[Sequence[Item]]) -> int:
         """Cut the file to whole batches, so that what follows is what an unbroken run writes; returns their number."""
         rows = _readable_rows(path)
         if rows:
-            self._check_own(path, Record.from_json(rows[0].decode()), unit)
-        batches, kept = 0, 0
-        while batches < len(sizes) and kept + sizes[batches] <= len(rows):
-            kept += sizes[batches]
-            batches += 1
-        os.truncate(path, sum(len(row) for row in rows[:kept]))
-        return batches
+            self._check_own(path, rows[0].record, unit)
+        whole, kept, samples = 0, 0, range(self._spec.evaluate.samples)
+        for batch in batches:
+            wanted = [(item.item_id, sample) for item in batch for sample in samples]
+            if [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]] != wanted:
+                break
+            whole, kept = whole + 1, kept + len(wanted)
+        os.truncate(path, sum(len(row.line) for row in rows[:kept]))
+        return whole
 
     def _check_own(self, path: Path, record: Record, unit: Unit) -> None:
         ours = (self._model.sha256, unit.policy_hash, SUITES.get(unit.suite).version)
@@ -221,17 +233,22 @@ def check_training_items(spec: RunSpec, model: LoadedModel) -> None:
             made("train", SUITES.get(name)(), "train", number, spec.train.seeds[0], context, model.chat.count_tokens)
 
 
-def _readable_rows(path: Path) -> list[bytes]:
+class _Row(NamedTuple):
+    line: bytes
+    record: Record
+
+
+def _readable_rows(path: Path) -> list[_Row]:
     """The lines of a record file up to the first that a kill or a power cut has spoilt."""
-    rows: list[bytes] = []
+    rows: list[_Row] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            Record.from_json(line.decode())
+            record = Record.from_json(line.decode())
         except (DataError, UnicodeDecodeError):
             return rows
         if not line.endswith(b"\n"):
             return rows
-        rows.append(line)
+        rows.append(_Row(line, record))
     return rows
 
 

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from audit.claims import Claim, work_through
 from audit.errors import DataError, RunError
 from audit.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
 from audit.intact import check_checkpoints
@@ -18,7 +19,7 @@ from audit.launchers.local import idle_cores
 from audit.model import LoadedModel, load_model
 from audit.policies import parse_policy
 from audit.progress import Meter
-from audit.runs import RunFolder, read_json, utc_now, work_through
+from audit.runs import RunFolder, read_json, utc_now
 from audit.spec import BASE_ARM, RunSpec
 from audit.training.grpo import train
 from suites.base import SUITES
@@ -47,15 +48,21 @@ def prepare(spec: RunSpec) -> Prepared:
 class Pipeline:
     """One process's work on a run folder; several may work on the same one.
 
-    Without ``prepared`` the model is loaded when something is left to do. Raises DataError where a checkpoint that was
-    finished is no longer whole.
+    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``audit.claims.Claims``.
+    Raises DataError where a checkpoint that was finished is no longer whole.
     """
 
     def __init__(
-        self, run: RunFolder, console: Console, threads: int | None = None, prepared: Prepared | None = None
+        self,
+        run: RunFolder,
+        console: Console,
+        threads: int | None = None,
+        prepared: Prepared | None = None,
+        *,
+        takeover: bool = False,
     ) -> None:
         check_checkpoints(run.path)
-        self._run, self._spec, self._console = run, run.spec, console
+        self._run, self._spec, self._console, self._takeover = run, run.spec, console, takeover
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
         self._prepared = prepared
@@ -80,33 +87,56 @@ class Pipeline:
         steps = self._spec.train.steps
         finished = sum(map(self._is_trained, pairs))
         with Meter(self._console, "train", len(pairs) * steps, finished * steps) as meter:
+            before: list[Pair] = []
 
-            def work(pair: Pair) -> None:
-                before = sum(map(self._is_trained, pairs)) * steps
-                self._train_one(pair, lambda done, row: meter.at(before + done, _training_line(pair, row)))
+            def work(pair: Pair, mine: Claim) -> None:
+                def progress(done: int, row: Mapping[str, Any]) -> None:
+                    mine.check()
+                    meter.at(len(before) * steps + done, _training_line(pair, row))
 
-            work_through(pairs, done=self._is_trained, lock=self._train_lock, work=work, waiting=self._waiting)
+                self._train_one(pair, progress)
+
+            work_through(
+                pairs,
+                done=self._is_trained,
+                lock=self._train_lock,
+                work=work,
+                finished=before.append,
+                waiting=self._say,
+                takeover=self._takeover,
+            )
         self._run.note(checkpoints={f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in pairs})
 
     def evaluate(self) -> None:
         """Write and seal the records of every unit of the grid."""
         units = grid(self._spec)
         self._say(f"evaluate: {len(units)} units, {len(self._spec.arms)} checkpoints")
-        if not all(map(self._is_sealed, units)):
+        sealed = [unit for unit in units if self._is_sealed(unit)]
+        if len(sealed) < len(units):
             self._load_base()
-        rows = {unit: self._spec.evaluate.suites[unit.suite].items * self._spec.evaluate.samples for unit in units}
-        finished = sum(rows[unit] for unit in units if self._is_sealed(unit))
-        with Meter(self._console, "evaluate", sum(rows.values()), finished) as meter:
+        before = 0  # rows of finished units
+        with Meter(self._console, "evaluate", sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
 
-            def work(unit: Unit) -> None:
-                before = sum(rows[other] for other in units if self._is_sealed(other))
-
+            def work(unit: Unit, mine: Claim) -> None:
                 def progress(_: Unit, done: int, __: int) -> None:
+                    mine.check()
                     meter.at(before + done, _unit_line(unit))
 
                 self._evaluator_of((unit.arm, unit.seed)).run(unit, self._run, progress)
 
-            work_through(units, done=self._is_sealed, lock=self._eval_lock, work=work, waiting=self._waiting)
+            def finished(unit: Unit) -> None:
+                nonlocal before
+                before += self._rows(unit)
+
+            work_through(
+                units,
+                done=self._is_sealed,
+                lock=self._eval_lock,
+                work=work,
+                finished=finished,
+                waiting=self._say,
+                takeover=self._takeover,
+            )
         reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
         self._run.note(reference_sha256=reference, finished=utc_now())
 
@@ -160,6 +190,9 @@ class Pipeline:
     def _is_sealed(self, unit: Unit) -> bool:
         return UnitFiles.of(self._run.records, unit).seal.exists()
 
+    def _rows(self, unit: Unit) -> int:
+        return self._spec.evaluate.suites[unit.suite].items * self._spec.evaluate.samples
+
     def _train_lock(self, pair: Pair) -> Path:
         path = self._run.checkpoint(*pair)
         return path.with_name(f"{path.name}.lock")  # beside the folder, which must stay the training's own
@@ -176,9 +209,6 @@ class Pipeline:
         if known is not None or "OMP_NUM_THREADS" in os.environ:
             return int(known or torch.get_num_threads())
         return idle_cores()
-
-    def _waiting(self, busy: int) -> None:
-        self._say(f"waiting for {busy} units that other processes hold (lock files name them)")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""The run folder: one spec each, claimed unit by unit by any number of plain processes, resumed after a kill.
+"""The run folder: one spec each, shared by any number of plain processes, resumed after a kill.
 
 spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
-A claim is a lock file that names its process. What a dead process of this host has claimed is taken over.
+Who works on what is in ``audit.claims``.
 """
 
 from __future__ import annotations
@@ -13,25 +13,21 @@ import hashlib
 import json
 import os
 import platform
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from audit.errors import DataError, RunError
 from audit.spec import RunSpec
 from audit.spec_file import dump_spec, load_spec
 
-T = TypeVar("T")
-
 SPEC, PROVENANCE = "spec.yaml", "provenance.json"
 _PACKAGES = ("kvaudit", "torch", "transformers", "tokenizers", "numpy")
-_POLL_SECONDS = 1.0
 _IMPOSSIBLE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP}
+_LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class RunFolder:
@@ -55,7 +51,7 @@ class RunFolder:
 
     def note(self, **entries: Any) -> None:
         """Add entries to provenance.json; mappings are merged one level deep. Safe between processes."""
-        with _mutex(self.path / ".provenance.lock"):
+        with mutex(self.path / ".provenance.lock"):
             known = self.provenance() if (self.path / PROVENANCE).exists() else {}
             for key, value in entries.items():
                 known[key] = {**known.get(key, {}), **value} if isinstance(value, Mapping) else value
@@ -136,84 +132,22 @@ def _check_same(path: Path, spec: RunSpec) -> None:
         )
 
 
-def work_through(
-    units: Sequence[T],
-    *,
-    done: Callable[[T], bool],
-    lock: Callable[[T], Path],
-    work: Callable[[T], None],
-    waiting: Callable[[int], None],
-) -> None:
-    """Do every unit that is not done and not claimed; wait for those that other living processes have claimed.
+@contextmanager
+def mutex(path: Path) -> Iterator[None]:
+    """Serialise a few milliseconds of work between processes; the kernel lets go when a process dies.
 
-    ``waiting`` is called with their number whenever it changes.
+    Raises RunError on a file system that has no locks.
     """
-    last = 0
-    while open_units := [unit for unit in units if not done(unit)]:
-        busy = 0
-        for unit in open_units:
-            with claim(lock(unit)) as mine:
-                if not mine:
-                    busy += 1
-                elif not done(unit):
-                    work(unit)
-        if busy and busy != last:
-            waiting(busy)
-        last = busy
-        if busy:
-            time.sleep(_POLL_SECONDS)
-
-
-@contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock file; yields False when a living process, or one on another host, holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _mutex(path.parent / ".claims.lock"):
-        mine = not path.exists() or _is_stale(path)
-        if mine:
-            me = os.getpid()
-            write_json(path, {"pid": me, "host": socket.gethostname(), "ticks": _start_ticks(me), "since": utc_now()})
-    try:
-        yield mine
-    finally:
-        if mine:
-            path.unlink(missing_ok=True)
-
-
-def _is_stale(path: Path) -> bool:
-    """Whether the process that wrote the lock ran on this host and is gone."""
-    try:
-        holder = read_json(path)
-        pid, host, ticks = int(holder["pid"]), holder["host"], holder["ticks"]
-    except (DataError, KeyError, TypeError, ValueError):
-        raise RunError(f"lock {str(path)!r} is unreadable; delete it if no other process works on this run") from None
-    return host == socket.gethostname() and (not _is_alive(pid) or _start_ticks(pid) != ticks)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process started, in kernel ticks, so that a number given out again is not taken for it; None off Linux."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
-
-
-@contextmanager
-def _mutex(path: Path) -> Iterator[None]:
-    """Serialise a few milliseconds of work between processes; the kernel lets go when a process dies."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _LOCKLESS:
+                raise
+            raise RunError(
+                f"the file system of {str(path.parent)!r} has no locks ({error.strerror}); mount it with locks "
+                "(Lustre: flock, NFS 3: lockd), or give another --out"
+            ) from None
         yield
 
 
@@ -237,7 +171,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) 
 
 
 def _write_new(path: Path, text: str) -> None:
-    with _mutex(path.parent / ".provenance.lock"):
+    with mutex(path.parent / ".provenance.lock"):
         if not path.exists():
             _write_whole(path, text)
 

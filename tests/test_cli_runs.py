@@ -1,18 +1,16 @@
-"""Run folders: one spec each, shared by processes, never taken over from a living one."""
+"""Run folders: one spec each, shared by processes, written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from audit import runs
 from audit.errors import DataError, RunError
-from audit.runs import claim, open_run, read_json, work_through, write_json
+from audit.runs import mutex, open_run, read_json, write_json
 from audit.spec import RunSpec
 from audit.spec_file import parse_spec
 
@@ -68,78 +66,6 @@ def test_notes_merge_one_level_deep(tmp_path: Path, spec: RunSpec) -> None:
     assert run.provenance()["device"] == "cpu"
 
 
-def test_a_claim_excludes_a_second_one_and_is_given_back(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    with claim(lock) as first:
-        with claim(lock) as second:
-            assert (first, second) == (True, False)
-        assert lock.exists()
-    assert not lock.exists()
-    with claim(lock) as again:
-        assert again
-
-
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_the_claim_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    write_json(lock, {"pid": dead_process(), "host": socket.gethostname(), "ticks": 1})
-    with claim(lock) as mine:
-        assert mine
-        assert read_json(lock)["pid"] == os.getpid()
-
-
-def test_a_process_number_that_was_given_out_again_does_not_hold_the_claim(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    write_json(lock, {"pid": os.getpid(), "host": socket.gethostname(), "ticks": -1})
-    with claim(lock) as mine:
-        assert mine
-
-
-def test_the_claim_of_another_host_stands(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    write_json(lock, {"pid": dead_process(), "host": "elsewhere", "ticks": 1})
-    with claim(lock) as mine:
-        assert not mine
-    assert lock.exists()
-
-
-def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    lock.write_text("")
-    with pytest.raises(RunError, match=r"x\.lock.* is unreadable; delete it"), claim(lock):
-        pass
-
-
-def test_work_waits_for_what_others_hold_and_does_the_rest_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished: set[str] = set()
-    others = {"pid": 1, "host": "elsewhere", "ticks": 1}
-    write_json(tmp_path / "b.lock", others)
-    waited: list[int] = []
-
-    def other_process_finishes(_: float) -> None:
-        finished.add("b")
-        (tmp_path / "b.lock").unlink()
-
-    monkeypatch.setattr("audit.runs.time.sleep", other_process_finishes)
-    order: list[str] = []
-
-    def work(unit: str) -> None:
-        order.append(unit)
-        finished.add(unit)
-
-    work_through(
-        "abc", done=finished.__contains__, lock=lambda unit: tmp_path / f"{unit}.lock", work=work, waiting=waited.append
-    )
-    assert (order, waited) == (["a", "c"], [1])
-
-
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
@@ -149,3 +75,15 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path.write_text('{"a"')
     with pytest.raises(DataError, match="is not JSON"):
         read_json(path)
+
+
+def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(runs.fcntl, "flock", refuse)
+    with (
+        pytest.raises(RunError, match=r"has no locks \(No locks available\); mount it with locks"),
+        mutex(tmp_path / "x"),
+    ):
+        pass

@@ -154,6 +154,37 @@ def test_a_cut_inside_a_batch_repeats_that_batch_only(tmp_path: Path, spec: RunS
     assert files.records.read_bytes().splitlines(keepends=True)[:4] == lines[:4]
 
 
+def test_a_batch_that_two_processes_wrote_is_kept_once(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
+    run = evaluated(tmp_path / "run", spec, model)
+    unit = grid(spec)[0]
+    files = UnitFiles.of(run.records, unit)
+    whole = timeless(files.records)
+    lines = files.records.read_bytes().splitlines(keepends=True)
+    files.seal.unlink()
+    files.records.write_bytes(b"".join(lines[:4] + lines[:4]))
+    starts: list[int] = []
+    Evaluator(model, spec).run(unit, run, lambda _, done, __: starts.append(done))
+    assert starts == [4, 8, 10]
+    assert timeless(files.records) == whole
+
+
+def test_a_file_that_another_process_writes_too_is_not_sealed(
+    tmp_path: Path, spec: RunSpec, model: LoadedModel
+) -> None:
+    run = open_run(tmp_path / "run", spec, resume=False)
+    unit = grid(spec)[0]
+    files = UnitFiles.of(run.records, unit)
+
+    def intrude(_: Unit, done: int, __: int) -> None:
+        if done == 8:
+            with files.records.open("ab") as out:
+                out.write(files.records.read_bytes().splitlines(keepends=True)[-1])
+
+    with pytest.raises(DataError, match=r"has \d+ bytes, this process left \d+ in it: another one wrote there too"):
+        Evaluator(model, spec).run(unit, run, intrude)
+    assert not files.seal.exists()
+
+
 def test_records_of_another_checkpoint_are_never_continued(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
     run = evaluated(tmp_path / "run", spec, model)
     unit = grid(spec)[0]

@@ -225,6 +225,27 @@ def test_a_changed_ledger_is_refused(base: LoadedModel, halfway: Path) -> None:
         grpo.train(config(), base, halfway, silent)
 
 
+def test_telemetry_that_two_processes_wrote_never_becomes_part_of_a_checkpoint(
+    base: LoadedModel, tmp_path: Path
+) -> None:
+    def intrude(done: int, _: int, row: dict[str, Any]) -> None:
+        if done == 4:
+            TelemetryLog(tmp_path / "telemetry.jsonl").append(row)
+
+    with pytest.raises(DataError, match="has step 4 where its end belongs: another process wrote there too"):
+        grpo.train(config(), base, tmp_path, intrude)
+    assert not (tmp_path / "provenance.json").exists()
+
+
+def test_a_state_whose_telemetry_is_out_of_order_is_refused(base: LoadedModel, halfway: Path) -> None:
+    lines = (halfway / "telemetry.jsonl").read_bytes().splitlines(keepends=True)
+    (halfway / "telemetry.jsonl").write_bytes(b"".join([lines[1], lines[0], lines[2]]))
+    state = halfway / "state" / "step-000002" / "state.json"
+    assert json.loads(state.read_text())["telemetry_bytes"] == len(lines[0] + lines[1])
+    with pytest.raises(DataError, match="has step 2 where step 1 belongs"):
+        grpo.train(config(), base, halfway, silent)
+
+
 def test_a_changed_checkpoint_is_refused(base: LoadedModel, whole: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(whole, tmp_path / "copy")
     (copied / "config.json").write_text("{}")

@@ -110,6 +110,23 @@ def test_a_log_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
         log.truncate(log.size + 1)
 
 
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((1, 2, 2, 3), "has step 2 where step 3 belongs"),
+        ((1, 3), "has step 3 where step 2 belongs"),
+        ((1, 2), "has its end where step 3 belongs"),
+        ((1, 2, 3, 3), "has step 3 where its end belongs"),
+    ],
+)
+def test_steps_out_of_order_are_refused(tmp_path: Path, steps: tuple[int, ...], message: str) -> None:
+    log = TelemetryLog(tmp_path / "telemetry.jsonl")
+    for step in steps:
+        log.append({"step": step})
+    with pytest.raises(DataError, match=message):
+        log.check_steps(3)
+
+
 def test_a_disk_that_refuses_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = TelemetryLog(tmp_path / "file" / "telemetry.jsonl")

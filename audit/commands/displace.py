@@ -43,7 +43,7 @@ def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     with Meter(console, "displace", len(producer.units), producer.finished()) as meter:
         written = producer.work(
             lambda done, unit: meter.at(done, _line(unit)),
-            lambda busy: say(console, f"waiting for {busy} units that other processes hold (lock files name them)"),
+            lambda text: say(console, text),
         )
         meter.at(len(producer.units), "all units")
     _print(load_displacement(path))

@@ -28,6 +28,7 @@ class Options:
     threads: int | None = None
     workers: int | None = None
     plugins: tuple[Path, ...] = ()
+    takeover: bool = False
 
 
 def run_all(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
@@ -36,8 +37,9 @@ def run_all(path: Path, out: Path | None, options: Options, *, resume: bool) -> 
 
     asked = _asked(path, out, options)
     workers, threads = share(options, asked.spec, _begun_with(asked.folder))
-    pipeline, run = _open(asked, threads, resume=resume)
+    pipeline, run = _open(asked, options, threads, resume=resume)
     words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
+    words += ["--takeover"] if options.takeover else []
     with companions(workers - 1, words, run.path / "logs", lambda line: _say(Console(stderr=True), line)):
         pipeline.train()
         pipeline.evaluate()
@@ -65,7 +67,7 @@ def _begun_with(folder: Path) -> int | None:
 
 def join_run(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
-    pipeline, _ = _open(_asked(path / SPEC, path, options), options.threads, resume=True)
+    pipeline, _ = _open(_asked(path / SPEC, path, options), options, options.threads, resume=True)
     pipeline.train()
     pipeline.evaluate()
 
@@ -75,14 +77,14 @@ def train_only(path: Path, out: Path | None, options: Options, *, resume: bool) 
     asked = _asked(path, out, options)
     if asked.spec.train is None:
         raise SpecError(f"{str(path)!r} has no train section; evaluate the base model with: kvaudit evaluate {path}")
-    pipeline, run = _open(asked, options.threads, resume=resume)
+    pipeline, run = _open(asked, options, options.threads, resume=resume)
     pipeline.train()
     _say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
 
 
 def evaluate_only(path: Path, out: Path | None, options: Options) -> None:
     """The evaluation phase; goes on with whatever the folder holds."""
-    pipeline, run = _open(_asked(path, out, options), options.threads, resume=True)
+    pipeline, run = _open(_asked(path, out, options), options, options.threads, resume=True)
     pipeline.evaluate()
     _say(Console(), f"records: {run.records}")
 
@@ -103,7 +105,7 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     return _Asked(spec, out or Path("runs") / spec.name, plugins)
 
 
-def _open(asked: _Asked, threads: int | None, *, resume: bool) -> tuple[Pipeline, RunFolder]:
+def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed."""
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -113,7 +115,7 @@ def _open(asked: _Asked, threads: int | None, *, resume: bool) -> tuple[Pipeline
     _say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     if asked.plugins:
         run.note(plugins=asked.plugins)
-    return Pipeline(run, console, threads, prepared), run
+    return Pipeline(run, console, threads, prepared, takeover=options.takeover), run
 
 
 def _say(console: Console, line: str) -> None:

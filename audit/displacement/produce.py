@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.chat import Chat
+from audit.claims import Claim, work_through
 from audit.displacement.forced import again, check_lengths, dense_logits, served_logits
 from audit.displacement.measure import Refusal, Tally
 from audit.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
@@ -24,7 +25,7 @@ from audit.evaluate import Unit, UnitFiles, made
 from audit.model import LoadedModel, load_model
 from audit.policies import parse_policy
 from audit.records import Record
-from audit.runs import RunFolder, read_json, work_through, write_json
+from audit.runs import RunFolder, read_json, write_json
 from audit.spec import BASE_ARM
 from suites.base import SUITES
 
@@ -57,22 +58,23 @@ class Producer:
         """How many units are measured already."""
         return sum(map(self._is_done, self.units))
 
-    def work(self, progress: Progress, waiting: Callable[[int], None]) -> Path:
+    def work(self, progress: Progress, waiting: Callable[[str], None]) -> Path:
         """Measure what is missing and write displacement.json; returns its path.
 
         Raises DataError for records or checkpoints that are changed or of another run.
         """
-        path = self._run.path / FILE
+        path, finished = self._run.path / FILE, set[Measured]()
 
-        def measure(unit: Measured) -> None:
-            progress(self.finished(), unit)
+        def measure(unit: Measured, mine: Claim) -> None:
+            progress(len(finished), unit)
             row = self._measure(unit)
+            mine.check()
             write_json(self._file(unit), {"key": self._keys[unit], "row": row, "sha256": _digest(row)}, indent=None)
 
         def lock(unit: Measured) -> Path:
             return self._folder / f"{unit.name}.lock"
 
-        work_through(self.units, done=self._is_done, lock=lock, work=measure, waiting=waiting)
+        work_through(self.units, done=self._is_done, lock=lock, work=measure, finished=finished.add, waiting=waiting)
         rows = [self._row(unit) for unit in self.units]
         about = {"tokens": self._tokens, "reference": self._spec.gate.reference}
         write_json(path, {"format": FORMAT, "about": about, "rows": rows}, indent=None)

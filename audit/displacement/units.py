@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from audit.policies import parse_policy
+from audit.policies import policy_hash
 from audit.spec import BASE_ARM, RunSpec
 
 DENSE = "none"
@@ -26,7 +26,7 @@ class Measured:
     @property
     def name(self) -> str:
         """The file name of the unit, without its ending."""
-        kind = "floor" if self.floor else parse_policy(self.policy).hash
+        kind = "floor" if self.floor else policy_hash(self.policy)
         return f"{self.arm}-seed{self.seed}--{kind}--{self.suite}--{self.context_tokens}"
 
 

@@ -2,7 +2,7 @@
 
 from audit.policies.base import POLICIES, Moments, Policy, View
 from audit.policies.compose import Composed, Mixture
-from audit.policies.parse import parse_policy
+from audit.policies.parse import parse_policy, policy_hash
 from audit.policies.quantiser import Quantiser
 
-__all__ = ["POLICIES", "Composed", "Mixture", "Moments", "Policy", "Quantiser", "View", "parse_policy"]
+__all__ = ["POLICIES", "Composed", "Mixture", "Moments", "Policy", "Quantiser", "View", "parse_policy", "policy_hash"]

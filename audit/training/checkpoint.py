@@ -85,6 +85,7 @@ class CheckpointFolder:
         position = self._load(states[-1], optimiser) if states else Position()
         self._check_ledgers(position)
         self.telemetry.truncate(position.telemetry_bytes)
+        self.telemetry.check_steps(position.step)
         return position
 
     def save_state(self, position: Position, optimiser: Optimiser) -> None:
@@ -120,7 +121,11 @@ class CheckpointFolder:
         return name, digest
 
     def finish(self, learner: LoadedModel, position: Position) -> None:
-        """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it whole."""
+        """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it whole.
+
+        Raises DataError for telemetry that more than one process wrote.
+        """
+        self.telemetry.check_steps(position.step)
         staged = self.path / ("final" + PARTIAL)
         with guarded(self.path):
             shutil.rmtree(staged, ignore_errors=True)

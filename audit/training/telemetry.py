@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,22 @@ class TelemetryLog:
             with guarded(self.path), self.path.open("r+b") as file:
                 file.truncate(size)
                 os.fsync(file.fileno())
+
+    def check_steps(self, steps: int) -> None:
+        """Raise DataError unless the rows are of steps 1 to ``steps``, in order and each once."""
+        if steps == 0 and not self.path.exists():
+            return
+        found = [row.get("step") for row in read_telemetry(self.path)]
+        for wanted, got in zip_longest(range(1, steps + 1), found):
+            if got != wanted:
+                raise DataError(
+                    f"telemetry {str(self.path)!r} has {_named(got)} where {_named(wanted)} belongs: another process "
+                    "wrote there too; delete the checkpoint folder to train again"
+                )
+
+
+def _named(step: Any) -> str:
+    return "its end" if step is None else f"step {step}"
 
 
 def read_telemetry(path: Path) -> list[dict[str, Any]]:
