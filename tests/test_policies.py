@@ -36,6 +36,8 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("snapkv:pool=median", "max or avg"),
         ("h2o:phase=never", "prefill, decode, both"),
         ("pyramidkv:budget=64,window=32,sink=2", "does not fit the last layer"),
+        ("adakv:alpha=1.5", "alpha=1.5, wanted a share from 0 to 1"),
+        ("adakv:alpha=nan", "alpha=nan, wanted a share from 0 to 1"),
         ("none:budget=3", "field of policy none"),
         ("tova@3", "a weight is a share of a mixture, such as snapkv:budget=96@3|none"),
         ("tova@3+kivi|none", "weight '3+kivi', wanted a whole number at the end, such as tova@3"),
@@ -226,3 +228,27 @@ def test_the_pyramid_holds_what_the_authors_keep_of_a_prompt(tokens: int, held: 
         x = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(layer))
         evicting.attend(layer, x, x, x, scaling=1.0)
     assert [store.length for store in evicting.stores] == held
+
+
+@pytest.mark.parametrize(
+    ("alpha", "wide", "narrow"),
+    [(0.2, 16, 8), (0.0, 17, 7), (0.5, 15, 9), (1.0, 12, 12)],  # .8 * 13 + .2 * 8 = 12 beyond the window of 4
+)
+def test_a_head_of_spread_attention_keeps_what_a_sharp_one_does_not_need(alpha: float, wide: int, narrow: int) -> None:
+    policy = parse_policy(f"adakv:budget=12,window=4,alpha={alpha}")
+    scores = torch.zeros(1, 2, 24)
+    scores[0, 0, :13], scores[0, 1, :3] = 0.05, 0.2
+    scores[0, 1, 3:] = 0.01
+    positions = torch.arange(24)[None, None].expand(1, 2, 24).int()
+    kept = retained(scores, positions, torch.tensor([24]), policy)
+    assert kept.sum(-1).tolist() == [[wide, narrow]]
+    assert bool(kept[:, :, -4:].all())
+
+
+def test_adakv_without_sharing_is_snapkv() -> None:
+    v = view(3)
+    kept = [
+        retained(policy.importance(v), v.positions, v.seen, policy)
+        for policy in map(parse_policy, ("adakv:budget=9,window=4,alpha=1", "snapkv:budget=9,window=4"))
+    ]
+    assert torch.equal(*kept)

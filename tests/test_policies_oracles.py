@@ -5,6 +5,7 @@ Nothing here is shared with the product: scores are sums in float64 loops, and w
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,39 @@ def test_snapkv(seed: int) -> None:
     # a mean of the same three neighbours in another order ties but for rounding, so copies are for the maximum
     for pool in ("max",) if seed % 2 else ("max", "avg"):
         kept_alike(f"snapkv:budget=9,window=4,kernel=3,pool={pool}", v, snapkv_scores(v, pool))
+
+
+def shared_keep(scores: Array, at: Array, policy: Policy, alpha: Fraction) -> list[set[int]]:
+    """Positions that stay in every head where heads [H, K] share their budgets, rounded by the largest remainder."""
+    heads = range(len(at))
+    stay = [{p for p in at[h].tolist() if p >= SEEN - policy.window or 0 <= p < policy.sink} for h in heads]
+    free = [(-scores[h][n], n, h) for h in heads for n, p in enumerate(at[h]) if p >= 0 and p not in stay[h]]
+    mean = [policy.budget - len(stay[h]) for h in heads]
+    best = sorted(free)[: sum(mean)]
+    share = [(1 - alpha) * sum(h == head for *_, head in best) + alpha * mean[h] for h in heads]
+    up = sorted(heads, key=lambda h: (share[h] // 1 - share[h], h))[: sum(mean) - sum(s // 1 for s in share)]
+    count = [int(share[h]) + (h in up) for h in heads]
+    first = [entry for h in heads for entry in sorted(e for e in free if e[2] == h)[: count[h]]]
+    others = sorted(set(free) - set(first))[: sum(mean) - len(first)]
+    for _, n, h in (*first, *others):
+        stay[h].add(int(at[h][n]))
+    return stay
+
+
+@DRAWS
+def test_adakv(seed: int) -> None:
+    """SnapKV's ranking; a layer's heads keep 2 * 11 entries, the fewer of them held, the more the others have."""
+    v, alpha = view(seed), Fraction(seed % 6, 5)
+    v.positions[1, seed % 2, 5 + seed % 9 :] = -1  # one head of a row holds little
+    policy = parse_policy(f"adakv:budget=11,window=4,kernel=3,alpha={float(alpha)}")
+    enough = (v.positions >= 0).sum((1, 2)) > 22
+    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    scores = tied(snapkv_scores(v, "max"))
+    for b in enough.nonzero()[:, 0].tolist():
+        at = v.positions[b].numpy()
+        got = [set(at[h][kept[b, h].numpy()].tolist()) for h in range(2)]
+        assert got == shared_keep(scores[b], at, policy, alpha)
+        assert sum(map(len, got)) == 22
 
 
 @DRAWS

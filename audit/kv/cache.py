@@ -42,7 +42,7 @@ class EvictingCache:
         self._sinks = [new_sinks(plan, rotary) for plan in self.plans]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
-        self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries held per row
+        self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries per row, in the mean over heads
         governed = [plan.policy.evictor for plan in self.plans if plan.sliding_window is None]
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
@@ -92,7 +92,7 @@ class EvictingCache:
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         store, evictor = self.stores[layer], self.plans[layer].policy.evictor
-        bounded = evictor.evicts and not (self._decoding and evictor.phase == "prefill")
+        bounded = evictor.evicts and not evictor.shares_heads and not (self._decoding and evictor.phase == "prefill")
         budgets = evictor.budget_at(self.seen)
         limit = int(budgets.max()) + max(key.shape[2], evictor.interval) if bounded else None
         store.append(key, value, self._positions, limit=limit)
@@ -162,7 +162,7 @@ class EvictingCache:
         evictor, store, counts = self.plans[layer].policy.evictor, self.stores[layer], self._counts[layer]
         full = bool((counts == store.length).all())
         every = bool(due.all())
-        single = every and full and bool((budgets + 1 == store.length).all())
+        single = every and full and not evictor.shares_heads and bool((budgets + 1 == store.length).all())
         rows = slice(None) if every else due.nonzero()[:, 0].to(self.row_keys.device)
         if single and not evictor.ordered and not isinstance(store, QuantisedStore):
             view = self._view(layer, rows, scaling)
@@ -173,19 +173,25 @@ class EvictingCache:
         else:
             if not (full and store.ordered):
                 # neighbours in the cache must be neighbours in the view: padding of other rows leaves no gaps
-                store.keep(store.positions >= 0, int(counts.max()), self._seen_device)
+                self._keep(layer, store.positions >= 0)
             view = self._view(layer, rows, scaling)
             importance = evictor.importance(view).float()
             assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
             kept = store.positions >= 0
             kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows))
             counts[due] = budgets[due]
-            store.keep(kept, int(counts.max()), self._seen_device)
+            self._keep(layer, kept)
         counts[due] = budgets[due]
         self._since[layer][due] = 0
         sinks = self._sinks[layer]
         if sinks:
             sinks.move(store, rows, by=self._seen_device[rows] - budgets[due].to(self.row_keys.device))
+
+    def _keep(self, layer: int, kept: Tensor) -> None:
+        """Drop the slots of a layer where ``kept`` [B, H, length] is False; the fullest head sets the width."""
+        shared = self.plans[layer].policy.evictor.shares_heads
+        width = kept.sum(-1).max() if shared else self._counts[layer].max()
+        self.stores[layer].keep(kept, int(width), self._seen_device)
 
     def _pinned(self, layer: int, view: View, rows: Tensor | slice) -> Tensor | None:
         """Which slots a role pins; none where the model's own window slides, which no pin may narrow."""

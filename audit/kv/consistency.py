@@ -131,13 +131,18 @@ def _schedule(gone: Tensor, policy: Policy, due: Sequence[Due]) -> str | None:
         if query not in due_at:
             entry = int((gone == query).any(0).nonzero()[0])
             return f"entry {entry} left the cache after query {query - 1}, {_idle(policy, query, due)}"
-        _, held, budget = due_at[query]
-        kept = held - left[:, query]
-        wrong = (kept != budget).nonzero()[:, 0].tolist()
-        if wrong:
-            count = int(kept[wrong[0]])
-            return f"head {wrong[0]} keeps {count} entries after query {query - 1}, budget {budget}"
+        if words := _wrong_count(left[:, query], due_at[query], policy):
+            return f"{words[0]} {words[1]} entries after query {query - 1}, budget {words[2]}"
     return None
+
+
+def _wrong_count(left: Tensor, due: Due, policy: Policy) -> tuple[str, int, int] | None:
+    """Who keeps how many where another number is due; ``left`` [H] entries at once, together if heads share."""
+    if policy.shares_heads:
+        kept, budget = int(len(left) * due.held - left.sum()), len(left) * due.budget
+        return None if kept == budget else ("all heads keep", kept, budget)
+    wrong = (due.held - left != due.budget).nonzero()[:, 0].tolist()
+    return (f"head {wrong[0]} keeps", int(due.held - left[wrong[0]]), due.budget) if wrong else None
 
 
 def _idle(policy: Policy, query: int, due: Sequence[Due]) -> str:

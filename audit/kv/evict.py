@@ -47,12 +47,13 @@ def retained(
 ) -> Tensor:
     """The slots that stay: sink, window and pins first, then the highest importance, ties to the earlier position.
 
-    All [B, H, K] but ``seen`` [B], slots in order of position; bool with ``policy.budget_at(seen)`` True per head.
+    All [B, H, K] but ``seen`` [B], slots in order of position; ``policy.budget_at(seen)`` True per head, in the mean
+    where heads share.
     """
     rank = _rank(importance, positions, seen, policy, pinned)
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
-    best = torch.arange(rank.shape[-1], device=rank.device) < policy.budget_at(seen)[:, None, None]
-    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, best.expand_as(order))
+    best = torch.arange(rank.shape[-1], device=rank.device) < policy.capacities(rank, policy.budget_at(seen))[..., None]
+    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, best)
 
 
 def only_victim(

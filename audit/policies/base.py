@@ -90,6 +90,7 @@ class Policy:
     quantises: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False  # wants `View.mass`
     moments: ClassVar[bool] = False  # wants `View.moments`
+    shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
     ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
     uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter, None for all
 
@@ -171,6 +172,13 @@ class Policy:
     def budget_at(self, seen: Tensor) -> Tensor:
         """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
         return torch.full_like(seen, self.budget)
+
+    def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
+        """Entries that every head keeps, int64 [B, H] of sum H * ``budgets`` [B].
+
+        ``rank`` [B, H, K] is the importance with inf where an entry is protected and -inf where a slot is empty.
+        """
+        return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
         """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""

@@ -1,0 +1,65 @@
+"""SnapKV whose heads share a layer's budget: more entries where attention is spread, fewer where it is concentrated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.errors import SpecError
+from audit.policies.snapkv import SnapKV
+
+INF = float("inf")
+DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV's ranking under budgets per head (Feng 2024, arXiv:2407.11550).
+
+    A layer of H heads keeps H * ``budget`` entries. Beyond what is protected, a head has (1 - alpha) * its share of the
+    H * budget best entries of all heads + alpha * the mean, the safeguard: with ``alpha=1`` all heads have the same.
+
+    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), the authors round each by
+    itself. A head that holds less than its share, as decoding may leave it, gives the rest to the best ranked of all.
+    """
+
+    name: ClassVar[str] = "adakv"
+    paper: ClassVar[str] = "2407.11550"
+    keeps: ClassVar[str] = "as snapkv, with budgets that a layer's heads share by the attention they spread"
+    shares_heads: ClassVar[bool] = True
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "alpha", self.alpha + 0.0)  # -0.0 is 0.0
+        if not 0 <= self.alpha <= 1:
+            raise SpecError(f"policy adakv: alpha={self.alpha}, wanted a share from 0 to 1")
+
+    def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
+        protected = rank == INF
+        free, mean = rank.masked_fill(protected, -INF), budgets[:, None] - protected.sum(-1)  # [B, H]
+        total = mean.sum(1)
+        best = _best(free, total).sum(-1)
+        shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=DIGITS)
+        up = _places(shares - shares.floor()) < (total - shares.floor().sum(1))[:, None]
+        sure = torch.minimum(shares.floor().long() + up, (free > -INF).sum(-1))
+        others = free.masked_fill(_places(free) < sure[..., None], -INF)
+        return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)
+
+
+def _best(rank: Tensor, count: Tensor) -> Tensor:
+    """The ``count`` [B] highest of all heads: bool [B, H, K]; ties to the earlier slot, then to the lower head."""
+    batch, heads, slots = rank.shape
+    places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)
+    return (places < count[:, None, None]) & (rank > -INF)
+
+
+def _places(rank: Tensor) -> Tensor:
+    """How many slots come before each along the last dimension."""
+    order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
+    counted = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, counted)
