@@ -2,7 +2,7 @@
 
 Heavy imports wait inside the commands, so that ``--help`` answers at once.
 Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 looks exhausted,
-130 interrupted.
+130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from audit.command_line import (
     Takeover,
     Threads,
     Workers,
+    end_on_sigterm,
     resume_hint,
     user_errors,
 )
@@ -251,6 +252,7 @@ def list_arms() -> None:
 
 def main() -> None:
     """Entry point of the ``kvaudit`` command."""
+    end_on_sigterm()
     try:
         app()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from audit.errors import AuditError
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
 SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
@@ -65,16 +67,30 @@ OnInconclusive = Annotated[
 ]
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a scheduler or ``kill`` sends it: ends like ctrl-C, so that claims and workers are let go of."""
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM an exception of the main thread."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 @contextmanager
 def user_errors(hint: str = "") -> Iterator[None]:
-    """Print what the user can mend as one line on stderr and exit with 2; ctrl-C prints how to go on."""
+    """Print what the user can mend as one line on stderr and exit with 2; ctrl-C and SIGTERM print how to go on."""
     try:
         yield
     except AuditError as error:
         raise _failed(str(error)) from None
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; continue with: {hint}" if hint else "interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as stop:
+        what, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
+        raise typer.Exit(code) from None
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise

@@ -67,7 +67,6 @@ class Renderer:
             return {}
         raise RunError(f"the process that renders chat templates ended with code {process.returncode}; run again")
 
-
     def end(self) -> None:
         """End the process; the next conversation starts another."""
         if self._process is not None:

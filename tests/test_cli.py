@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from audit.cli import app
+from audit.command_line import end_on_sigterm
 from audit.commands.run import Options, share
 from audit.spec_file import load_spec
 
@@ -359,14 +361,24 @@ def test_a_disk_that_takes_nothing_is_one_line(
     assert f"kvaudit run {spec} --out {tmp_path / 'run'} --resume" in message
 
 
-def test_ctrl_c_says_how_to_go_on(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stop", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_and_sigterm_say_how_to_go_on(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: signal.Signals, code: int, word: str
+) -> None:
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(stop)
 
+    before = signal.getsignal(signal.SIGTERM)
+    end_on_sigterm()
     monkeypatch.setattr("audit.pipeline.Pipeline.train", interrupt)
-    code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
-    assert code == 130
-    assert err == f"interrupted; continue with: kvaudit run {spec} --out {tmp_path / 'run'} --limit 2 --resume\n"
+    try:
+        got, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == code
+    assert err == f"{word}; continue with: kvaudit run {spec} --out {tmp_path / 'run'} --limit 2 --resume\n"
 
 
 def test_a_crash_is_not_dressed_up_as_the_users_fault(

@@ -1,31 +1,109 @@
-"""Companions: more processes on one run, whose failure costs time and nothing else."""
+"""Companions: more processes on one run, whose failure costs time and nothing else, and who end with their parent."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from audit.launchers.local import companions, idle_cores
+from audit.launchers import local
+from audit.launchers.local import Companion, companions, idle_cores
+
+TIED = "from audit.launchers.local import tie; tie(); import sys, time; print('here', flush=True); time.sleep(600)"
+PARENT = """
+import sys, time
+from pathlib import Path
+from audit.launchers import local
+local.PROGRAM = (sys.executable, "-c", sys.argv[1])
+with local.companions(2, [], Path(sys.argv[2]), print) as started:
+    print(*(one.process.pid for one in started), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Companions that end only if somebody ends them."""
+    monkeypatch.setattr(local, "PROGRAM", (sys.executable, "-c", TIED))
+
+
+def wait_for(log: Path) -> None:
+    while "here" not in log.read_text():
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
 
 
 def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
     said: list[str] = []
-    with companions(1, ["join", str(tmp_path / "nowhere")], tmp_path / "logs", said.append):
-        pass
+    with companions(1, ["join", "--no-such-option"], tmp_path / "logs", said.append) as started:
+        started[0].process.wait()
     assert len(said) == 1
-    assert "exit code 2" in said[0]
-    assert "cannot be read" in (tmp_path / "logs" / "worker-1.log").read_text()
+    assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")
+    assert "No such option" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
-def test_companions_stop_when_the_body_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGKILL, "SIGKILL (out of memory?)"), (signal.SIGSEGV, "SIGSEGV")]
+)
+def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
     said: list[str] = []
-    with (
-        pytest.raises(KeyboardInterrupt),
-        companions(2, ["generate", "--help"], tmp_path / "logs", said.append),
-    ):
-        raise KeyboardInterrupt
+    with companions(2, [], tmp_path / "logs", said.append) as started:
+        wait_for(tmp_path / "logs" / "worker-2.log")
+        started[1].process.send_signal(number)
+        while not said:
+            time.sleep(0.01)
+        raised = said[0]
+        started[0].process.stdin.close()
+    assert raised.startswith(f"worker 2 was killed by {name}; what it held goes back")
+
+
+def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:
+    said: list[str] = []
+    started: list[Companion] = []
+
+    def body() -> None:
+        with companions(2, [], tmp_path / "logs", said.append) as found:
+            started.extend(found)
+            wait_for(tmp_path / "logs" / "worker-1.log")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert [one.process.returncode for one in started] == [-signal.SIGTERM] * 2
     assert said == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, TIED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    for log in ("worker-1.log", "worker-2.log"):
+        wait_for(tmp_path / log)
+    parent.send_signal(number)
+    parent.communicate()
+    while any(map(is_alive, pids)):  # for ever, and the test's own limit ends it, where they outlive their parent
+        time.sleep(0.01)
+    for log in ("worker-1.log", "worker-2.log"):
+        assert "the process that started this worker has ended" in (tmp_path / log).read_text()
+
+
+def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
+    said: list[str] = []
+    with companions(1, [], tmp_path / "logs", said.append) as started:
+        wait_for(tmp_path / "logs" / "worker-1.log")
+        started[0].process.send_signal(signal.SIGINT)
+        started[0].process.stdin.close()
+        assert started[0].process.wait() == 143
 
 
 def test_there_is_always_one_core() -> None:
