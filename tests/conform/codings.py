@@ -1,0 +1,84 @@
+"""How every quantising policy codes, and when, written naively; see ``conform/rules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from conform.rules import Array, Fields, Layer, codes
+
+
+@codes("int8", residual=(0, 0, 3, 8))
+def int8(layer: Layer, policy: Fields) -> None:
+    recode(layer, policy["residual"], lambda x: symmetric(x, 127.0, np.round))
+
+
+@codes("fp8", residual=(0, 0, 3, 8), format=("e4m3", "e5m2"))
+def fp8(layer: Layer, policy: Fields) -> None:
+    numbers = FLOATS[policy["format"]]
+    recode(layer, policy["residual"], lambda x: symmetric(x, numbers[-1], lambda y: nearest_float(y, numbers)))
+
+
+@codes("kivi", residual=(4, 8), group=(2, 4), bits=(2, 4))
+def kivi(layer: Layer, policy: Fields) -> None:
+    """Keys leave in whole residuals, per channel in runs of ``group``; values one by one, ``group`` channels each."""
+    residual, group, steps = policy["residual"], policy["group"], 2 ** policy["bits"] - 1
+    until = layer.keys_coded + (layer.seen - layer.keys_coded) // residual * residual
+    for head in layer.heads:
+        leaving = [j for j in layer.held[head] if layer.keys_coded <= j < until]
+        for start in range(0, len(leaving), group):
+            run = leaving[start : start + group]
+            channels = np.array([layer.keys[head][j] for j in run]).T
+            coded = np.array([asymmetric(channel, steps) for channel in channels]).T
+            for j, key in zip(run, coded, strict=True):
+                layer.keys[head][j] = key
+        for j in range(layer.values_coded, max(layer.values_coded, layer.seen - residual)):
+            parts = np.split(layer.values[head][j], max(1, len(layer.values[head][j]) // group))
+            layer.values[head][j] = np.concatenate([asymmetric(part, steps) for part in parts])
+    layer.keys_coded, layer.values_coded = until, max(layer.values_coded, layer.seen - residual)
+
+
+def recode(layer: Layer, residual: int, coded: Callable[[Array], Array]) -> None:
+    """Keys and values alike, each token and head by itself, all but the last ``residual``."""
+    until = max(layer.keys_coded, layer.seen - residual)
+    for table in (layer.keys, layer.values):
+        for entries in table:
+            for j in range(layer.keys_coded, until):
+                entries[j] = coded(entries[j])
+    layer.keys_coded = until
+
+
+def symmetric(x: Array, largest: float, code: Callable[[Array], Array]) -> Array:
+    """The largest magnitude stands on the largest code."""
+    scale = float(abs(x).max()) / largest
+    return x if scale == 0 else code(x / scale) * scale
+
+
+def asymmetric(x: Array, steps: int) -> Array:
+    """Evenly spaced codes from the smallest to the largest."""
+    low, scale = float(x.min()), float(x.max() - x.min()) / steps
+    return np.full_like(x, low) if scale == 0 else low + np.round((x - low) / scale) * scale
+
+
+def eight_bit_floats(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
+    """Every number from 0 to ``largest`` of a format, in order of its bits."""
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    small = [m / steps * 2.0 ** (1 - bias) for m in range(steps)]
+    usual = [(1 + m / steps) * 2.0 ** (e - bias) for e in range(1, 2**exponent_bits) for m in range(steps)]
+    return [number for number in small + usual if number <= largest]
+
+
+FLOATS = {"e4m3": eight_bit_floats(4, 3, 448.0), "e5m2": eight_bit_floats(5, 2, 57344.0)}
+
+
+def nearest_float(x: Array, numbers: list[float]) -> Array:
+    """The nearest number of a format, half way to the even one; a float64 passes through float32, as processors do."""
+    rounded = []
+    for value in x.astype(np.float32).astype(np.float64):
+        at = int(np.searchsorted(numbers, abs(value)))
+        below, above = numbers[max(at - 1, 0)], numbers[min(at, len(numbers) - 1)]
+        up, down = above - abs(value), abs(value) - below
+        takes_upper = up < down or (up == down and at % 2 == 0)
+        rounded.append(np.copysign(above if takes_upper else below, value))
+    return np.array(rounded)

@@ -1,0 +1,193 @@
+"""The product against a simulator that shares nothing with it: sampler, public cache and both shadow passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+import audit.kv.cache
+import audit.kv.shadow
+from audit.kv.cache import EvictingCache
+from audit.kv.layers import LayerPlan
+from audit.policies import POLICIES, Policy, parse_policy
+from conform import agreement
+from conform.agreement import Disagreement, gap
+from conform.plays import SHARED_FIELDS, Conversation, Part, Play, plays
+from conform.policies import pytest_generate_tests
+from conform.rules import RULES, Undetermined
+
+__all__ = ["pytest_generate_tests"]
+EXACT = 1e-12  # nats, in float64
+FAST, SLOW = 16, 340  # plays of every policy
+# a play prints whole, and to shrink one would take minutes
+CALM = settings(derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
+CALM = settings(CALM, suppress_health_check=list(HealthCheck))
+
+
+@dataclass
+class Tally:
+    """How many plays agreed, how many no rule decides, and the largest gap in nats."""
+
+    plays: int = 0
+    left_out: int = 0
+    largest: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    total = Tally()
+    yield total
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(
+            f"\nsimulator: {total.plays} configurations agree, largest gap {total.largest:.1e} nats; "
+            f"{total.left_out} more hang on a difference that float32 cannot see"
+        )
+
+
+def test_sampler_and_shadow_equal_the_simulator(policy: Policy, tally: Tally, request: pytest.FixtureRequest) -> None:
+    if policy.name not in RULES and request.config.getoption("policy_file"):
+        pytest.skip(f"policy {policy.name} is not of this project and has no rule in tests/conform/rules.py")
+    hold(policy.name, FAST, tally)
+
+
+def test_mixtures_equal_the_simulator(tally: Tally) -> None:
+    hold("mixture", FAST, tally)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sampler_and_shadow_equal_the_simulator_at_length(policy: Policy, tally: Tally) -> None:
+    hold(policy.name, SLOW, tally)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_mixtures_equal_the_simulator_at_length(tally: Tally) -> None:
+    hold("mixture", SLOW, tally)
+
+
+def hold(name: str, examples: int, tally: Tally) -> None:
+    """Play random configurations of a policy, the same ones every time."""
+    require_rule(name)
+
+    @settings(CALM, max_examples=examples)
+    @given(plays(name))
+    def one(play: Play) -> None:
+        try:
+            found = gap(play)
+        except Undetermined:
+            tally.left_out += 1
+            return
+        tally.plays += 1
+        tally.largest = max(tally.largest, found)
+        assert found < EXACT
+
+    one()
+
+
+def require_rule(name: str) -> None:
+    """Fail where the simulator knows nothing of a registered policy, or of one of its fields."""
+    if name == "mixture":
+        return
+    if name not in RULES:
+        pytest.fail(f"policy {name} has no simulator rule; write one in tests/conform/rules.py, whose head says how")
+    known = {*RULES[name].draws, *(SHARED_FIELDS if RULES[name].rank else {"chunk"})}
+    unknown = sorted(set(POLICIES.get(name).field_names()) - known)
+    if unknown:
+        pytest.fail(f"the simulator rule of policy {name} draws no {', '.join(unknown)}; see tests/conform/rules.py")
+
+
+# --- the test tested ------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_without_a_rule_or_with_an_unknown_field_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, "knorm")
+    with pytest.raises(pytest.fail.Exception, match="knorm has no simulator rule"):
+        require_rule("knorm")
+    monkeypatch.setitem(RULES, "rkv", RULES["rkv"]._replace(draws={"kernel": (3,)}))
+    with pytest.raises(pytest.fail.Exception, match="rkv draws no weight"):
+        require_rule("rkv")
+
+
+def conversation(*, family: str = "llama", codec: dict[str, Any] | None = None, **fields: Any) -> Conversation:
+    """A prompt of 30 tokens, an answer of 12, a message of 10 and an answer of 8 under one policy."""
+    usual = {"name": "keydiff", "budget": 12, "sink": 1, "window": 2, "interval": 3, "phase": "both", "chunk": 8}
+    turns = (((12,), (10,)), ((8,), (0,)))
+    return Conversation(
+        family, (Part(usual | fields, codec),), (1,), (3,), 5, (frozenset(),), lengths=(30,), group=1, turns=turns
+    )
+
+
+LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
+CODES = {"name": "int8", "residual": 3, "chunk": 8}
+SEES_ALL = LayerPlan(parse_policy("none"), None)
+NOTHING = {"name": "none"}
+OFF_BY_ONE = [
+    ({}, "interval=3", "interval=4"),
+    ({}, "budget=12", "budget=13"),
+    ({}, "sink=1", "sink=2"),
+    ({}, "window=2", "window=3"),
+    ({}, "chunk=8", "chunk=9"),
+    ({}, "phase=both", "phase=prefill"),
+    (LOOKS, "kernel=3", "kernel=5"),
+    (LOOKS, "pool=max", "pool=avg"),
+    ({**NOTHING, "codec": CODES}, "residual=3", "residual=4"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said", "done"), OFF_BY_ONE, ids=[done for _, _, done in OFF_BY_ONE])
+def test_a_cache_that_does_other_than_was_said_is_caught(
+    fields: dict[str, Any], said: str, done: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = conversation(**fields)
+    assert gap(play) < EXACT
+    text = play.policy
+    assert said in text
+    monkeypatch.setattr(Play, "policy", text.replace(said, done))
+    assert gap_alone(play, monkeypatch) > 1e-6
+
+
+def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What log-probs alone say, whatever left when."""
+    if play.parts[0].evictor["name"] != "none":
+        with pytest.raises(Disagreement, match="the simulator says"):
+            gap(play)
+    monkeypatch.setattr(agreement, "same_departures", lambda *_: None)
+    return gap(play)
+
+
+def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: dict[tuple[EvictingCache, int], Tensor] = {}
+    is_due = EvictingCache._due
+
+    def late(cache: EvictingCache, layer: int, *more: Any) -> Tensor:
+        now = is_due(cache, layer, *more)
+        if (cache, layer) in waiting:
+            return waiting.pop((cache, layer))
+        if now.any():
+            waiting[cache, layer] = now
+        return torch.zeros_like(now)
+
+    play = conversation()
+    monkeypatch.setattr(EvictingCache, "_due", late)
+    assert gap_alone(play, monkeypatch) > 1e-6
+
+
+def test_a_sliding_window_that_sampler_and_shadow_both_ignore_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = conversation(family="gemma3", name="none")
+    assert gap(play) < EXACT
+    plans = audit.kv.cache.layer_plans
+
+    def without_windows(config: Any, policy: Policy) -> list[LayerPlan]:
+        return [plan if plan.sliding_window is None else SEES_ALL for plan in plans(config, policy)]
+
+    for module in (audit.kv.cache, audit.kv.shadow):
+        monkeypatch.setattr(module, "layer_plans", without_windows)
+    assert gap(play) > 1e-6
