@@ -6,6 +6,8 @@ cache while sampling, the ledger while learning. Without it, attention is the st
 
 from __future__ import annotations
 
+import sys
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,8 @@ def attention(
             f"attention dropout of {kwargs['dropout']} would make the pass another policy than the sampler's; "
             "set attention_dropout to 0 in the model's config, or call model.eval()"
         )
+    if "is_causal" in vars(module) and not module.is_causal:
+        raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = kv.attend(int(module.layer_idx), query, key, value, scaling=scale)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None
@@ -87,10 +91,16 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
 
 def require_interface(model: Any) -> None:
     """Raise RunError for a model that computes attention by code of its own: nothing could be evicted there."""
-    if not type(model)._supports_attention_backend:
+    kind = type(model)
+    if not (kind._supports_attention_backend or "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[kind.__module__])):
         raise RunError(
             f"model {model.config.model_type!r} computes attention by code of its own, not through transformers' "
             "attention interface, so its cache cannot be compressed; use another model"
+        )
+    if "position_ids" not in signature(kind.forward).parameters:
+        raise RunError(
+            f"model {model.config.model_type!r} takes no position_ids, so tokens would stand where the compressed cache "
+            "ends, not where they are; use another model"
         )
 
 

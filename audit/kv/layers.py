@@ -21,6 +21,8 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
     Raises RunError for a model with no full-attention layer or with layers that hold no keys (linear attention).
     """
     text = config.get_text_config(decoder=True)
+    if text.is_encoder_decoder:
+        raise RunError(f"model {text.model_type!r} has an encoder and a decoder; only decoders alone can be compressed")
     kinds = _kinds(text)
     if "full_attention" not in kinds:
         raise RunError(
@@ -32,6 +34,21 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
         _plan(kind, text, policy.for_layer(next(governed), layers) if kind == "full_attention" else policy)
         for kind in kinds
     ]
+
+
+def kv_heads(config: Any) -> int:
+    """KV heads per layer, as many as keys reach attention with.
+
+    Raises RunError where layers hold different numbers of them: a ledger has one.
+    """
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
+        return int(text.num_attention_heads)  # every head has keys of its own, or makes them from a latent
+    stated = text.num_key_value_heads
+    different = set(stated) if isinstance(stated, list | tuple) else {stated}
+    if len(different) > 1:
+        raise RunError(f"model {text.model_type!r} has layers of {sorted(different)} KV heads, a ledger needs one number")
+    return int(different.pop() or text.num_attention_heads)
 
 
 def _kinds(text: Any) -> list[str]:

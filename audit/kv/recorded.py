@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from audit.errors import DataError
+from audit.kv.layers import kv_heads
 from audit.kv.ledger import Rollout
 from audit.policies import parse_policy
 
@@ -34,7 +35,7 @@ class Recorded:
 def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> None:
     """Raise DataError where lengths disagree, a log-prob is none, or the model cannot have sampled the rollouts."""
     text = config.get_text_config(decoder=True)
-    wanted = (text.num_hidden_layers, text.num_key_value_heads)
+    wanted = (text.num_hidden_layers, kv_heads(config))
     if not recorded.rollouts:
         raise DataError(f"rollouts {recorded.source!r} hold no rollout")
     for number, rollout in enumerate(recorded.rollouts):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from audit.errors import DataError, RunError
 from audit.kv.fake import Codes, codec_named
-from audit.kv.layers import layer_plans
+from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
 from audit.kv.shadow import Replay
 from audit.kv.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
@@ -26,8 +26,7 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
     """
     prepare(model)
     plans = layer_plans(model.config, parse_policy("none"))
-    text = model.config.get_text_config(decoder=True)
-    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), text.num_key_value_heads)
+    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
     if got != wanted:
         raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
 

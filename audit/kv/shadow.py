@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from audit.errors import DataError, RunError
 from audit.kv.attention import causal_attention, grouped_attention, query_blocks
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
-from audit.kv.layers import LayerPlan, layer_plans
+from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.policies import parse_policy
 
@@ -190,8 +190,7 @@ def _codes(rollouts: Sequence[Rollout], prompt: int, suffix: int, device: torch.
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
     assert len(rollouts) % group == 0, (len(rollouts), group)
-    text = model.config.get_text_config(decoder=True)
-    wanted = (len(plans), text.num_key_value_heads)
+    wanted = (len(plans), kv_heads(model.config))
     for n, rollout in enumerate(rollouts):
         got = tuple(rollout.evicted_at.shape[:2])
         if got != wanted:
