@@ -27,6 +27,7 @@ from audit.errors import DataError, RunError
 from audit.intact import own_files
 from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
+from audit.kv.layers import layer_kinds
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -220,23 +221,17 @@ def _generation_stops(model: Any) -> list[int]:
 
 
 def _require_full_attention(name: str, config: Any) -> None:
-    text = config.get_text_config(decoder=True).to_dict()
-    kinds = text.get("layer_types")
-    if kinds is None:
-        sliding = text.get("sliding_window") is not None and text.get("use_sliding_window", True)
-        kinds = (
-            [] if text.get("num_attention_heads") is None else ["sliding_attention" if sliding else "full_attention"]
-        )
+    kinds = layer_kinds(config)
     if "full_attention" not in kinds:
         found = ", ".join(sorted(set(kinds))) or "none with attention"
         raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
 
 
 def _max_positions(name: str, config: Any) -> int:
-    positions = config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
-    if not isinstance(positions, int):
+    text = config.get_text_config(decoder=True)
+    if not (hasattr(text, "max_position_embeddings") and isinstance(text.max_position_embeddings, int)):
         raise RunError(f"model {name!r} does not state max_position_embeddings; kvaudit cannot check context lengths")
-    return positions
+    return int(text.max_position_embeddings)
 
 
 def _dtype(name: DtypeName) -> Any:

@@ -7,6 +7,7 @@ cache while sampling, the ledger while learning. Without it, attention is the st
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from inspect import signature
 from typing import Any, Protocol
 
@@ -89,6 +90,18 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
     )
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model that a peft model calls, or the model itself.
+
+    Raises RunError for adapters that put tokens of their own before the prompt.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise RunError("adapters that add virtual tokens move every position; use LoRA or the like, or merge them")
+    return model.get_base_model()
+
+
 def require_interface(model: Any) -> None:
     """Raise RunError for a model that computes attention by code of its own: nothing could be evicted there."""
     kind = type(model)
@@ -99,8 +112,17 @@ def require_interface(model: Any) -> None:
         )
     if "position_ids" not in signature(kind.forward).parameters:
         raise RunError(
-            f"model {model.config.model_type!r} takes no position_ids, so tokens would stand where the compressed cache "
-            "ends, not where they are; use another model"
+            f"model {model.config.model_type!r} takes no position_ids, so a token would stand at its place in the cache, "
+            "not in the text; use another model"
+        )
+
+
+def require_once(layer: int, attended: Collection[int], layers: int) -> None:
+    """Raise RunError where ``layer`` is not one of ``layers`` that each attend once a forward."""
+    if layer in attended or layer >= layers:
+        raise RunError(
+            f"layer {layer} of the model's {layers} attends {'again' if layer in attended else 'too'} in one forward: "
+            "layers that run repeatedly would share one cache, which is not supported; use another model"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from audit.errors import RunError, SpecError
 from audit.kv.attending import columns, new_moments, new_sinks, new_store, store_attention
+from audit.kv.attention import require_once
 from audit.kv.evict import attention_mass, only_victim, retained
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
@@ -56,7 +57,7 @@ class EvictingCache:
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
-        self._attended = 0
+        self._attended: set[int] = set()
         device = self.row_keys.device
         self._announced = positions.to(device, torch.int32)
         self._seen_device = self.seen.to(device)
@@ -85,6 +86,7 @@ class EvictingCache:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Append, attend, evict, quantise. Shapes as in ``audit.kv.attention.Attends``."""
+        require_once(layer, self._attended, len(self.plans))
         if self._order is None:
             return self._attend(layer, query, key, value, scaling)
         query, key, value = (columns(tensor, self._order) for tensor in (query, key, value))
@@ -110,19 +112,19 @@ class EvictingCache:
         if isinstance(store, QuantisedStore):
             store.flush(*self._until)
         self._weigh(layer)
-        self._attended += 1
+        self._attended.add(layer)
         return out
 
     @property
     def is_settled(self) -> bool:
         """Whether every layer has attended since the last announcement."""
-        return self._attended == len(self.plans)
+        return len(self._attended) == len(self.plans)
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this cache."""
         if not self.is_settled:
             raise RunError(
-                f"{self._attended} of the model's {len(self.plans)} layers attended through the compressed cache; "
+                f"{len(self._attended)} of the model's {len(self.plans)} layers attended through the compressed cache; "
                 "such a model cannot be served with it"
             )
 
@@ -253,6 +255,9 @@ class EvictingCache:
 
     def ledger(self, tokens: int) -> Tensor:
         """``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""
+        heads = sorted({store.evicted_at.shape[1] for store in self.stores})
+        if len(heads) > 1:
+            raise RunError(f"the model's layers hold {heads} KV heads, a ledger has one number of them for all")
         rows = []
         for store in self.stores:
             table = store.evicted_at[:, :, :-1][:, :, :tokens].cpu()

@@ -23,11 +23,10 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
     text = config.get_text_config(decoder=True)
     if text.is_encoder_decoder:
         raise RunError(f"model {text.model_type!r} has an encoder and a decoder; only decoders alone can be compressed")
-    kinds = _kinds(text)
+    kinds = layer_kinds(config)
     if "full_attention" not in kinds:
-        raise RunError(
-            f"model {text.model_type!r} has no full-attention layer ({kinds[0]}): there is nothing to compress"
-        )
+        found = ", ".join(dict.fromkeys(kinds)) or "none with attention"
+        raise RunError(f"model {text.model_type!r} has no full-attention layer ({found}): there is nothing to compress")
     governed = iter(range(kinds.count("full_attention")))
     layers = kinds.count("full_attention")
     return [
@@ -37,26 +36,22 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
 
 
 def kv_heads(config: Any) -> int:
-    """KV heads per layer, as many as keys reach attention with.
-
-    Raises RunError where layers hold different numbers of them: a ledger has one.
-    """
+    """KV heads of every layer, as many as its keys have when they reach attention."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
         return int(text.num_attention_heads)  # every head has keys of its own, or makes them from a latent
-    stated = text.num_key_value_heads
-    different = set(stated) if isinstance(stated, list | tuple) else {stated}
-    if len(different) > 1:
-        raise RunError(f"model {text.model_type!r} has layers of {sorted(different)} KV heads, a ledger needs one number")
-    return int(different.pop() or text.num_attention_heads)
+    return int(text.num_key_value_heads or text.num_attention_heads)
 
 
-def _kinds(text: Any) -> list[str]:
-    kinds = text.to_dict().get("layer_types")
-    if kinds:
-        return list(kinds)
-    sliding = text.to_dict().get("sliding_window")
-    return ["sliding_attention" if sliding else "full_attention"] * text.num_hidden_layers
+def layer_kinds(config: Any) -> list[str]:
+    """Every layer's kind, in transformers' words; empty for a model that states neither layers nor attention heads."""
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "layer_types") and text.layer_types:  # a property in some configs, so no key of the dict
+        return list(text.layer_types)
+    if not hasattr(text, "num_attention_heads"):
+        return []
+    slides = text.to_dict().get("sliding_window") is not None and text.to_dict().get("use_sliding_window", True)
+    return ["sliding_attention" if slides else "full_attention"] * text.num_hidden_layers
 
 
 def _plan(kind: str, text: Any, policy: Policy) -> LayerPlan:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from audit.errors import DataError, RunError
+from audit.kv.attention import unwrapped
 from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
@@ -24,6 +25,7 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
 
     The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says.
     """
+    model = unwrapped(model)
     prepare(model)
     plans = layer_plans(model.config, parse_policy("none"))
     got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))

@@ -64,7 +64,7 @@ class _Probe:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:  # noqa: ARG002
         self.queries[layer] = query
-        return torch.zeros_like(query)
+        return value.new_zeros(*query.shape[:3], value.shape[3])
 
 
 def rotary_for(model: Any, policy: Policy) -> Rotary | None:
@@ -79,8 +79,8 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     rotary = _KNOWN[model]
     if rotary is None:
         raise RunError(
-            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies in every full-attention layer, "
-            f"which {model.config.model_type!r} does not have; use another policy"
+            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies on the first channels of every "
+            f"full-attention layer, which {model.config.model_type!r} does not have; use another policy"
         )
     return rotary
 

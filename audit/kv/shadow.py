@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from audit.errors import DataError, RunError
-from audit.kv.attention import causal_attention, grouped_attention, query_blocks
+from audit.kv.attention import causal_attention, grouped_attention, query_blocks, require_once
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
 from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
@@ -49,6 +49,7 @@ class Replay:
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._settled = False
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
@@ -57,9 +58,12 @@ class Replay:
                 f"{len(self.held)} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
                 "what the sampler did not; set the model's attention to kvaudit"
             )
+        self._settled = True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Shapes as in ``audit.kv.attention.Attends``."""
+        if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
+            require_once(layer, self.held, len(self._plans))
         self.held[layer] = (key, value)
         if self._prefix is not None:
             if self._learns and not torch.is_grad_enabled():
@@ -117,6 +121,7 @@ def replay_logits(
         evicted_at = torch.full((1, len(plans), 1, 1), NEVER, device=ids.device)  # padding may be on the left
     context = Replay(plans, positions, positions, evicted_at, codes=codes)
     logits: Tensor = model(input_ids=ids, position_ids=positions.clamp(min=0), use_cache=False, kv=context).logits
+    context.settle()
     return logits
 
 

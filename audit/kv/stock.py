@@ -15,7 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from audit.errors import RunError, SpecError
-from audit.kv.attention import NAME, require_interface
+from audit.kv.attention import NAME, require_interface, unwrapped
 from audit.kv.cache import EvictingCache
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Ledger
@@ -97,6 +97,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):
             raise SpecError("pin=... and pinned=<bool tensor, True at the tokens to keep> go together; give both")
+        model = unwrapped(model)
         prepare(model)
         return cls(model, parsed, seed=seed, pinned=pinned)
 

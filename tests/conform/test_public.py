@@ -18,6 +18,7 @@ from conform.world import CONFIGS, exact_norms, left_padded, prompts, random_mod
 
 __all__ = ["pytest_generate_tests"]
 
+UNTURNED = ["gpt2"]
 SOME = ["llama-gqa", "gemma3", "phi"]  # grouped, hybrid, partly rotated
 
 
@@ -73,6 +74,8 @@ def test_a_left_padded_row_equals_the_row_alone(name: str, policy: Policy) -> No
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shadow_pass_replays_the_public_cache(name: str, replayed: Policy) -> None:
+    if replayed.evictor.needs_rotary and name in UNTURNED:
+        pytest.skip(f"{name} has learned positions")
     ids, mask = batch()
     past = CompressedCache.for_model(model(name), replayed)
     logits = played(model(name), past, ids, mask)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PhiConfig,
@@ -44,6 +45,7 @@ CONFIGS = {
     "mistral": MistralConfig(sliding_window=None, **GQA),
     "qwen2": Qwen2Config(**GQA),
     "phi": PhiConfig(partial_rotary_factor=0.5, **GQA),
+    "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=512, vocab_size=61, bos_token_id=1, eos_token_id=2),
 }
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 

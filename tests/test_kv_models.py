@@ -1,0 +1,152 @@
+"""Models of unusual make: each is replayed exactly, or refused in one line that says why."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from conform.test_public import batch, model, played, whole
+from conform.world import CONFIGS, GQA, SIZES, exact_norms, prompts, random_model
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    GPTBigCodeConfig,
+    GPTNeoXConfig,
+    HrmTextConfig,
+    OPTConfig,
+)
+
+from audit import CompressedCache, shadow
+from audit.errors import RunError
+from audit.kv.cache import EvictingCache
+from audit.kv.layers import kv_heads
+from audit.policies import parse_policy
+
+TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+HEADS = dict(num_attention_heads=4, initializer_range=0.3, **SIZES, **TOKENS)
+LEARNED = dict(n_embd=32, n_layer=3, n_head=4, n_positions=512, vocab_size=61, initializer_range=0.3, **TOKENS)
+MLA = dict(
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+    num_key_value_heads=4,
+    first_k_dense_replace=3,  # no layer with experts, whose router computes in float32
+)
+OPT = dict(hidden_size=32, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=3, num_attention_heads=4, init_std=0.3)
+BART = {
+    f"{part}_{name}": value
+    for part in ("encoder", "decoder")
+    for name, value in dict(layers=2, attention_heads=4, ffn_dim=48).items()
+}
+EXACT = {
+    "gpt-neox": GPTNeoXConfig(**HEADS),
+    "opt": OPTConfig(max_position_embeddings=512, vocab_size=61, **OPT, **TOKENS),
+    "gpt-bigcode": GPTBigCodeConfig(multi_query=True, **LEARNED),
+    "bert": BertConfig(is_decoder=True, **HEADS),
+    "mla": DeepseekV3Config(**HEADS, **MLA),
+}
+
+
+def built(config: Any) -> Any:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float64).eval()
+    exact_norms(made)
+    return made
+
+
+def replay_gap(made: Any, policy: str, called: Any = None) -> float:
+    """Largest difference of logits between the public cache and its shadow pass over a left-padded batch."""
+    ids, mask = batch()
+    past = CompressedCache.for_model(made, policy)
+    logits = played(called or made, past, ids, mask)
+    every, every_mask = whole(ids, mask)
+    with torch.no_grad(), shadow(made, past.ledger):
+        replayed = (called or made)(every, attention_mask=every_mask).logits
+    assert float(past.retention.max()) < 0.8
+    return float((logits - replayed)[every_mask.bool()].abs().max())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_unusual_heads_and_positions_are_replayed_exactly(name: str) -> None:
+    assert replay_gap(built(EXACT[name]), "snapkv:budget=14,window=4,interval=3") < 1e-12
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=12,chunk=16", "keydiff:budget=12", "streaming:budget=12+int8"])
+def test_keys_wider_than_values_are_compressed_like_any_others(policy: str) -> None:
+    assert replay_gap(built(EXACT["mla"]), policy) < 1e-12
+
+
+def test_a_policy_that_turns_queries_says_what_latent_attention_lacks() -> None:
+    with pytest.raises(RunError, match=r"expected needs rotary positions .* on the first channels .* 'deepseek_v3'"):
+        CompressedCache.for_model(built(EXACT["mla"]), "expected:budget=12")
+
+
+def test_opt_stands_where_its_own_mask_puts_it() -> None:
+    made, (ids, mask) = built(EXACT["opt"]), batch()
+    with torch.no_grad():
+        expected = made(ids, attention_mask=mask).logits
+        logits = made(ids, attention_mask=mask, past_key_values=CompressedCache.for_model(made, "none")).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-12)
+
+
+def test_a_config_without_kv_heads_has_one_per_attention_head() -> None:
+    assert kv_heads(CONFIGS["llama-gqa"]) == 2
+    assert kv_heads(CONFIGS["gpt2"]) == 4
+    assert kv_heads(EXACT["gpt-bigcode"]) == 1
+    assert kv_heads(EXACT["mla"]) == 4
+
+
+def test_layers_of_different_kv_heads_have_no_ledger() -> None:
+    past = EvictingCache(CONFIGS["llama-gqa"], parse_policy("none"), torch.tensor([0]))
+    past.begin(torch.arange(3)[None], decoding=False)
+    for layer, heads in enumerate((2, 1, 2)):
+        keys = torch.ones(1, heads, 3, 8)
+        past.attend(layer, torch.ones(1, 4, 3, 8), keys, keys, scaling=1.0)
+    with pytest.raises(RunError, match=r"layers hold \[1, 2\] KV heads"):
+        past.ledger(3)
+
+
+REFUSED = {
+    "an encoder": (BertConfig(**HEADS), "looks ahead"),
+    "an encoder and a decoder": (BartConfig(d_model=32, vocab_size=61, **BART, **TOKENS), "takes no position_ids"),
+    "repeated layers": (HrmTextConfig(**GQA, **TOKENS), "layer 0 of the model's 24 attends again"),
+    "two attentions a layer": (DiffLlamaConfig(**GQA), "layer 0 of the model's 3 attends again"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compressed_is_one_line(name: str) -> None:
+    config, words = REFUSED[name]
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(deepcopy(config)).eval()
+    with pytest.raises(RunError, match=words), torch.no_grad():
+        made(torch.tensor(prompts(9)), past_key_values=CompressedCache.for_model(made, "none"))
+
+
+# peft asks transformers by a name that transformers has given up
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_a_model_with_adapters_is_compressed_and_replayed_exactly() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    inner = deepcopy(model("llama-gqa"))
+    adapted = peft.get_peft_model(inner, lora).eval()
+    for called in (adapted, inner):
+        assert replay_gap(adapted, "snapkv:budget=14,window=4,interval=3", called) < 1e-12
+    with torch.no_grad():
+        moved = adapted(torch.tensor(prompts(9))).logits - model("llama-gqa")(torch.tensor(prompts(9))).logits
+    assert float(moved.abs().max()) > 1, "the adapters have weights"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_adapters_of_virtual_tokens_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    tuned = peft.get_peft_model(random_model(), peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    with pytest.raises(RunError, match="virtual tokens move every position"):
+        CompressedCache.for_model(tuned, "none")
