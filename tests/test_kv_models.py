@@ -84,7 +84,9 @@ def test_keys_wider_than_values_are_compressed_like_any_others(policy: str) -> N
 
 
 def test_a_policy_that_turns_queries_says_what_latent_attention_lacks() -> None:
-    with pytest.raises(RunError, match=r"expected needs rotary positions .* on the first channels .* 'deepseek_v3'"):
+    with pytest.raises(
+        RunError, match=r"expected needs rotary positions .* on a head's first channels, .* 'deepseek_v3'"
+    ):
         CompressedCache.for_model(built(EXACT["mla"]), "expected:budget=12")
 
 

@@ -112,8 +112,8 @@ def require_interface(model: Any) -> None:
         )
     if "position_ids" not in signature(kind.forward).parameters:
         raise RunError(
-            f"model {model.config.model_type!r} takes no position_ids, so a token would stand at its place in the cache, "
-            "not in the text; use another model"
+            f"model {model.config.model_type!r} takes no position_ids, so a token would stand at its place in the "
+            "cache, not in the text; use another model"
         )
 
 

@@ -79,8 +79,8 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     rotary = _KNOWN[model]
     if rotary is None:
         raise RunError(
-            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies on the first channels of every "
-            f"full-attention layer, which {model.config.model_type!r} does not have; use another policy"
+            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies, on a head's first channels, "
+            f"in every full-attention layer, which {model.config.model_type!r} does not have; use another policy"
         )
     return rotary
 
