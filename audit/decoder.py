@@ -17,6 +17,7 @@ from audit.errors import SpecError
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import Rollout
 from audit.kv.rotary import rotary_for
+from audit.kv.routing import watched_blocks
 from audit.policies import Policy
 from audit.records import Role
 
@@ -63,7 +64,8 @@ class Episode:
         self._model = model
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
         rotary = rotary_for(model.model, policy)
-        self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary)
+        blocks = watched_blocks(model.model)
+        self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(p) for p in prompts for _ in range(group)]
         logits = self._prefill([list(p) for p in prompts], roles)
         self._cache.expand(group, self._seeds)
@@ -141,8 +143,10 @@ class Episode:
         self._feed_given([True] * self.rows)
         longest = max(len(row.ids) for row in self._rows)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
-        codec = self._cache.policy.quantiser
+        codec, experts = self._cache.policy.quantiser, self._cache.experts(longest)
         rows = [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
+        if experts is not None:
+            rows = [replace(row, experts=experts[n, : len(row.ids)].clone()) for n, row in enumerate(rows)]
         if codec is None or times is None:
             return rows
         return [

@@ -22,6 +22,7 @@ from audit.kv.interchange import read_rollouts
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Rollout
 from audit.kv.recorded import Recorded, check_replayable
+from audit.kv.routing import watched_blocks
 from audit.kv.shadow import LearnerView, suffix_logits
 from audit.model import LoadedModel
 from audit.policies import Policy, parse_policy
@@ -82,6 +83,7 @@ class Verification:
     worst: Worst
     tolerance: float  # on the worst token, nats; a tenth of it on the mean
     breach: str | None
+    rerouted: bool  # experts were chosen anew: the rollouts do not say which they were
 
     @property
     def explained(self) -> bool:
@@ -148,7 +150,8 @@ def verify(
     if tolerance is None and model.dtype is torch.float32 and any(rollout.codec for rollout in rollouts):
         basis = CODED_TOLERANCE
     taken = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts]).double()
-    replayed = {view: _logprobs(model.model, rollouts, view, heat) for view in VIEWS}
+    reroute = any(rollout.experts is None for rollout in rollouts)
+    replayed = {view: _logprobs(model.model, rollouts, view, heat, reroute=reroute) for view in VIEWS}
     return Verification(
         policy=recorded.policy,
         rollouts=len(rollouts),
@@ -158,6 +161,7 @@ def verify(
         worst=_worst(rollouts, taken, replayed["shadow"]),
         tolerance=basis,
         breach=None if policy is None else _breach(recorded, policy, model.model.config),
+        rerouted=reroute and watched_blocks(model.model) > 0,
     )
 
 
@@ -175,11 +179,13 @@ def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float) -> Tensor:
+def _logprobs(
+    model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float, *, reroute: bool
+) -> Tensor:
     """Log-probs of every sampled token under a view: float64 [n], rollout after rollout, nats."""
     found: dict[int, Tensor] = {}
     for rows in microbatches(rollouts, 1, PASS_TOKENS):
-        logits, _ = suffix_logits(model, [rollouts[row] for row in rows], group=1, view=view)
+        logits, _ = suffix_logits(model, [rollouts[row] for row in rows], group=1, view=view, reroute=reroute)
         for place, row in enumerate(rows):
             suffix = slice(rollouts[row].prompt_length, None)
             drawn = rollouts[row].sampled[suffix].nonzero()[:, 0]

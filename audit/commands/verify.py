@@ -79,6 +79,8 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
     say(console, f"rollouts    {found.rollouts} of {inline(recorded.source)}, {found.tokens} sampled tokens")
     say(console, f"policy      {inline(found.policy or 'not named')}")
     say(console, f"model       {inline(model.name)} {model.sha256[:12]}, {str(model.dtype).removeprefix('torch.')}")
+    if found.rerouted:
+        say(console, "experts     not recorded: the model chose them anew, and a choice that rounding flips is a gap")
     table = Table(*_COLUMNS)
     for view, gaps in (("shadow, under the ledger", found.shadow), ("dense, all visible", found.dense)):
         table.add_row(view, *_numbers(gaps))

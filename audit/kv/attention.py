@@ -19,13 +19,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from audit.errors import RunError
+from audit.kv.routing import Routes
 
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
 
 
 class Attends(Protocol):
-    """What stands behind ``kv=``."""
+    """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them."""
+
+    @property
+    def routes(self) -> Routes | None: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Attention output [B, G*H, Q, D] for queries [B, G*H, Q, D] and the new keys and values [B, H, Q, D]."""

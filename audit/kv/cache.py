@@ -19,6 +19,7 @@ from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
 from audit.kv.quantised import QuantisedStore
 from audit.kv.rotary import Rotary
+from audit.kv.routing import RecordedRoutes
 from audit.kv.schedule import Pins, Times
 from audit.policies import Policy, View
 
@@ -28,14 +29,18 @@ class EvictingCache:
 
     Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (-1 = padding),
     then the forward itself with ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's (``rotary_for``),
-    where the policy asks for it. Raises SpecError for a mixture: one is drawn per request.
+    where the policy asks for it; ``blocks`` counts its mixture-of-experts blocks (``watched_blocks``). Raises SpecError
+    for a mixture of policies: one is drawn per request.
     """
 
-    def __init__(self, config: Any, policy: Policy, row_keys: Tensor, *, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, config: Any, policy: Policy, row_keys: Tensor, *, rotary: Rotary | None = None, blocks: int = 0
+    ) -> None:
         if policy.drawn(0) is not policy:
             raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
         assert rotary or not policy.evictor.needs_rotary, policy.canonical
         self.policy, self.row_keys = policy, row_keys
+        self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
         self.stores = [new_store(plan) for plan in self.plans]
@@ -60,6 +65,8 @@ class EvictingCache:
         self._attended: set[int] = set()
         device = self.row_keys.device
         self._announced = positions.to(device, torch.int32)
+        if self.routes:
+            self.routes.begin(self._announced, int(self.seen.max()))
         self._seen_device = self.seen.to(device)
         # right-padded and first: plain causal attention never lets a real token see padding
         self._causal = bool((self.seen == new).all()) and not self.stores[0].length
@@ -127,6 +134,8 @@ class EvictingCache:
                 f"{len(self._attended)} of the model's {len(self.plans)} layers attended through the compressed cache; "
                 "such a model cannot be served with it"
             )
+        if self.routes:
+            self.routes.settle()
 
     def _weigh(self, layer: int) -> None:
         beside = (self._moments[layer], self._sinks[layer])
@@ -234,7 +243,7 @@ class EvictingCache:
             return
         shared = (self.row_keys, self.seen.to(self.row_keys.device))
         self._shared = (shared[0].repeat_interleave(group), shared[1].repeat_interleave(group))
-        for part in (*self.stores, *self._moments, *self._sinks, self._pins, self._times):
+        for part in (*self.stores, *self._moments, *self._sinks, self._pins, self._times, self.routes):
             if part is not None:
                 part.expand(group)
         self.row_keys, self.seen = row_keys, self.seen.repeat_interleave(group)
@@ -268,3 +277,7 @@ class EvictingCache:
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Times of keys and values [B, tokens] int32, where the policy quantises."""
         return self._times.tables(tokens) if self._times else None
+
+    def experts(self, tokens: int) -> Tensor | None:
+        """Which experts each token was sent to [B, tokens, M, k] int16, where the model has any."""
+        return self.routes.table(tokens) if self.routes else None

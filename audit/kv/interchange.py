@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from audit.errors import DataError, SpecError
 from audit.kv.history import Event, history, ledger_of
 from audit.kv.ledger import NEVER, Rollout, load_ledgers
 from audit.kv.recorded import ROUNDING, Recorded
+from audit.kv.routing import NOBODY
 
 FORMAT, VERSION = "kvaudit.rollouts", 1
 _TENSORS = {
@@ -32,6 +34,7 @@ _SHOWN = 60  # characters of a wrong value
 _MOST_ENTRIES = 1 << 30  # of one rollout's ledger: a few bytes of header must not claim all memory
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
+Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
 Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
@@ -55,6 +58,7 @@ class _JsonRow(_TensorRow):
     sampled: list[tuple[Index, Index]] | None = None
     logprobs: list[Nats]
     events: list[_EventRow] = []
+    experts: list[list[list[Expert]]] | None = None
 
 
 class _Header(_Part):
@@ -114,13 +118,14 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         }
         for event in history(rollout.evicted_at)
     ]
-    return {
+    row = {
         "ids": rollout.ids.tolist(),
         "prompt_length": rollout.prompt_length,
         "sampled": list(_spans(rollout.sampled.tolist())),
         "logprobs": rollout.sampler_logprobs[rollout.sampled].tolist(),
         "events": events,
     }
+    return row if rollout.experts is None else row | {"experts": rollout.experts[:-1].tolist()}
 
 
 def _from_json(path: Path) -> Recorded:
@@ -135,8 +140,19 @@ def _from_json(path: Path) -> Recorded:
             sampled[start:stop] = True
         events = [_event(number, place, event, table, tokens) for place, event in enumerate(row.events)]
         ids, logprobs = torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.logprobs, dtype=torch.float32)
-        rollouts.append(_rollout(number, row.prompt_length, ids, sampled, logprobs, events, table))
+        rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, table)
+        rollouts.append(replace(rollout, experts=_experts(number, row.experts, tokens)))
     return _recorded(path, table, rollouts)
+
+
+def _experts(number: int, rows: list[list[list[int]]] | None, tokens: int) -> Tensor | None:
+    """Experts int16 [T, M, k] of all tokens but the last, which was drawn and not fed."""
+    if rows is None:
+        return None
+    _require(len(rows) == tokens - 1, number, f"has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last's")
+    sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
+    _require(len(sizes) == 1 and len(set(next(iter(sizes))[1:])) == 1, number, "has experts of uneven lengths")
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NOBODY)
 
 
 def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: int) -> Event:
@@ -160,10 +176,11 @@ def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: in
 
 
 def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
-    rollouts = []
+    rollouts, names = [], set(file.keys())
     for number, row in enumerate(table.rollouts):
-        found = {name: file.get_tensor(f"{number}.{name}") for name in _TENSORS}
-        for name, (dtype, rank) in _TENSORS.items():
+        kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
+        found = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
+        for name, (dtype, rank) in kinds.items():
             fits = found[name].dtype == dtype and found[name].dim() == rank
             _require(fits, number, f"has {name} of another type than {rank}-dimensional {dtype}")
         ids, query, kept = found["ids"], found["query"].tolist(), found["kept"]
@@ -171,7 +188,8 @@ def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
         wanted = (len(query), table.layers, table.kv_heads, len(ids))
         _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
         events = [Event(time, list(sets)) for time, sets in zip(query, kept, strict=True)]
-        rollouts.append(_rollout(number, row.prompt_length, ids, found["sampled"], found["logprobs"], events, table))
+        rollout = _rollout(number, row.prompt_length, ids, found["sampled"], found["logprobs"], events, table)
+        rollouts.append(replace(rollout, experts=found.get("experts")))
     return _recorded(path, table, rollouts)
 
 

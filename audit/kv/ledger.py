@@ -3,10 +3,12 @@
 Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``. Where the cache was
 quantised too, queries from ``keys_quantised_at[j]`` on saw key j as the codec stores it, values alike.
 
-File format 2: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
+File format 3: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
 float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 where T fits (the largest number means never), an int32
-otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding. Metadata key
-``kvaudit`` holds JSON of the rest. Format 1 (all int32, ids int64, no codec) is still read.
+otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding; of a
+mixture-of-experts model also ``n.experts`` [T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest
+number means none). Metadata key ``kvaudit`` holds JSON of the rest. Formats 1 (all int32, ids int64, no codec) and 2
+(no experts) are still read.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from torch import Tensor
 from audit.errors import DataError, SpecError
 from audit.policies import Policy
 
-FORMAT = 2
-READABLE = (1, 2)
+FORMAT = 3
+READABLE = (1, 2, 3)
 NEVER = 2**31 - 1
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
 _TIMES = ("evicted_at", "keys_quantised_at", "values_quantised_at")
@@ -40,13 +42,16 @@ class Ledger:
     """What every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
 
     A quantised cache names its ``codec`` (a canonical policy) and since when keys and values are codes: int32 [B, T].
-    ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end; None: nobody said.
+    A model of M mixture-of-experts blocks has the k ``experts`` each chose per token: int16 [B, T, M, k], -1 for a
+    token that never entered the cache. ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end;
+    None: nobody said.
     """
 
     evicted_at: Tensor
     codec: str = ""
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
+    experts: Tensor | None = None
     ids: Tensor | None = None
 
 
@@ -57,7 +62,8 @@ class Rollout:
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
     entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
-    names its ``codec`` (a canonical policy) and gives two more tables [T] int32, else they are "" and None.
+    names its ``codec`` (a canonical policy) and gives two more tables [T] int32, else they are "" and None. ``experts``
+    [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``.
     """
 
     ids: Tensor
@@ -72,6 +78,7 @@ class Rollout:
     codec: str = ""
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
+    experts: Tensor | None = None
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
@@ -96,6 +103,9 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
         times = getattr(rollout, name)
         if times is not None:
             yield name, _shortened(times.contiguous())
+    if rollout.experts is not None:
+        small = torch.uint8 if int(rollout.experts.max()) < torch.iinfo(torch.uint8).max else torch.uint16
+        yield "experts", rollout.experts.to(small)  # -1, none, becomes the largest number
 
 
 def _scalars(rollout: Rollout) -> dict[str, Any]:
@@ -142,7 +152,14 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
     tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()
+    if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
+        tensors["experts"] = _experts(file.get_tensor(f"{number}.experts"))
     return Rollout(**tensors, **_checked_scalars(scalars))
+
+
+def _experts(stored: Tensor) -> Tensor:
+    none, wide = torch.iinfo(stored.dtype).max, stored.to(torch.int32)
+    return torch.where(wide == none, -1, wide).to(torch.int16)
 
 
 def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +186,10 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 def _check(path: Path, rollout: Rollout) -> None:
     tokens = rollout.ids.shape[0]
+    if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
+        raise DataError(f"ledger {str(path)!r}: experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens")
+    if rollout.experts is not None and int(rollout.experts[:-1].min()) < 0:
+        raise DataError(f"ledger {str(path)!r}: a token that later ones saw was sent to no expert; the file is damaged")
     along = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs]
     along += [t for t in (rollout.keys_quantised_at, rollout.values_quantised_at) if t is not None]
     if rollout.evicted_at.dim() != 3 or any(t.shape[-1] != tokens for t in along):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from audit.errors import DataError
 from audit.kv.layers import kv_heads
@@ -63,10 +64,21 @@ def _malformed(rollout: Rollout) -> str | None:
     lengths = {*map(len, tables), len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
     if lengths != {tokens}:
         return f"has {tokens} tokens, but masks, log-probs or ledger of {sorted(lengths)}"
+    if rollout.experts is not None and (fault := _misrouted(rollout.experts, tokens)):
+        return fault
     if not 1 <= rollout.prompt_length < tokens:
         return f"has prompt_length {rollout.prompt_length}, wanted 1 to {tokens - 1}"
     if bool(rollout.sampled[: rollout.prompt_length].any()) or not bool(rollout.sampled.any()):
         return "has sampled tokens in its prompt, or none at all"
+    return None
+
+
+def _misrouted(experts: Tensor, tokens: int) -> str | None:
+    if experts.dtype != torch.int16 or experts.dim() != 3 or len(experts) != tokens:
+        return f"has experts of shape {tuple(experts.shape)}, {experts.dtype}, for {tokens} tokens"
+    ordered = experts[:-1].sort(-1).values  # the last token may never have been fed
+    if bool((ordered < 0).any()) or bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+        return "sends a token to no expert, or to one of them twice"
     return None
 
 

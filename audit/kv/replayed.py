@@ -14,16 +14,18 @@ from audit.kv.attention import unwrapped
 from audit.kv.fake import Codes, codec_named
 from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
+from audit.kv.routing import NOBODY, check_experts
 from audit.kv.shadow import Replay
 from audit.kv.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
 from audit.policies import parse_policy
 
 
 @contextmanager
-def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
+def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
     """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
 
-    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says.
+    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says. With ``reroute`` a
+    mixture-of-experts model chooses its experts anew.
     """
     model = unwrapped(model)
     prepare(model)
@@ -31,6 +33,7 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
     got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
     if got != wanted:
         raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
+    check_experts([ledger.experts], model, reroute=reroute)
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = by_name(model, args, kwargs)
@@ -44,7 +47,9 @@ def shadow(model: Any, ledger: Ledger) -> Iterator[None]:
         use_attention(model)
         at = positions.to(ids.device)
         codes = _codes(ledger, positions, ids.device)
-        context = Replay(plans, at, at, _along(ledger.evicted_at, positions, ids.device), codes=codes)
+        experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
+        gone = _along(ledger.evicted_at, positions, ids.device)
+        context = Replay(plans, at, at, gone, codes=codes, experts=experts)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         return (), call | more | {"position_ids": at.clamp(min=0)}
 
@@ -92,6 +97,14 @@ def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | N
         for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
     )
     return Codes(codec_named(ledger.codec), keys, values)
+
+
+def _sent(experts: Tensor, positions: Tensor) -> Tensor:
+    """Lay experts over padded columns: [B, T, M, k] by position -> [B, columns, M, k]."""
+    length = experts.shape[1]
+    padded = torch.nn.functional.pad(experts.cpu(), (0, 0, 0, 0, 0, 1), value=NOBODY)
+    index = torch.where((positions >= 0) & (positions < length), positions, length)[..., None, None]
+    return padded.gather(1, index.expand(-1, -1, *experts.shape[2:]))
 
 
 def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:

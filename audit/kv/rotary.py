@@ -61,6 +61,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}
+        self.routes = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:  # noqa: ARG002
         self.queries[layer] = query

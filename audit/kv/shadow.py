@@ -20,6 +20,7 @@ from audit.kv.attention import causal_attention, grouped_attention, query_blocks
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
 from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
+from audit.kv.routing import NOBODY, ReplayedRoutes, check_experts
 from audit.policies import parse_policy
 
 LearnerView = Literal["dense", "shadow"]
@@ -31,7 +32,7 @@ class Replay:
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own;
     ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
     pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
-    were seen quantised.
+    were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Replay:
         evicted_at: Tensor | None,
         *,
         codes: Codes | None = None,
+        experts: Tensor | None = None,
         prefix: Replay | None = None,
         group: int = 1,
     ) -> None:
         self._codes = codes
+        self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -125,29 +128,35 @@ def replay_logits(
     return logits
 
 
-def suffix_logits(model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerView) -> tuple[Tensor, Tensor]:
+def suffix_logits(
+    model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerView, reroute: bool = False
+) -> tuple[Tensor, Tensor]:
     """Logits that predict each suffix token, prompts passed once per group.
 
     ``rollouts`` are whole groups of ``group`` rows that share a prompt (first ``prompt_length`` ids) and its ledger.
     Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
-    Raises DataError where the ledger does not fit the model or the group.
+    With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense view. Raises DataError
+    where the ledger does not fit the model or the group.
     """
     device = next(model.parameters()).device
     plans = layer_plans(model.config, parse_policy("none"))
     leaders = rollouts[::group]
     _check(rollouts, group, plans, model)
+    shadow = view == "shadow"
+    check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
+    routed = shadow and not reroute and rollouts[0].experts is not None
     # the last prompt token predicts the first suffix token, so it is the first query of the second pass
     prompts = pad_sequence([r.ids[: r.prompt_length - 1] for r in leaders], batch_first=True).to(device)
     before = _positions([r.prompt_length - 1 for r in leaders], 0).to(device)
     suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
     start = torch.tensor([r.prompt_length - 1 for r in rollouts])
     after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
-    shadow = view == "shadow"
     prefix = None
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = _codes(leaders, prompts.shape[1], 0, device) if shadow else None
-        prefix = Replay(plans, before, before, gone, codes=codes)
+        experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
+        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
@@ -156,7 +165,8 @@ def suffix_logits(model: Any, rollouts: Sequence[Rollout], *, group: int, view: 
         codes = _codes(rollouts, prompts.shape[1], suffixes.shape[1], device)
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
-    context = Replay(plans, after, keys, gone, codes=codes, prefix=prefix, group=group)
+    experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
+    context = Replay(plans, after, keys, gone, codes=codes, experts=experts, prefix=prefix, group=group)
     output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
     context.settle()
     return output.logits, after >= 0
@@ -174,6 +184,17 @@ def _columns(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
         cut = rollout.prompt_length - 1
         part = rollout.evicted_at[:, :, :cut] if prompt else rollout.evicted_at[:, :, cut:-1]
         parts.append(pad(part, (0, width - part.shape[2]), value=NEVER))
+    return torch.stack(parts).to(device)
+
+
+def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, prompt: bool) -> Tensor:
+    """Where the prompt's or the suffix's tokens were sent, right-padded to ``width``: [B, width, M, k]."""
+    parts = []
+    for rollout in rollouts:
+        assert rollout.experts is not None
+        cut = rollout.prompt_length - 1
+        part = rollout.experts[:cut] if prompt else rollout.experts[cut:-1]
+        parts.append(pad(part, (0, 0, 0, 0, 0, width - len(part)), value=NOBODY))
     return torch.stack(parts).to(device)
 
 
@@ -213,8 +234,17 @@ def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
     if rollout.prompt_length != length or not torch.equal(rollout.ids[:length], leader.ids[:length]):
         raise DataError(f"rollout {number} does not share its group's prompt")
     # times after the prompt's last query may differ: they are the suffix's own
+    if not _same(leader.experts, rollout.experts, length - 1):
+        raise DataError(f"rollout {number} sent its prompt to other experts than its group")
     theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
     if not torch.equal(theirs, own):
         raise DataError(
             f"rollout {number} has another prompt ledger than its group: its prompt was compressed otherwise"
         )
+
+
+def _same(one: Tensor | None, other: Tensor | None, length: int) -> bool:
+    """Whether two optional records agree on their first ``length`` tokens."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one[:length], other[:length])

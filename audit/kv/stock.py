@@ -20,6 +20,7 @@ from audit.kv.cache import EvictingCache
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Ledger
 from audit.kv.rotary import rotary_for
+from audit.kv.routing import watched_blocks
 from audit.kv.shadow import Replay
 from audit.policies import Policy, parse_policy
 
@@ -83,6 +84,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
         self._given: list[Tensor] = []  # the same columns' ids, call after call
         self._rotary, self._pinned = rotary_for(model, policy), pinned
+        self._blocks = watched_blocks(model)
         self._evicting: EvictingCache | None = None
 
     @classmethod
@@ -108,10 +110,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
         tokens = int(cache.seen.max())
-        codec, times = cache.policy.quantiser, cache.quantised_at(tokens)
+        codec, times, experts = cache.policy.quantiser, cache.quantised_at(tokens), cache.experts(tokens)
         if codec is None or times is None:
-            return Ledger(cache.ledger(tokens), ids=self._ids(tokens))
-        return Ledger(cache.ledger(tokens), codec.canonical, *times, ids=self._ids(tokens))
+            return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts)
+        return Ledger(cache.ledger(tokens), codec.canonical, *times, ids=self._ids(tokens), experts=experts)
 
     def _ids(self, tokens: int) -> Tensor:
         """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
@@ -146,7 +148,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
         if self._evicting is None:
             rows = torch.arange(batch, device=ids.device) + self._seed
-            self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary)
+            self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary, blocks=self._blocks)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         positions = row_positions(attention_mask, self._evicting.seen, new)

@@ -20,12 +20,14 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 import audit.kv.attention
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import NEVER, Ledger, Rollout
 from audit.kv.rotary import rotary_for
+from audit.kv.routing import watched_blocks
 from audit.kv.shadow import suffix_logits
 from audit.policies import Policy, parse_policy
 from audit.sampler import Decoding, Sampler
@@ -46,6 +48,10 @@ CONFIGS = {
     "qwen2": Qwen2Config(**GQA),
     "phi": PhiConfig(partial_rotary_factor=0.5, **GQA),
     "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=512, vocab_size=61, bos_token_id=1, eos_token_id=2),
+    # a dense layer between two of four experts
+    "qwen3-moe": Qwen3MoeConfig(
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1], **GQA
+    ),
 }
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 
@@ -54,10 +60,18 @@ CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 
 
 def exact_norms(model: torch.nn.Module) -> None:
-    """Let RMS norms compute in the weights' own precision: transformers rounds them to float32, float64 included."""
+    """Let norms and routers compute in the weights' own precision: transformers rounds to float32, float64 included."""
     for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = MethodType(_router, module)
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_gemma_norm if hasattr(module, "eps") else _llama_norm, module)
+
+
+def _router(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    scores, experts = logits.softmax(-1).topk(self.top_k, dim=-1)
+    return logits, scores, experts
 
 
 def _llama_norm(self: Any, x: Tensor) -> Tensor:
@@ -75,7 +89,8 @@ def random_model(
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[name])
     config.initializer_range = spread
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    how = {"attn_implementation": attention, "experts_implementation": "eager"}  # grouped products have no float64
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, **how).eval()
 
 
 def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
@@ -115,7 +130,8 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 def new_cache(loaded: SimpleNamespace, policy: Policy, rows: Sequence[int] = (0,)) -> EvictingCache:
     """A fresh cache whose rows have these keys."""
     rotary = rotary_for(loaded.model, policy)
-    return EvictingCache(loaded.model.config, policy, torch.tensor(rows), rotary=rotary)
+    blocks = watched_blocks(loaded.model)
+    return EvictingCache(loaded.model.config, policy, torch.tensor(rows), rotary=rotary, blocks=blocks)
 
 
 @torch.no_grad()
@@ -201,7 +217,9 @@ def two_turns(
 def ledger_of(rollout: Rollout) -> Ledger:
     """One row's record in the form the public shadow pass takes."""
     tables = (rollout.keys_quantised_at, rollout.values_quantised_at)
-    return Ledger(rollout.evicted_at[None], rollout.codec, *(None if t is None else t[None] for t in tables))
+    codes = [None if t is None else t[None] for t in tables]
+    experts = None if rollout.experts is None else rollout.experts[None]
+    return Ledger(rollout.evicted_at[None], rollout.codec, *codes, experts=experts)
 
 
 def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> float:
