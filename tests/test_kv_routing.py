@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,11 @@ from audit import CompressedCache, shadow
 from audit.errors import DataError, RunError
 from audit.kv.interchange import read_rollouts, write_rollouts
 from audit.kv.ledger import Rollout, load_ledgers, save_ledgers
-from audit.kv.recorded import Recorded
+from audit.kv.recorded import Recorded, check_replayable
 from audit.kv.routing import watched_blocks
 from audit.kv.shadow import suffix_logits
 from audit.policies import parse_policy
+from audit.verify import verify
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -138,6 +140,10 @@ def test_gradients_flow_through_the_experts_on_record_also_where_layers_are_comp
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     loaded.model.train()
     assert (gradient(loaded, rollout) - whole).norm() / whole.norm() < 1e-12
+    # a layer whose attention is not handed the record, as linear attention may not be
+    loaded.model.model.layers[0].self_attn._forward_pre_hooks.clear()
+    with pytest.raises(RunError, match="switch gradient checkpointing off"):
+        gradient(loaded, rollout)
 
 
 def test_a_copy_of_a_watched_model_is_watched_by_itself() -> None:
@@ -199,3 +205,34 @@ def test_files_keep_the_experts_and_older_ones_have_none(tmp_path: Path) -> None
         header = file.metadata()["kvaudit"].replace('"format": 3', '"format": 2')
     save_file(bare, tmp_path / "old", metadata={"kvaudit": header})
     assert load_ledgers(tmp_path / "old")[0][0].experts is None
+
+
+def test_verify_says_where_experts_were_chosen_anew() -> None:
+    loaded = SimpleNamespace(**vars(shared("qwen3-moe")), dtype=torch.float64)
+    rollouts = two_turns(loaded, POLICY).rollouts
+    told = verify(loaded, Recorded("here", tuple(rollouts), POLICY))
+    assert (told.explained, told.rerouted) == (True, False)
+    untold = verify(loaded, Recorded("here", tuple(replace(r, experts=None) for r in rollouts), POLICY))
+    assert (untold.explained, untold.rerouted) == (True, True)
+    forged = verify(loaded, Recorded("here", tuple(misrouted(r) for r in rollouts), POLICY))
+    assert not forged.token_explained
+
+
+def test_experts_that_no_model_can_have_chosen_are_refused(tmp_path: Path) -> None:
+    loaded = shared("qwen3-moe")
+    (rollout,) = two_turns(loaded, POLICY, only=2).rollouts
+    assert rollout.experts is not None
+    config = loaded.model.config
+    for change, words in ((lambda e: e[3].fill_(1), "one of them twice"), (lambda e: e[3].fill_(-1), "to no expert")):
+        experts = rollout.experts.clone()
+        change(experts)
+        with pytest.raises(DataError, match=words):
+            check_replayable(Recorded("here", (replace(rollout, experts=experts),), None), config, 512)
+    with pytest.raises(DataError, match="experts up to number 3, the model 0 blocks"):
+        suffix_logits(shared().model, [rollout], group=1, view="shadow")
+    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), None))
+    table = json.loads((tmp_path / "r.json").read_text())
+    table["rollouts"][0]["experts"][2][1].append(0)
+    (tmp_path / "r.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match="uneven lengths"):
+        read_rollouts(tmp_path / "r.json")

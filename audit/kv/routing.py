@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from audit.errors import DataError, RunError
 
@@ -30,7 +31,7 @@ class Routes(Protocol):
 
 
 class RecordedRoutes:
-    """The choices of a sampler's forwards, all of which one after the other: int16 [B, T, M, k] of M blocks."""
+    """The choices of a sampler's forwards, one after the other: int16 [B, T, M, k] of M blocks."""
 
     def __init__(self, blocks: int, rows: int) -> None:
         self._blocks, self._rows = blocks, rows
@@ -61,11 +62,7 @@ class RecordedRoutes:
 
     def settle(self) -> None:
         """After a forward: raise RunError where some block did not say what it chose."""
-        if self._met != self._blocks:
-            raise RunError(
-                f"{self._met} of the model's {self._blocks} mixture-of-experts blocks said which experts they chose; "
-                "its rollouts cannot be replayed"
-            )
+        _require_every(self._met, self._blocks)
 
     def table(self, tokens: int) -> Tensor:
         """The experts of the first ``tokens`` tokens, NOBODY for those never fed: [B, tokens, M, k] on CPU."""
@@ -84,8 +81,14 @@ class ReplayedRoutes:
 
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts.long()
+        self._met: set[int] = set()
+
+    def settle(self) -> None:
+        """After a forward: raise RunError where some block did not ask."""
+        _require_every(len(self._met), self._experts.shape[2])
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
+        self._met.add(block)
         wanted = self._experts[:, :, block].flatten(0, 1)
         if wanted.shape != own.shape:
             raise DataError(
@@ -93,6 +96,14 @@ class ReplayedRoutes:
                 f"{own.shape[1]}: it is of another model"
             )
         return torch.where(wanted >= 0, wanted, own)
+
+
+def _require_every(met: int, blocks: int) -> None:
+    if met != blocks:
+        raise RunError(
+            f"{met} of the model's {blocks} mixture-of-experts blocks said which experts they chose; which it uses "
+            "cannot be recorded; use another model"
+        )
 
 
 class _Choice(TorchFunctionMode):
@@ -113,25 +124,38 @@ class _Choice(TorchFunctionMode):
 
 
 class _Watch:
-    """Stands at one mixture-of-experts block, as hooks of it and of its decoder layer, which is handed ``kv=``."""
+    """Stands at one mixture-of-experts block, which is not handed ``kv=``; its decoder layer and the attention are.
 
-    def __init__(self, block: int, experts: int) -> None:
-        self._block, self._experts = block, experts
+    The attention says it too, because a layer that is computed again for its gradient calls no hooks of its own.
+    """
+
+    def __init__(self, layer: Any, block: int, experts: int) -> None:
+        self._layer, self._block, self._experts = layer, block, experts
         self._routes: Routes | None = None
+        self._told = False  # by the attention
         self._choice: _Choice | None = None
 
-    def arrive(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
+    def arrive(self, module: Any, _: Any, kwargs: dict[str, Any]) -> None:
+        """Before the layer, and before its attention."""
         kv = kwargs.get("kv")
-        self._routes = None if kv is None else kv.routes
+        if kv is not None:
+            self._routes, self._told = kv.routes, module is not self._layer
 
     def leave(self, *_: Any) -> None:
-        self._routes = None
+        """After the layer."""
+        self._routes, self._told = None, False
 
     def __call__(self, *_: Any) -> None:
         """Before the block."""
-        if self._routes is not None:
-            self._choice = _Choice(self._routes, self._block, self._experts)
-            self._choice.__enter__()  # type: ignore[no-untyped-call]
+        if self._routes is None:
+            return
+        if not self._told and _is_computed_again(self._layer):
+            raise RunError(
+                f"a {type(self._layer).__name__} computed again would choose its experts anew; switch gradient "
+                "checkpointing off for this model"
+            )
+        self._choice = _Choice(self._routes, self._block, self._experts)
+        self._choice.__enter__()  # type: ignore[no-untyped-call]
 
     def after(self, block: Any, _: Any, output: Any) -> None:
         """After the block, however it ended: without output, an error is under way already."""
@@ -139,11 +163,16 @@ class _Watch:
         if choice is None:
             return
         choice.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.leave()
         if choice.met != 1 and output is not None:
             raise RunError(
                 f"a {type(block).__name__} chose experts {choice.met} times by a top-k over all {self._experts}, "
                 "wanted once: which experts it uses cannot be recorded; use another model"
             )
+
+
+def _is_computed_again(layer: Any) -> bool:
+    return isinstance(layer, GradientCheckpointingLayer) and layer.training and layer.gradient_checkpointing
 
 
 def watched_blocks(model: Any) -> int:
@@ -162,14 +191,17 @@ def watched_blocks(model: Any) -> int:
     _require_all(model, [block for _, block in found])
     for number, (layer, block) in enumerate(found):
         # a copy of a watched model is watched too, so the block itself has to say it
-        if any(isinstance(hook, _Watch) for hook in block._forward_pre_hooks.values()):
-            continue
-        watch = _Watch(number, _experts(model))
-        layer.register_forward_pre_hook(watch.arrive, with_kwargs=True)
-        layer.register_forward_hook(watch.leave, always_call=True)
-        block.register_forward_pre_hook(watch)
-        block.register_forward_hook(watch.after, always_call=True)
+        if not any(isinstance(hook, _Watch) for hook in block._forward_pre_hooks.values()):
+            _stand(_Watch(layer, number, _experts(model)), layer, block)
     return len(found)
+
+
+def _stand(watch: _Watch, layer: Any, block: Any) -> None:
+    for module in (layer, *(part for part in layer.modules() if "layer_idx" in vars(part) and part is not layer)):
+        module.register_forward_pre_hook(watch.arrive, with_kwargs=True)
+    layer.register_forward_hook(watch.leave, always_call=True)
+    block.register_forward_pre_hook(watch)
+    block.register_forward_hook(watch.after, always_call=True)
 
 
 def _require_all(model: Any, blocks: list[Any]) -> None:

@@ -62,6 +62,8 @@ class Replay:
                 "what the sampler did not; set the model's attention to kvaudit"
             )
         self._settled = True
+        if self.routes:
+            self.routes.settle()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Shapes as in ``audit.kv.attention.Attends``."""

@@ -1,0 +1,74 @@
+"""A mixture-of-experts model's sampler against its learner, with the experts on record and with experts chosen anew.
+
+``python -m bench.routing`` prints the largest and the mean gap in nats, and how many choices rounding flipped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from audit.kv.attention import NAME
+from audit.kv.layers import layer_plans
+from audit.kv.ledger import Rollout
+from audit.kv.routing import RecordedRoutes, watched_blocks
+from audit.kv.shadow import Replay, suffix_logits
+from audit.policies import parse_policy
+from audit.sampler import Decoding, Sampler
+from bench.models import Served
+
+PROMPT, NEW, ROWS, POLICY = 200, 200, 8, "snapkv:budget=64,window=8,chunk=64,interval=16"
+
+
+def random_moe(dtype: torch.dtype) -> Served:
+    """Four layers of 32 experts, four to a token."""
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32, max_position_embeddings=4096,
+        initializer_range=0.2,
+    )  # fmt: skip
+    config._attn_implementation = NAME
+    torch.manual_seed(0)
+    return Served("random Qwen3-MoE", Qwen3MoeForCausalLM(config).to(dtype).eval(), 4096)
+
+
+@torch.no_grad()
+def main() -> None:
+    """One line per precision."""
+    for dtype in (torch.float32, torch.bfloat16):
+        served = random_moe(dtype)
+        torch.manual_seed(3)
+        prompts = torch.randint(0, 97, (ROWS, PROMPT)).tolist()
+        episode = Sampler(served, parse_policy(POLICY)).open(prompts, list(range(ROWS)))
+        episode.decode(Decoding(NEW))
+        rollouts = episode.rollouts()
+        print(f"{dtype}, {ROWS * NEW} tokens, {flipped(served, rollouts):.2%} of the choices flip")
+        for words, reroute in (("experts on record", False), ("experts chosen anew", True)):
+            sizes = gaps(served, rollouts, reroute=reroute)
+            print(f"  {words:20} {float(sizes.max()):.1e} nats at most, {float(sizes.mean()):.1e} in the mean")
+
+
+def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
+    """|log p sampler - log p shadow| of every drawn token."""
+    logits, _ = suffix_logits(served.model, rollouts, group=1, view="shadow", reroute=reroute)
+    drawn = torch.stack([rollout.ids[PROMPT:] for rollout in rollouts])
+    taken = torch.stack([rollout.sampler_logprobs[PROMPT:] for rollout in rollouts])
+    return (logits.double().log_softmax(-1).gather(2, drawn[..., None])[..., 0] - taken).abs()
+
+
+def flipped(served: Served, rollouts: list[Rollout]) -> float:
+    """The share of (token, block) pairs that go to another set of experts in one pass than they went one by one."""
+    blocks, ids = watched_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
+    positions = torch.arange(ids.shape[1]).expand(*ids.shape)
+    plans = layer_plans(served.model.config, parse_policy("none"))
+    replay = Replay(plans, positions, positions, torch.stack([r.evicted_at for r in rollouts])[..., :-1])
+    found = replay.routes = RecordedRoutes(blocks, len(ids))  # type: ignore[assignment]
+    found.begin(positions, ids.shape[1])
+    served.model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay)
+    recorded = torch.stack([rollout.experts[:-1] for rollout in rollouts if rollout.experts is not None])
+    return float((recorded.sort(-1).values != found.table(ids.shape[1]).sort(-1).values).any(-1).double().mean())
+
+
+if __name__ == "__main__":
+    main()
