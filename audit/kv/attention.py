@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from inspect import signature
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from audit.errors import RunError
-from audit.kv.routing import Routes
+
+if TYPE_CHECKING:
+    from audit.kv.routing import Routes
 
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this

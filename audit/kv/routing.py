@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from audit.errors import DataError, RunError
+from audit.kv.attention import unwrapped
 
 NOBODY = -1  # in a table of experts: this token was never sent anywhere
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names of one number in configs
@@ -180,6 +181,7 @@ def watched_blocks(model: Any) -> int:
 
     Raises RunError for experts that no block known by its form chooses among.
     """
+    model = unwrapped(model)
     found = [
         (layer, block)
         for layers in model.get_decoder().children()
