@@ -13,8 +13,10 @@ from typing import Annotated
 import typer
 
 from audit.errors import AuditError
+from audit.text import clip, inline
 
 USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
+LONGEST_LINE = 2_000  # characters of an error
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
 SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
@@ -100,7 +102,7 @@ def user_errors(hint: str = "") -> Iterator[None]:
 
 
 def _failed(message: str) -> typer.Exit:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    typer.echo(f"error: {inline(clip(' '.join(message.split()), LONGEST_LINE))}", err=True)
     return typer.Exit(USAGE)
 
 

@@ -8,7 +8,8 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from audit.errors import SpecError, UnknownName
 
@@ -28,10 +29,30 @@ Group = Annotated[int, Field(strict=True, ge=1, le=1024)]  # rows of one prompt
 Prompts = Annotated[int, Field(strict=True, ge=1, le=65_536)]
 Steps = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Alpha = Annotated[float, Field(gt=0, lt=0.5)]
-Points = Annotated[float, Field(gt=0, lt=100)]  # percentage points
+
+
+def _no_truth(value: Any) -> Any:
+    """A truth value is no number, although it could be counted as one."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "a number")
+    return value
+
+
+def _usable_temperature(value: float) -> float:
+    if value != 0 and not 1e-3 <= value <= 100:
+        raise PydanticCustomError("temperature", "0, or 0.001 to 100")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_truth), Field(allow_inf_nan=False)]
+Rate = Annotated[Number, Field(ge=1e-12, le=1)]
+Norm = Annotated[Number, Field(ge=1e-6, le=1e9)]
+Factor = Annotated[Number, Field(ge=0, le=1000)]
+Heat = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
+HeatOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
+Share = Annotated[Number, Field(gt=0, le=1)]
+Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
+Points = Annotated[Number, Field(gt=0, lt=100)]  # percentage points
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -48,20 +69,20 @@ class TrainSpec(Part):
     seeds: tuple[Seed, ...] = Field(min_length=1)
     policy: str
     suites: tuple[str, ...]
-    weights: tuple[float, ...] = ()
+    weights: tuple[Number, ...] = ()
     context_tokens: Tokens = 192
     steps: Count = 60
     prompts_per_step: Prompts = 16
     group: Group = 8
-    learning_rate: Positive = 1e-4
+    learning_rate: Rate = 1e-4
     warmup_steps: Steps = 5
-    epsilon_low: NotNegative = 0.2
-    epsilon_high: NotNegative = 0.2
-    beta: NotNegative = 0.0
+    epsilon_low: Factor = 0.2
+    epsilon_high: Factor = 0.2
+    beta: Factor = 0.0
     loss: str = "grpo"
-    temperature: Positive = 1.0
-    distill_weight: NotNegative = 0.1
-    max_grad_norm: Positive = 1.0
+    temperature: Heat = 1.0
+    distill_weight: Factor = 0.1
+    max_grad_norm: Norm = 1.0
     microbatch_tokens: BatchTokens = 16384
     save_every: Count = 20
     ledger_every: Steps = 20
@@ -104,8 +125,8 @@ class EvaluateSpec(Part):
     context_tokens: tuple[Tokens, ...] = Field(min_length=1)
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
-    temperature: NotNegative = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: HeatOrGreedy = 0.0
+    top_p: Share = 1.0
     seed: Seed = 1000
     batch_tokens: BatchTokens = 16384
 

@@ -34,3 +34,8 @@ def clip(text: str, length: int) -> str:
         return text
     head = (length * 2) // 3
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
+
+
+def is_text(value: str) -> bool:
+    """Whether a file in UTF-8 can hold it: JSON can spell halves of characters that nothing can."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)

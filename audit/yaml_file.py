@@ -1,13 +1,14 @@
-"""Small hostile YAML files (gate, waivers): read whole, checked key by key, every mistake one line with file and line.
+"""Small hostile YAML files (specs, gate files, waivers): every mistake is one line with file and line.
 
-Aliases are refused: such a file needs none, and a few lines of them can stand for more text than a machine holds.
+Aliases are refused: such a file needs none, and a few lines of them can stand for more text than a machine holds. So
+are tags, which choose what is built from a text, and characters that no path and no UTF-8 file can hold.
 """
 
 from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,39 +18,51 @@ import yaml
 from audit.errors import DataError, SpecError, UnknownName
 
 LARGEST_FILE = 100_000  # bytes
+LONGEST_VALUE = 2_000  # characters; a number of more digits cannot even be printed
 DEEPEST = 20  # levels
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 
+Place = tuple[str | int, ...]  # of a value: the keys and indices on the way to it
+
+
 @dataclass(frozen=True)
 class YamlFile:
-    """A file's name, the sha256 of its bytes, its text and the mapping it holds."""
+    """A file's name, the sha256 of its bytes, its text, the mapping it holds and the line of everything in that."""
 
     name: str
     sha256: str
     text: str
     table: Mapping[str, Any]
+    lines: Mapping[Place, int]
 
 
 def read_yaml(path: Path, what: str) -> YamlFile:
     """The mapping in ``path``; raises DataError when it cannot be read, SpecError when it is no plain mapping."""
+    return parse_yaml(read_text(path, what), path.name, what)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a small file; raises DataError when it cannot be read or is too large for a ``what``."""
     try:
-        raw = path.read_bytes()[: LARGEST_FILE + 1]
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise DataError(f"{what} {str(path)!r} cannot be read ({reason}); give the path of a YAML file") from None
     if len(raw) > LARGEST_FILE:
         raise DataError(f"{what} {str(path)!r} is larger than {LARGEST_FILE} bytes; give the path of a {what}")
-    return parse_yaml(text, path.name, what)
+    return text
 
 
 def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     """The mapping written in ``text``; ``name`` names it in errors."""
+    lines: dict[Place, int] = {}
     try:
         _refuse_monsters(text)
-        _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
+        _number_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
         table = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         where = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -60,7 +73,7 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
         raise SpecError(f"{name}: not a usable {what}: {one_line(error)}") from None
     if not isinstance(table, dict):
         raise SpecError(f"{name}: wanted a {what}, a mapping, got {type(table).__name__}")
-    return YamlFile(name, hashlib.sha256(text.encode()).hexdigest(), text, table)
+    return YamlFile(name, hashlib.sha256(text.encode()).hexdigest(), text, table, lines)
 
 
 def known_keys(table: Mapping[Any, Any], known: Iterable[str], where: str, kind: str = "key") -> None:
@@ -92,29 +105,49 @@ def one_line(value: object) -> str:
 
 
 def _refuse_monsters(text: str) -> None:
-    """Raise for aliases and for depth while the text is still a stream: both cost more to hold than to write."""
+    """Raise for what costs more to hold, or does more, than to write, while the text is still a stream."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        mark = event.start_mark
-        where = f"line {mark.line + 1 if mark else 1}"
+        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
         if isinstance(event, yaml.AliasEvent):
             raise SpecError(f"{where}: aliases are not allowed")
+        if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag is not None:
+            raise SpecError(f"{where}: tags are not allowed, got {clipped(event.tag)!r}")
+        if isinstance(event, yaml.ScalarEvent):
+            _refuse_unusable(event.value, where)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise SpecError(f"{where}: nested more than {DEEPEST} levels deep")
 
 
-def _refuse_twins(node: Any) -> None:
-    """Raise for a key given twice, which YAML would silently drop; there are no aliases, so this ends."""
+def _refuse_unusable(value: str, where: str) -> None:
+    """Raise for a text that is too long, or that neither a path nor a UTF-8 file can hold."""
+    if len(value) > LONGEST_VALUE:
+        raise SpecError(f"{where}: a value of {len(value)} characters, wanted at most {LONGEST_VALUE}")
+    if wrong := next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None):
+        raise SpecError(f"{where}: a value holds the character U+{ord(wrong):04X}, which no path or text can")
+
+
+def _number_lines(node: Any, place: Place, lines: dict[Place, int]) -> None:
+    """Remember the line of every key and element; raise for a key given twice, which YAML would silently drop.
+
+    Without aliases this ends, and ``_refuse_monsters`` has bounded the depth.
+    """
+    if isinstance(node, yaml.CollectionNode):
+        for name, line, value in _children(node):
+            lines[(*place, name)] = line
+            _number_lines(value, (*place, name), lines)
+
+
+def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
+    """Name, line and node of everything in a mapping or sequence; raises for a key given twice."""
     if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _refuse_twins(child)
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, child in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {clipped(key.value)!r} is given twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-            _refuse_twins(child)
+        yield from ((index, value.start_mark.line + 1, value) for index, value in enumerate(node.value))
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            raise yaml.MarkedYAMLError(problem=f"key {clipped(name)!r} is given twice", problem_mark=key.start_mark)
+        seen.add(name)
+        yield name, key.start_mark.line + 1, value

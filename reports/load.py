@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
-from audit.errors import DataError
+from audit.errors import DataError, SpecError
 from audit.records import Message, Record
+from audit.yaml_file import parse_yaml
 from reports.columns import Columns
 from reports.panel import Panel, panels
 from reports.rows import Problem, columns_of, one_line, read_unit
@@ -65,7 +65,7 @@ def load_run(run: Path) -> RunData:
     Raises DataError for a missing folder, spec or provenance, no records, and a spec or sealed unit that changed.
     """
     run = Path(run)
-    spec = _mapping(run / "spec.yaml", yaml.safe_load)
+    spec = _mapping(run / "spec.yaml", lambda text: parse_yaml(text, "spec.yaml", "spec").table)
     problems: list[Problem] = []
     provenance = _mapping(run / "provenance.json", json.loads)
     _check_spec(run / "spec.yaml", spec, provenance)
@@ -109,7 +109,7 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         value = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)") from None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SpecError) as error:
         raise DataError(f"{str(path)!r} cannot be read ({one_line(error)})") from None
     if not isinstance(value, dict):
         raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted a mapping")

@@ -20,6 +20,7 @@ from typing import Any
 
 from audit.errors import DataError
 from audit.records import CONTRADICTED, FORMAT, Outcome, Record, Role
+from audit.text import is_text
 from reports.columns import COPIED, ROLES, Columns
 
 BLOCK = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
@@ -69,6 +70,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
     """The columns of a block in which everything is as it should be, else None."""
+    if b"\\ud" in raw.lower():
+        return None  # perhaps half a character
     try:
         rows = _objects(raw.decode(), count)
         if rows is None or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
@@ -166,6 +169,8 @@ def checked(record: Record) -> Record:
         value: Any = getattr(record, name)
         if not isinstance(value, types) or isinstance(value, bool):
             raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
+        if isinstance(value, str) and not is_text(value):
+            raise DataError(f"record holds {name} with half a character, which no file can hold")
         if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
     if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 
@@ -27,6 +28,7 @@ SHOWN = COLUMNS[1:4]
 CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and shown control characters are longer
 LABELS = {"0": 0, "1": 1}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # what a spreadsheet may run
+_LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet sees a formula
 _NAMED = 3  # rows that an error spells out
 
 
@@ -50,7 +52,8 @@ def shown(suite: str, transcript: Sequence[Message]) -> Shown:
 def safe(text: str) -> str:
     """Text that a spreadsheet shows and does not run: control characters visible, no leading sign of a formula."""
     plain = visible(text)
-    return f"'{plain}" if plain.lstrip().startswith(_FORMULA) else plain
+    # a spreadsheet may read the full-width forms of these signs as the signs themselves
+    return f"'{plain}" if normalize("NFKC", plain[:_LOOKED_AT]).lstrip().startswith(_FORMULA) else plain
 
 
 def row_names(count: int, seed: int) -> list[str]:

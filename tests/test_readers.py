@@ -153,6 +153,49 @@ def test_a_zip_that_unpacks_to_many_times_its_size_is_refused(tmp_path, monkeypa
         read(path)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_members_that_python_unpacks_whole_are_not_read(tmp_path, method):
+    """2.5 KB of bzip2 took 6.7 GB: Python gives all of a block, however little is asked for."""
+    path = tmp_path / "bomb.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        file.writestr("samples/a.json", json.dumps({"id": "a", "epoch": 1, "scores": {"s": {"value": "C"}}}))
+        file.writestr("samples/b.json", b" " * 10**6, compress_type=method)
+    log = read(path)
+    assert list(log.rows["item"]) == ["a"]
+    assert f"samples/b.json: the member is packed by method {method}; deflate" in log.problems[0]
+
+
+@pytest.mark.parametrize("damage", ["offset", "size", "header"])
+def test_a_directory_that_lies_about_a_member_is_named(tmp_path, damage):
+    path = tmp_path / "lies.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        file.writestr("samples/a.json", json.dumps({"id": "a", "epoch": 1, "scores": {"s": {"value": "C"}}}))
+        file.writestr("samples/b.json", "{}" * 40)
+    body = bytearray(path.read_bytes())
+    entry = body.rindex(b"PK\x01\x02")  # the directory's line on the last member
+    if damage == "offset":
+        body[entry + 42 : entry + 46] = (2**31).to_bytes(4, "little")
+    elif damage == "size":
+        body[entry + 10 : entry + 12] = (93).to_bytes(2, "little")  # Zstandard
+        body[entry + 20 : entry + 24] = (2**32 - 2).to_bytes(4, "little")
+    else:
+        local = body.index(b"samples/b.json") - 30
+        body[local : local + 4] = b"PK\x00\x00"
+    log = read(written(tmp_path, "lies.eval", bytes(body)))
+    assert list(log.rows["item"]) == ["a"]
+    assert log.problems[0].startswith("lies.eval:samples/b.json: ")
+
+
+def test_a_name_with_half_a_character_is_no_name(tmp_path):
+    rows = [json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc"], "acc": 1.0}) for i in (0, 1)]
+    rows[1] = rows[1].replace('"doc_id": 1', '"doc_id": "\\ud800"')
+    log = read(written(tmp_path, "s.jsonl", "\n".join(rows) + "\n"))
+    assert list(log.rows["item"]) == ["0"]
+    assert len(log.problems) == 1
+
+
 def test_a_truncated_log_is_one_line(tmp_path):
     path = written(tmp_path, "cut.eval", INSPECT["reference"].read_bytes()[:20000])
     with pytest.raises(DataError, match=r"cannot be read as a zip .*; copy the file again"):

@@ -261,7 +261,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("format: [1", "not a usable gate file"),
         ("- format", "wanted a gate file, a mapping, got list"),
         ("", "wanted a gate file, a mapping, got NoneType"),
-        ("format: 1\nx: !!python/object/apply:os.system [ls]", "not a usable gate file: could not determine"),
+        (
+            "format: 1\nx: !!python/object/apply:os.system [ls]",
+            "line 2: tags are not allowed, got 'tag:yaml.org,2002:python/object/apply:os.system'",
+        ),
         ("format: 1\nwhen: 2026-13-45", "not a usable gate file"),
         (BOMB, "gate.yaml line 2: aliases are not allowed"),
         ("a: &a [*a]", "aliases are not allowed"),

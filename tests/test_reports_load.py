@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_run_is_one_line(run, missing):
 
 def test_spec_that_is_not_a_mapping_is_refused(run):
     (run / "spec.yaml").write_text("- a\n- b\n")
-    with pytest.raises(DataError, match="wanted a mapping"):
+    with pytest.raises(DataError, match="wanted a spec, a mapping, got list"):
         load_run(run)
 
 

@@ -158,8 +158,8 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ),
         ("format: 1", "gate: {alpha: .nan}", "gate.alpha is nan, wanted"),
         ("format: 1", "gate: {primary: ['h2o:budget=96']}", "unknown policy in gate.primary 'h2o:budget=96"),
-        ("name: quick", "name: quick\nname: b", "q.yaml line 3: not YAML: key 'name' is given twice"),
-        ("name: quick", "name: [", "q.yaml line 4: not YAML: expected"),
+        ("name: quick", "name: quick\nname: b", "q.yaml line 3: not a usable spec: key 'name' is given twice"),
+        ("name: quick", "name: [", "q.yaml line 4: not a usable spec: expected"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  group: 1\nevaluate", "'group' is 1, wanted 2 or more"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  loss: grp\nevaluate", "unknown loss 'grp'"),
         ("[192]", "[]", "evaluate.context_tokens is [], wanted at least one entry"),
@@ -171,9 +171,30 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("[refusal, math]\nevaluate", "[refusal, math]\n  group: 1025\nevaluate", "wanted less than or equal to 1024"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  steps: 1000001\nevaluate", "train.steps is 1000001, wanted"),
         ("suites: [refusal, math]\n  c", "suites: {math: {items: 1000001}}\n  c", "math.items is 1000001, wanted"),
-        ("suites: [refusal, math]\n  c", "suites: &a [*a]\n  c", "q.yaml line 10: not YAML: an alias holds itself"),
-        ("evaluate:", "evaluate: &a\n  gate: *a", "q.yaml line 8: not YAML: an alias holds itself"),
-        ("format: 1", f"gate: {'[' * 2000}{']' * 2000}", "q.yaml: nested too deeply"),
+        ("suites: [refusal, math]\n  c", "suites: &a [*a]\n  c", "q.yaml line 10: aliases are not allowed"),
+        ("evaluate:", "evaluate: &a\n  gate: *a", "q.yaml line 9: aliases are not allowed"),
+        ("[192]", "[192]\n  temperature: true", "evaluate.temperature is True, wanted a number"),
+        ("[192]", "[192]\n  temperature: 1e-320", "evaluate.temperature is '1e-320', wanted 0, or 0.001 to 100"),
+        ("format: 1", "gate: {margins: {math: true}}", "gate.margins.math is True, wanted a number"),
+        (
+            "[refusal, math]\nevaluate",
+            "[refusal, math]\n  learning_rate: 1.0e30\nevaluate",
+            "train.learning_rate is '1.0e30', wanted less",
+        ),
+        ("[refusal, math]\nevaluate", "[refusal, math]\n  weights: [true, 1]\nevaluate", "train.weights.0 is True"),
+        ("[refusal, math]\nevaluate", "[refusal, math]\n  temperature: 0\nevaluate", "train.temperature is 0, wanted"),
+        ("name: quick", "name: 2026-13-45", "q.yaml: not a usable spec: month must be in 1..12"),
+        (
+            "name: quick",
+            "name: !!timestamp x",
+            "q.yaml line 2: tags are not allowed, got 'tag:yaml.org,2002:timestamp'",
+        ),
+        ("[192]", "[192]\n  base: !!bool x", "q.yaml line 12: tags are not allowed"),
+        ("[192]", f"[{'9' * 5000}]", "q.yaml line 11: a value of 5000 characters, wanted at most 2000"),
+        ("[192]", f"[0x{'f' * 1990}]", "evaluate.context_tokens.0 is 1580394411519677820251512"),
+        ("name: quick", 'name: quick\nmodel: "a\\0b"', "q.yaml line 3: a value holds the character U+0000"),
+        ("name: quick", 'name: quick\ndata: "a\\ud800b"', "q.yaml line 3: a value holds the character U+D800"),
+        ("format: 1", f"gate: {'[' * 2000}{']' * 2000}", "q.yaml line 1: nested more than 20 levels deep"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_is_wrong(old: str, new: str, message: str) -> None:
@@ -184,18 +205,9 @@ def test_a_mistake_is_one_line_that_says_what_is_wrong(old: str, new: str, messa
     assert "\n" not in str(caught.value)
 
 
-def test_aliases_that_would_fill_the_memory_are_read_in_no_time() -> None:
-    lines = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
-    with pytest.raises(AuditError, match="unknown key 'a0'"):
-        parse_spec("\n".join(lines), "q.yaml")
-    text = "\n".join([*lines, "evaluate: {policies: [none], suites: {math: {}}, context_tokens: {a: *a29}}"])
-    with pytest.raises(AuditError, match="unknown key"):
-        parse_spec(text, "q.yaml")
-
-
 @pytest.mark.parametrize("text", ["", "- a", "just text", "3"])
 def test_a_spec_that_is_no_mapping_is_refused(text: str) -> None:
-    with pytest.raises(AuditError, match="wanted a mapping"):
+    with pytest.raises(AuditError, match="wanted a spec, a mapping"):
         parse_spec(text, "q.yaml")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; beyond it, at m
 LARGEST_RATIO = 400
 MOST_MEMBERS = 2_000_000
 ZSTANDARD, ENCRYPTED = 93, 0x1  # a method and a flag of the zip format
+PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what Python unpacks no further than it is asked to
 _LOCAL_HEADER = 30  # bytes before the name of a member
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, NotImplementedError),
+    *(MemoryError, OverflowError, RuntimeError),
+)
 
 
 class MissingPackage(DataError):
@@ -31,7 +37,7 @@ class Archive:
         self.path = path
         try:
             self._file = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, ValueError, OSError) as error:
+        except _DAMAGED as error:
             raise DataError(f"{str(path)!r} cannot be read as a zip ({error}); copy the file again") from None
         self._members = {info.filename: info for info in self._file.infolist()}  # one written again replaces the first
         self._left = max(LARGEST_TOTAL, LARGEST_RATIO * path.stat().st_size)
@@ -55,6 +61,8 @@ class Archive:
         info = self._members[name]
         if info.flag_bits & ENCRYPTED:
             raise DataError("the member is encrypted")
+        if info.compress_type not in (*PLAIN, ZSTANDARD):
+            raise DataError(f"the member is packed by method {info.compress_type}; deflate, Zstandard or none are read")
         raw = self._zstandard(info) if info.compress_type == ZSTANDARD else self._plain(info)
         if len(raw) > LARGEST_MEMBER:
             raise DataError(f"the member unpacks to more than {LARGEST_MEMBER >> 20} MB")
@@ -73,7 +81,7 @@ class Archive:
         try:
             with self._file.open(info) as stream:
                 return stream.read(LARGEST_MEMBER + 1)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError) as error:
+        except _DAMAGED as error:
             raise DataError(f"the member is damaged ({error})") from None
 
     def _zstandard(self, info: zipfile.ZipInfo) -> bytes:
@@ -93,13 +101,14 @@ class Archive:
 
     def _compressed(self, info: zipfile.ZipInfo) -> bytes:
         with self.path.open("rb") as handle:
+            size = handle.seek(0, io.SEEK_END)
+            if not 0 <= info.header_offset <= size - _LOCAL_HEADER:
+                raise DataError("the member is damaged (no local header)")
             handle.seek(info.header_offset)
             local = handle.read(_LOCAL_HEADER)
-            if len(local) < _LOCAL_HEADER:
-                raise DataError("the member is damaged (no local header)")
             lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
             handle.seek(lengths, io.SEEK_CUR)
-            return handle.read(max(0, info.compress_size))
+            return handle.read(min(max(0, info.compress_size), size))
 
 
 class TooLarge(DataError):

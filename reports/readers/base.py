@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from audit.errors import DataError
-from audit.text import clip, inline
+from audit.text import clip, inline, is_text
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 ANY_METRIC = ""  # of a line that might have scored any of them
@@ -143,7 +143,7 @@ def name_of(value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     text = str(value).strip() if isinstance(value, str) else f"{value:d}" if abs(value) < LARGEST_SEED else ""
-    return text or None
+    return text if text and is_text(text) else None
 
 
 def metric_name(text: str) -> str:
