@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from audit.chat import Chat
 from audit.errors import DataError, RunError
+from audit.gguf_header import check_gguf
 from audit.intact import own_files
 from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
@@ -184,6 +185,7 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     """Dequantise a GGUF file into a plain model: what transformers makes of it can be neither trained nor saved."""
     if not path.is_file():
         raise DataError(f"model file {str(path)!r} does not exist")
+    check_gguf(path)
     wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=wanted, **_LOCAL)

@@ -367,3 +367,16 @@ def test_a_ledger_whose_log_probs_are_no_numbers_is_refused(elsewhere: Path, tmp
         done = verified("--rollouts", tmp_path / "l.safetensors", "--model", "embedded", "--temperature", 0.8)
         assert done.exit_code == 2
         assert "rollout 1 has log-prob" in done.stderr
+
+
+def test_a_small_file_cannot_claim_all_memory(tmp_path: Path) -> None:
+    """A few bytes of header that ask for gigabytes are refused before anything is made."""
+    huge = table(layers=1024, kv_heads=1024)
+    huge["rollouts"][0] |= {"ids": [5] * 3000, "logprobs": [-1.0] * 2996, "events": []}
+    with pytest.raises(DataError, match="3145728000 cache entries, at most 268435456 can be read; split the file"):
+        read_rollouts(written(tmp_path / "r.json", huge))
+    slow = table(layers=1, kv_heads=1024)
+    slow["rollouts"][0] |= {"ids": [5] * 20_000, "logprobs": [-1.0] * 19_996}
+    slow["rollouts"][0]["events"] = [{"query": n + 1, "kept": [[[]] * 1024]} for n in range(900)]
+    with pytest.raises(DataError, match="its events look at 18432000000 entries"):
+        read_rollouts(written(tmp_path / "r.json", slow))

@@ -143,9 +143,22 @@ def test_a_header_of_the_wrong_kind_is_one_line(tmp_path: Path, change: dict[str
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     header["rollouts"][0] |= change
     save_file(tensors, path, metadata={"kvaudit": json.dumps(header)})
-    with pytest.raises(DataError, match="damaged header"):
+    with pytest.raises(DataError, match="is damaged"):
         load_ledgers(path)
     header = {**header, "format": True}
     save_file(tensors, path, metadata={"kvaudit": json.dumps(header)})
     with pytest.raises(DataError, match="not a ledger of format"):
+        load_ledgers(path)
+
+
+@pytest.mark.parametrize("name", ["ids", "sampled", "sampler_logprobs", "evicted_at"])
+def test_a_tensor_of_another_type_is_one_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "ledger.safetensors"
+    save_ledgers(path, [rollout()], POLICY)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    tensors[f"0.{name}"] = tensors[f"0.{name}"].to(torch.float64)
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(DataError, match=f"is damaged .{name} of rollout 0 holds torch.float64"):
         load_ledgers(path)

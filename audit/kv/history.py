@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ class Event(NamedTuple):
     kept: Sequence[Tensor | None]
 
 
-def ledger_of(events: Sequence[Event], shape: tuple[int, int, int]) -> Tensor:
+def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
     """``evicted_at`` int32 [L, H, T] of a history; raises ValueError where the history contradicts itself."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0

@@ -6,7 +6,7 @@ Both forms are described in docs/kv.md. Every value is checked, since the file i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +31,9 @@ _TENSORS = {
     "kept": (torch.bool, 4),
 }
 _SHOWN = 60  # characters of a wrong value
-_MOST_ENTRIES = 1 << 30  # of one rollout's ledger: a few bytes of header must not claim all memory
+_MOST_ENTRIES = 1 << 28  # of all ledgers of a file: a few bytes of header must not claim all memory
+_MOST_STEPS = 1 << 34  # entries that all events together look at: seconds
+_LARGEST_JSON = 1 << 28  # bytes
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
@@ -129,7 +131,17 @@ def _row(rollout: Rollout) -> dict[str, Any]:
 
 
 def _from_json(path: Path) -> Recorded:
+    if path.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"larger than {_LARGEST_JSON >> 20} MB; write the safetensors form")
     table = _JsonFile.model_validate_json(path.read_bytes())
+    _require_room(table, [len(row.ids) for row in table.rollouts])
+    looked_at = sum(
+        len(row.ids) * table.kv_heads * sum(layer is not None for layer in event.kept)
+        for row in table.rollouts
+        for event in row.events
+    )
+    if looked_at > _MOST_STEPS:
+        raise ValueError(f"its events look at {looked_at} entries, at most {_MOST_STEPS} are followed")
     rollouts = []
     for number, row in enumerate(table.rollouts):
         tokens = len(row.ids)
@@ -138,7 +150,8 @@ def _from_json(path: Path) -> Recorded:
         for start, stop in [(row.prompt_length, tokens)] if row.sampled is None else row.sampled:
             _require(start < stop <= tokens, number, f"has the sampled span [{start}, {stop}] in {tokens} tokens")
             sampled[start:stop] = True
-        events = [_event(number, place, event, table, tokens) for place, event in enumerate(row.events)]
+        # one at a time: all of them at once can be a thousand times the file
+        events = (_event(number, place, event, table, tokens) for place, event in enumerate(row.events))
         ids, logprobs = torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.logprobs, dtype=torch.float32)
         rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, table)
         rollouts.append(replace(rollout, experts=_experts(number, row.experts, tokens)))
@@ -176,7 +189,7 @@ def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: in
 
 
 def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
-    rollouts, names = [], set(file.keys())
+    rollouts, lengths, names = [], list[int](), set(file.keys())
     for number, row in enumerate(table.rollouts):
         kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
         found = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
@@ -184,6 +197,8 @@ def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
             fits = found[name].dtype == dtype and found[name].dim() == rank
             _require(fits, number, f"has {name} of another type than {rank}-dimensional {dtype}")
         ids, query, kept = found["ids"], found["query"].tolist(), found["kept"]
+        lengths.append(len(ids))
+        _require_room(table, lengths)
         _require_suffix(number, row.prompt_length, len(ids))
         wanted = (len(query), table.layers, table.kv_heads, len(ids))
         _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
@@ -199,16 +214,16 @@ def _rollout(
     ids: Tensor,
     sampled: Tensor,
     logprobs: Tensor,
-    events: Sequence[Event],
+    events: Iterable[Event],
     table: _Header,
 ) -> Rollout:
     _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
     drawn = int(sampled.sum())
     _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
-    entries = table.layers * table.kv_heads * len(ids)
-    _require(entries <= _MOST_ENTRIES, number, f"has {entries} cache entries, at most {_MOST_ENTRIES} can be read")
     try:
         evicted_at = ledger_of(events, (table.layers, table.kv_heads, len(ids)))
+    except _Misfit:
+        raise
     except ValueError as error:
         raise ValueError(f"rollout {number}, {error}") from None
     starts = [start for start, _ in _spans(sampled.tolist())]
@@ -242,9 +257,20 @@ def _indices(kept: Tensor) -> list[int]:
     return indices
 
 
+class _Misfit(ValueError):
+    """A rollout whose parts do not fit, said with its number."""
+
+
 def _require(holds: bool, number: int, otherwise: str) -> None:
     if not holds:
-        raise ValueError(f"rollout {number} {otherwise}")
+        raise _Misfit(f"rollout {number} {otherwise}")
+
+
+def _require_room(table: _Header, lengths: Sequence[int]) -> None:
+    """Raise ValueError where the ledgers of rollouts of these lengths would not fit."""
+    entries = table.layers * table.kv_heads * sum(lengths)
+    if entries > _MOST_ENTRIES:
+        raise ValueError(f"{entries} cache entries, at most {_MOST_ENTRIES} can be read; split the file")
 
 
 def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:

@@ -34,6 +34,11 @@ NEVER = 2**31 - 1
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
 _TIMES = ("evicted_at", "keys_quantised_at", "values_quantised_at")
 _SHORT, _SHORT_NEVER = torch.uint16, 2**16 - 1
+_TYPES = {
+    "ids": (torch.int32, torch.int64),
+    "sampled": (torch.bool,),
+    "sampler_logprobs": (torch.float32,),
+}  # all others are times
 _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", "retention")
 
 
@@ -141,7 +146,7 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
     except SafetensorError as error:
         raise DataError(f"ledger {str(path)!r} is not a readable safetensors file ({error})") from None
     except (TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"ledger {str(path)!r} has a damaged header ({error}); sample it again") from None
+        raise DataError(f"ledger {str(path)!r} is damaged ({error}); sample it again") from None
     for rollout in rollouts:
         _check(path, rollout)
     return rollouts, policy
@@ -150,6 +155,9 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
 def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     names = (*_TENSORS, *_TIMES[1:]) if scalars.get("codec") else _TENSORS
     tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES.get(name, (torch.int32, _SHORT)):
+            raise TypeError(f"{name} of rollout {number} holds {tensor.dtype}")
     tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()
     if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
