@@ -155,8 +155,9 @@ class Episode:
                 codec=codec.canonical,
                 keys_quantised_at=times[0][n, : len(row.ids)].clone(),
                 values_quantised_at=times[1][n, : len(row.ids)].clone(),
+                hints=hints,
             )
-            for n, row in enumerate(rows)
+            for n, (row, hints) in enumerate(zip(rows, self._cache.hints(), strict=True))
         ]
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 from audit.errors import DataError, SpecError
 from audit.intact import check_checkpoint
 from audit.kv.consistency import breach, quantisation_breach
+from audit.kv.hints import Strays
 from audit.kv.interchange import read_rollouts
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Rollout
@@ -39,9 +40,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float16: 0.125,
     torch.bfloat16: 1.0,
 }
-# One pass rounds otherwise than many, so values at the border of two codes fall on the other side: a real model's int8
-# rollouts were off by up to .18 nats in float32. Counting and the schedule hold such ledgers more tightly than replay.
-CODED_TOLERANCE = 0.5
 MEAN_SHARE = 10
 VIEWS: tuple[LearnerView, LearnerView] = ("shadow", "dense")
 PASS_TOKENS = 4096  # padded tokens of one pass
@@ -147,11 +145,10 @@ def verify(
     heat = next((value for value in (temperature, recorded.temperature) if value is not None), 1.0)
     rollouts = recorded.rollouts
     basis = TOLERANCE[model.dtype] if tolerance is None else tolerance
-    if tolerance is None and model.dtype is torch.float32 and any(rollout.codec for rollout in rollouts):
-        basis = CODED_TOLERANCE
     taken = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts]).double()
+    strays: Strays = []
     reroute = any(rollout.experts is None for rollout in rollouts)
-    replayed = {view: _logprobs(model.model, rollouts, view, heat, reroute=reroute) for view in VIEWS}
+    replayed = {view: _logprobs(model.model, rollouts, view, heat, strays, reroute=reroute) for view in VIEWS}
     return Verification(
         policy=recorded.policy,
         rollouts=len(rollouts),
@@ -160,8 +157,19 @@ def verify(
         dense=_gaps(taken, replayed["dense"]),
         worst=_worst(rollouts, taken, replayed["shadow"]),
         tolerance=basis,
-        breach=None if policy is None else _breach(recorded, policy, model.model.config),
+        breach=(None if policy is None else _breach(recorded, policy, model.model.config)) or _stray(strays),
         rerouted=reroute and watched_blocks(model.model) > 0,
+    )
+
+
+def _stray(strays: Strays) -> str | None:
+    """A recorded code that rounding cannot have decided, in words; ``strays`` are rollouts and layers."""
+    if not strays:
+        return None
+    rollout, layer = min(strays)
+    others = f", and {len(strays) - 1} more" if len(strays) > 1 else ""
+    return (
+        f"rollout {rollout}, layer {layer}: a recorded code is at no border in the replay{others}; it was not sampled"
     )
 
 
@@ -180,12 +188,18 @@ def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
 
 @torch.no_grad()
 def _logprobs(
-    model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float, *, reroute: bool
+    model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float, strays: Strays, *, reroute: bool
 ) -> Tensor:
-    """Log-probs of every sampled token under a view: float64 [n], rollout after rollout, nats."""
+    """Log-probs of every sampled token under a view: float64 [n], rollout after rollout, nats.
+
+    ``strays`` grows by the rollout and layer of every recorded code that is at no border in the replay.
+    """
     found: dict[int, Tensor] = {}
     for rows in microbatches(rollouts, 1, PASS_TOKENS):
-        logits, _ = suffix_logits(model, [rollouts[row] for row in rows], group=1, view=view, reroute=reroute)
+        picked = [rollouts[row] for row in rows]
+        found_strays: Strays = []
+        logits, _ = suffix_logits(model, picked, group=1, view=view, reroute=reroute, strays=found_strays)
+        strays += [(rows[place], layer) for place, layer in found_strays]
         for place, row in enumerate(rows):
             suffix = slice(rollouts[row].prompt_length, None)
             drawn = rollouts[row].sampled[suffix].nonzero()[:, 0]

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from audit.errors import DataError
+from audit.kv.hints import pack_hints
 from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from audit.policies import parse_policy
 
@@ -122,6 +123,41 @@ def test_a_ledger_of_the_first_format_is_still_read(tmp_path: Path) -> None:
     (read,), _ = load_ledgers(path)
     assert torch.equal(read.evicted_at, first.evicted_at)
     assert torch.equal(read.ids, first.ids)
+
+
+def coded(tokens: int = 200) -> Rollout:
+    times = torch.arange(1, tokens + 1, dtype=torch.int32)
+    words = pack_hints(torch.tensor([3, 4, 90_000]), torch.tensor([0, 15, 7]))
+    codec = parse_policy("int8").canonical
+    return replace(rollout(tokens), codec=codec, keys_quantised_at=times, values_quantised_at=times, hints=words)
+
+
+def test_codes_at_a_border_come_back_as_written(tmp_path: Path) -> None:
+    save_ledgers(tmp_path / "ledger.safetensors", [coded(), rollout()], parse_policy("int8"))
+    (first, second), _ = load_ledgers(tmp_path / "ledger.safetensors")
+    assert first.hints is not None
+    assert torch.equal(first.hints, coded().hints)
+    assert second.hints is None
+
+
+def test_a_ledger_of_the_second_format_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.safetensors"
+    save_ledgers(path, [replace(coded(), hints=None)], parse_policy("int8"))
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["kvaudit"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    save_file(tensors, path, metadata={"kvaudit": json.dumps(header | {"format": 2})})
+    (read,), _ = load_ledgers(path)
+    assert torch.equal(read.keys_quantised_at, coded().keys_quantised_at)
+    assert read.hints is None
+
+
+@pytest.mark.parametrize("words", [torch.tensor([48, 0]), torch.zeros(1, 2)], ids=["named-twice", "shape"])
+def test_codes_at_a_border_out_of_order_are_damage(tmp_path: Path, words: torch.Tensor) -> None:
+    bad = replace(coded(), hints=words.to(torch.uint16))
+    save_ledgers(tmp_path / "ledger.safetensors", [bad], parse_policy("int8"))
+    with pytest.raises(DataError, match="codes at a border are not in order"):
+        load_ledgers(tmp_path / "ledger.safetensors")
 
 
 @pytest.mark.parametrize(

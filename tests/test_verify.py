@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from audit.cli import app
 from audit.kv.consistency import breach, quantisation_breach
+from audit.kv.hints import pack_hints, unpack_hints
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from audit.model import load_model
@@ -293,8 +294,34 @@ def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -
     policy = parse_policy(QUANTISED.replace("bits=4", "bits=2"))
     rewritten(folder, coarser, policy.canonical)
     done = verified(rehashed(folder, policy=policy.canonical))
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
-    assert (done.exit_code, "is recorded at" in line) == (3, True)
+    by_replay, by_border = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert (done.exit_code, "is recorded at" in by_replay, "at no border" in by_border) == (3, True, True)
+
+
+@pytest.mark.parametrize("nats", [0.002, -0.002])
+def test_a_log_prob_off_by_two_thousandths_is_seen_under_codes_too(nats: float, coded: Path, tmp_path: Path) -> None:
+    def shifted(rollouts: list[Rollout]) -> None:
+        token = int((rollouts[3].sampler_logprobs < -0.01).nonzero()[-1])
+        rollouts[3].sampler_logprobs[token] += nats
+
+    done = verified(rewritten(shutil.copytree(coded, tmp_path / "copy"), shifted))
+    assert done.exit_code == 3
+    assert "not explained: rollout 3, token" in done.stdout
+
+
+def test_a_forged_code_is_named_and_moves_nothing(coded: Path, tmp_path: Path) -> None:
+    def forged(rollouts: list[Rollout]) -> None:
+        assert rollouts[2].hints is not None
+        index, low = unpack_hints(rollouts[2].hints)
+        more = torch.cat([index, torch.tensor([12_345])]), torch.cat([low, torch.tensor([9])])
+        rollouts[2] = replace(rollouts[2], hints=pack_hints(*more))
+
+    folder = rewritten(shutil.copytree(coded, tmp_path / "copy"), forged)
+    found = verify(load_model(str(folder)), checkpoint_rollouts(folder))
+    assert found.shadow == verify(load_model(str(coded)), checkpoint_rollouts(coded)).shadow
+    done = verified(folder)
+    assert done.exit_code == 3
+    assert re.search(r"not explained: rollout 2, layer \d: a recorded code is at no border in the replay;", done.stdout)
 
 
 def test_a_codec_that_is_not_the_policy_s_is_caught(coded: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from audit.errors import RunError, SpecError
 from audit.kv.attending import columns, new_moments, new_sinks, new_store, store_attention
 from audit.kv.attention import require_once
 from audit.kv.evict import attention_mass, only_victim, retained
+from audit.kv.hints import pack_hints
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
 from audit.kv.quantised import QuantisedStore
@@ -273,6 +274,15 @@ class EvictingCache:
             missing = tokens - table.shape[2]
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))
         return torch.stack(rows, 1)
+
+    def hints(self) -> list[Tensor]:
+        """Per row the codes at a border, as ``audit.kv.hints`` packs them; none where nothing is quantised."""
+        stores = [(n, store) for n, store in enumerate(self.stores) if isinstance(store, QuantisedStore)]
+        rows = []
+        for row in range(len(self.seen)):
+            found = [store.hints_of(row, layer, len(self.plans)) for layer, store in stores]
+            rows.append(pack_hints(*(torch.cat(parts) for parts in zip(*found, strict=True))))
+        return rows if stores else []
 
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Times of keys and values [B, tokens] int32, where the policy quantises."""

@@ -38,8 +38,13 @@ def encode_tokens(x: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor]:
     """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D]."""
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
     parameters = codec.fit(parts.amin(-1), parts.amax(-1)).to(x.dtype)
-    codes = codec.encode(parts, parameters.to(parts.dtype)[..., None, :])
-    return codes.flatten(-2), parameters
+    return encode_as(x, parameters, codec), parameters
+
+
+def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+    """Codes uint8 [..., D] of ``x`` under given parameters [..., n, P], each for D / n channels in a row."""
+    parts = split(x.to(working(x.dtype)), x.shape[-1] // parameters.shape[-2])
+    return codec.encode(parts, parameters.to(parts.dtype)[..., None, :]).flatten(-2)
 
 
 def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
@@ -60,14 +65,8 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
     return codec.fit(low.masked_fill(absent, 0), high.masked_fill(absent, 0)).to(keys.dtype)
 
 
-def encode_keys(keys: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Codes uint8 [B, H, K, D] of keys under per-channel parameters [B, H, K, D, P]."""
-    dtype = working(keys.dtype)
-    return codec.encode(keys.to(dtype), parameters.to(dtype))
-
-
 def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """The inverse, in the dtype of the parameters."""
+    """Keys [B, H, K, D] of codes under per-channel parameters [B, H, K, D, P], in the dtype of the parameters."""
     return codec.decode(codes, parameters.to(working(parameters.dtype))).to(parameters.dtype)
 
 
@@ -91,7 +90,7 @@ def code_groups(keys: Tensor, leaving: Tensor, codec: Quantiser) -> tuple[Tensor
     rank = leaving.int().cumsum(2) - 1
     group = torch.where(leaving, rank // codec.key_group, -1)
     parameters = fit_groups(keys, group, int(group.max()) + 1, codec)
-    return encode_keys(keys, parameters_of(group, parameters), codec), group, parameters
+    return encode_as(keys, parameters_of(group, parameters), codec), group, parameters
 
 
 def without_empty(group: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from audit.kv.codes import (
     decode_keys,
     decode_tokens,
-    encode_keys,
+    encode_as,
     encode_tokens,
     fit_groups,
     parameters_of,
 )
+from audit.kv.hints import HINTED, HintTable, Place
 from audit.kv.ledger import NEVER
 from audit.policies import Quantiser, parse_policy
 
@@ -25,6 +26,13 @@ class Codes(NamedTuple):
     codec: Quantiser
     keys_at: Tensor
     values_at: Tensor
+    hints: HintTable | None = None
+
+    def recorded(self, place: Place, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
+        """The replay's ``own`` codes [B, H, K, D] of ``exact``, with the sampler's at the borders it recorded."""
+        if self.hints is None or exact.dtype not in HINTED:
+            return own
+        return self.hints.take_over(place, exact, own, parameters, self.codec)
 
 
 def codec_named(text: str) -> Quantiser:
@@ -34,19 +42,19 @@ def codec_named(text: str) -> Quantiser:
     return codec
 
 
-def fake_values(values: Tensor, codec: Quantiser) -> Tensor:
+def fake_values(values: Tensor, codes: Codes, place: Place) -> Tensor:
     """Values [B, H, K, D] after a round trip through codes; the gradient passes straight through."""
-    return _straight(values, decode_tokens(*encode_tokens(values.detach(), codec), codec))
+    return _straight(values, _by_token(values.detach(), codes, place))
 
 
-def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes) -> Tensor:
+def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes, place: Place) -> Tensor:
     """Keys [B, H, K, D] after a round trip through codes; positions [B, K], evicted_at [B, H, K] or None.
 
     Keys that left before their group was quantised are in no group and stay exact: nobody sees them quantised.
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
-        return _straight(keys, decode_tokens(*encode_tokens(exact, codec), codec))
+        return _straight(keys, _by_token(exact, codes, place))
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])
@@ -55,8 +63,13 @@ def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes:
     if groups == 0:
         return keys
     parameters = parameters_of(group, fit_groups(exact, group, groups, codec))
-    stored = decode_keys(encode_keys(exact, parameters, codec), parameters, codec)
-    return _straight(keys, torch.where(member[..., None], stored, exact))
+    own = codes.recorded(place, exact, encode_as(exact, parameters, codec), parameters)
+    return _straight(keys, torch.where(member[..., None], decode_keys(own, parameters, codec), exact))
+
+
+def _by_token(exact: Tensor, codes: Codes, place: Place) -> Tensor:
+    own, parameters = encode_tokens(exact, codes.codec)
+    return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
 
 
 def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:

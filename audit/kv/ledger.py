@@ -5,10 +5,11 @@ quantised too, queries from ``keys_quantised_at[j]`` on saw key j as the codec s
 
 File format 3: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
 float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 where T fits (the largest number means never), an int32
-otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding; of a
-mixture-of-experts model also ``n.experts`` [T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest
-number means none). Metadata key ``kvaudit`` holds JSON of the rest. Formats 1 (all int32, ids int64, no codec) and 2
-(no experts) are still read.
+otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding and the
+codes at a border, ``n.hints`` uint16 [N] (``audit.kv.hints``); of a mixture-of-experts model also ``n.experts``
+[T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest number means none). Metadata key
+``kvaudit`` holds JSON of the rest. Formats 1 (all int32, ids int64, no codec) and 2 (no hints, no experts) are still
+read.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from audit.errors import DataError, SpecError
+from audit.kv.hints import sound_hints
 from audit.policies import Policy
 
 FORMAT = 3
 READABLE = (1, 2, 3)
 NEVER = 2**31 - 1
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
+_HINTS = "hints"
 _TIMES = ("evicted_at", "keys_quantised_at", "values_quantised_at")
 _SHORT, _SHORT_NEVER = torch.uint16, 2**16 - 1
 _TYPES = {
@@ -49,7 +52,8 @@ class Ledger:
     A quantised cache names its ``codec`` (a canonical policy) and since when keys and values are codes: int32 [B, T].
     A model of M mixture-of-experts blocks has the k ``experts`` each chose per token: int16 [B, T, M, k], -1 for a
     token that never entered the cache. ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end;
-    None: nobody said.
+    None: nobody said. ``hints`` are each row's codes at a border, as ``audit.kv.hints`` packs them; none where nobody
+    recorded them.
     """
 
     evicted_at: Tensor
@@ -58,6 +62,7 @@ class Ledger:
     values_quantised_at: Tensor | None = None
     experts: Tensor | None = None
     ids: Tensor | None = None
+    hints: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ class Rollout:
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
     entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
-    names its ``codec`` (a canonical policy) and gives two more tables [T] int32, else they are "" and None. ``experts``
-    [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``.
+    names its ``codec`` (a canonical policy) and gives two more tables [T] int32 and the ``hints`` (uint16 words, None
+    where nobody recorded them), else they are "" and None. ``experts`` [T, M, k] int16 are those of a
+    mixture-of-experts model, see ``Ledger``.
     """
 
     ids: Tensor
@@ -84,6 +90,7 @@ class Rollout:
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
     experts: Tensor | None = None
+    hints: Tensor | None = None
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
@@ -111,6 +118,8 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
     if rollout.experts is not None:
         small = torch.uint8 if int(rollout.experts.max()) < torch.iinfo(torch.uint8).max else torch.uint16
         yield "experts", rollout.experts.to(small)  # -1, none, becomes the largest number
+    if rollout.hints is not None:
+        yield _HINTS, rollout.hints
 
 
 def _scalars(rollout: Rollout) -> dict[str, Any]:
@@ -154,6 +163,7 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
 
 def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     names = (*_TENSORS, *_TIMES[1:]) if scalars.get("codec") else _TENSORS
+    names = (*names, *([_HINTS] if f"{number}.{_HINTS}" in file.keys() else []))  # noqa: SIM118 - not a mapping
     tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES.get(name, (torch.int32, _SHORT)):
@@ -204,6 +214,8 @@ def _check(path: Path, rollout: Rollout) -> None:
         raise DataError(
             f"ledger {str(path)!r}: evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
         )
+    if rollout.hints is not None and not (rollout.codec and sound_hints(rollout.hints)):
+        raise DataError(f"ledger {str(path)!r}: the codes at a border are not in order; the file is damaged")
     loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()
     if len(loose):
         raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")

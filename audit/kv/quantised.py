@@ -24,9 +24,11 @@ from audit.kv.codes import (
     unpack,
     without_empty,
 )
+from audit.kv.hints import KEYS, HintRecorder
 from audit.kv.store import Part, Store
 from audit.policies import Quantiser
 
+PARTS = ("key", "value")
 WIDEST = 2**15 - 1  # groups that an int16 can name
 HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
 
@@ -42,14 +44,16 @@ class QuantisedStore(Store):
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
         self._keys_done = self._values_done = torch.empty(0)  # [B, 1, 1] positions below are quantised
         self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
+        self._hints: HintRecorder | None = None  # part of the record, not of what serves
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         batch, heads, _, size = key.shape
         codec, bits = self._codec, self._codec.bits
+        self._hints = HintRecorder(codec, batch)
         self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
         self._keys_done = torch.zeros(batch, 1, 1, dtype=torch.int64, device=key.device)
         self._values_done = torch.zeros_like(self._keys_done)
-        for name, tensor in (("key", key), ("value", value)):
+        for name, tensor in zip(PARTS, (key, value), strict=True):
             width = tensor.shape[3]
             self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
             if name == "value" or not codec.key_group:
@@ -202,6 +206,7 @@ class QuantisedStore(Store):
 
     def _store_tokens(self, name: str, exact: Tensor, leaving: Tensor) -> None:
         codes, parameters = encode_tokens(exact, self._codec)
+        self._note(PARTS.index(name), exact, codes, parameters, leaving)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
         self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
@@ -210,13 +215,18 @@ class QuantisedStore(Store):
         first = int(self._keys_done[0])
         exact = self._tail[0][:, :, first - self._start : first - self._start + count]
         codes, group, parameters = code_runs(exact, self._codec)
+        slots = slice(first, first + count)
+        every = torch.ones_like(self.positions[:, :, slots], dtype=torch.bool)
+        each = parameters.repeat_interleave(self._codec.key_group, 2)
+        self._note(KEYS, exact, codes, each, every, slots)
         self._add_groups(table, parameters)
         for name, new in (("key_codes", pack(codes, self._codec.bits)), ("key_group", group + table.shape[2])):
-            self._slots[name][:, :, first : first + count] = new.to(self._slots[name].dtype)
+            self._slots[name][:, :, slots] = new.to(self._slots[name].dtype)
 
     def _store_groups(self, table: Tensor, leaving: Tensor) -> None:
         """The leaving keys, by position and per head."""
         codes, group, parameters = code_groups(self._tail[0], leaving, self._codec)
+        self._note(KEYS, self._tail[0], codes, parameters_of(group, parameters), leaving)
         self._add_groups(table, parameters)
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
@@ -224,6 +234,20 @@ class QuantisedStore(Store):
         used = self._slots["key_group"][:, :, : self.length]
         group, self._table = without_empty(used.long(), self._table)
         used.copy_(group)
+
+    def _note(
+        self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, slots: slice | None = None
+    ) -> None:
+        """Let the record have the codes that rounding could have decided; ``slots`` are the tail's unless given."""
+        assert self._hints is not None
+        at = self.positions[:, :, slice(self._start, None) if slots is None else slots]
+        self._hints.add(part, exact, codes, parameters, leaving, at)
+
+    def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
+        """Element numbers and low bits of the row's hints (``audit.kv.hints``) in this store, layer ``layer``."""
+        assert self._hints is not None
+        keys, values = self._tail
+        return self._hints.of(row, layer, layers, keys.shape[1], max(keys.shape[3], values.shape[3]))
 
     def _add_groups(self, table: Tensor, parameters: Tensor) -> None:
         self._table = torch.cat([table, parameters.transpose(-1, -2).flatten(-2)], 2)
@@ -253,6 +277,8 @@ class QuantisedStore(Store):
         self._values_done = self._values_done.repeat_interleave(group, 0)
         if self._table is not None:
             self._table = self._table.repeat_interleave(group, 0)
+        if self._hints is not None:
+            self._hints.expand(group)
 
     def _held(self) -> Iterator[Tensor]:
         yield from super()._held()

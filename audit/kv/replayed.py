@@ -12,6 +12,7 @@ from torch import Tensor
 from audit.errors import DataError, RunError
 from audit.kv.attention import unwrapped
 from audit.kv.fake import Codes, codec_named
+from audit.kv.hints import HintTable
 from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
 from audit.kv.routing import NOBODY, check_experts
@@ -96,7 +97,8 @@ def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | N
         _along(times[:, None, None], positions, device)[:, 0, 0]
         for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
     )
-    return Codes(codec_named(ledger.codec), keys, values)
+    hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
+    return Codes(codec_named(ledger.codec), keys, values, hints)
 
 
 def _sent(experts: Tensor, positions: Tensor) -> Tensor:

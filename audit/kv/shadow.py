@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from audit.errors import DataError, RunError
 from audit.kv.attention import causal_attention, grouped_attention, query_blocks, require_once
 from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_precisions
+from audit.kv.hints import KEYS, VALUES, HintTable, Place, Strays
 from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.kv.routing import NOBODY, ReplayedRoutes, check_experts
@@ -94,7 +95,8 @@ class Replay:
         codes = self._codes
         assert codes is not None
         gone = None if self._evicted_at is None else self._evicted_at[:, layer]
-        stored = fake_keys(key, self._keys, gone, codes), fake_values(value, codes.codec)
+        keys, values = (Place(layer, part, max(key.shape[3], value.shape[3])) for part in (KEYS, VALUES))
+        stored = fake_keys(key, self._keys, gone, codes, keys), fake_values(value, codes, values)
         parts = []
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
             at = self._queries[:, part, None]
@@ -131,14 +133,21 @@ def replay_logits(
 
 
 def suffix_logits(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerView, reroute: bool = False
+    model: Any,
+    rollouts: Sequence[Rollout],
+    *,
+    group: int,
+    view: LearnerView,
+    reroute: bool = False,
+    strays: Strays | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits that predict each suffix token, prompts passed once per group.
 
     ``rollouts`` are whole groups of ``group`` rows that share a prompt (first ``prompt_length`` ids) and its ledger.
     Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
-    With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense view. Raises DataError
-    where the ledger does not fit the model or the group.
+    With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense view. ``strays`` grows
+    by row and layer of every recorded code that is at no border in the replay. Raises DataError where the ledger does
+    not fit the model or the group.
     """
     device = next(model.parameters()).device
     plans = layer_plans(model.config, parse_policy("none"))
@@ -156,7 +165,7 @@ def suffix_logits(
     prefix = None
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
-        codes = _codes(leaders, prompts.shape[1], 0, device) if shadow else None
+        codes = _codes(leaders, before) if shadow else None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
         prefix = Replay(plans, before, before, gone, codes=codes, experts=experts)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
@@ -164,7 +173,7 @@ def suffix_logits(
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
     gone, codes = None, None
     if shadow:
-        codes = _codes(rollouts, prompts.shape[1], suffixes.shape[1], device)
+        codes = _codes(rollouts, keys, strays)
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
     experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
@@ -200,20 +209,24 @@ def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
     return torch.stack(parts).to(device)
 
 
-def _codes(rollouts: Sequence[Rollout], prompt: int, suffix: int, device: torch.device) -> Codes | None:
-    """Quantisation times along ``prompt`` prompt columns and ``suffix`` suffix columns; None where there are none."""
+def _codes(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
+    """What the cache had quantised, along columns at row positions [B, K]; None where nothing was."""
     if not rollouts[0].codec:
         return None
-    tables = []
-    for name in ("keys_quantised_at", "values_quantised_at"):
-        rows = []
-        for rollout in rollouts:
-            times, cut = getattr(rollout, name), rollout.prompt_length - 1
-            before = pad(times[:cut], (0, prompt - cut), value=NEVER)
-            own = times[cut:-1] if suffix else times[:0]
-            rows.append(torch.cat([before, pad(own, (0, suffix - len(own)), value=NEVER)]))
-        tables.append(torch.stack(rows).to(device))
-    return Codes(codec_named(rollouts[0].codec), *tables)
+    keys, values = (
+        _times([getattr(rollout, name) for rollout in rollouts], positions)
+        for name in ("keys_quantised_at", "values_quantised_at")
+    )
+    nothing = torch.zeros(0, dtype=torch.uint16)
+    words = [nothing if rollout.hints is None else rollout.hints for rollout in rollouts]
+    hints = HintTable(words, positions, rollouts[0].evicted_at.shape[0], strays)
+    return Codes(codec_named(rollouts[0].codec), keys, values, hints)
+
+
+def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
+    """Times [T] of each row along columns at row positions [B, K]."""
+    times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)
+    return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:

@@ -113,7 +113,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         codec, times, experts = cache.policy.quantiser, cache.quantised_at(tokens), cache.experts(tokens)
         if codec is None or times is None:
             return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts)
-        return Ledger(cache.ledger(tokens), codec.canonical, *times, ids=self._ids(tokens), experts=experts)
+        hints = tuple(cache.hints())
+        return Ledger(cache.ledger(tokens), codec.canonical, *times, experts, self._ids(tokens), hints)
 
     def _ids(self, tokens: int) -> Tensor:
         """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""

@@ -219,7 +219,8 @@ def ledger_of(rollout: Rollout) -> Ledger:
     tables = (rollout.keys_quantised_at, rollout.values_quantised_at)
     codes = [None if t is None else t[None] for t in tables]
     experts = None if rollout.experts is None else rollout.experts[None]
-    return Ledger(rollout.evicted_at[None], rollout.codec, *codes, experts=experts)
+    hints = () if rollout.hints is None else (rollout.hints,)
+    return Ledger(rollout.evicted_at[None], rollout.codec, *codes, experts=experts, hints=hints)
 
 
 def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> float:

@@ -1,0 +1,181 @@
+"""Codes at a border of two: recorded where rounding could decide, taken over in a replay, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conform.world import gap, ledger_of, prompts, random_model, shared, two_turns
+
+from audit import CompressedCache, shadow
+from audit.kv.codes import encode_tokens
+from audit.kv.hints import BAND, KEYS, VALUES, HintRecorder, HintTable, Place, pack_hints, ranks, unpack_hints
+from audit.kv.shadow import suffix_logits
+from audit.policies import Quantiser, parse_policy
+
+CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
+WIDE = dict(dtype=torch.float32, spread=0.2)
+
+
+def codec(text: str) -> Quantiser:
+    found = parse_policy(text).quantiser
+    assert found is not None
+    return found
+
+
+def test_words_hold_what_was_packed() -> None:
+    index = torch.tensor([7, 0, 4094, 8190, 8189, 2**40, 2**40 + 1])
+    low = torch.tensor([1, 2, 15, 0, 3, 4, 5])
+    words = pack_hints(index, low)
+    assert words.dtype is torch.uint16
+    found, lows = unpack_hints(pack_hints(index, low))
+    assert found.tolist() == [0, 7, 4094, 8189, 8190, 2**40, 2**40 + 1]
+    assert lows.tolist() == [2, 1, 15, 3, 0, 4, 5]
+
+
+def test_words_are_distance_and_low_bits() -> None:
+    assert pack_hints(torch.tensor([2, 5, 5 + 4095 + 1]), torch.tensor([9, 3, 0])).tolist() == [41, 51, 65520, 16]
+    assert pack_hints(torch.zeros(0, dtype=torch.int64), torch.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_ranks_follow_the_numbers_and_lead_back(text: str) -> None:
+    ranked, codes = ranks(codec(text), torch.device("cpu")), torch.arange(2 ** codec(text).bits, dtype=torch.uint8)
+    numbers = codec(text).numbers(codes, torch.float64)
+    order = numbers.argsort()
+    assert (ranked.of[order].diff() >= 0).all()
+    back = codec(text).numbers(ranked.codes[ranked.of], torch.float64)
+    torch.testing.assert_close(back, numbers, rtol=0, atol=0, equal_nan=True)
+
+
+def recorded(x: torch.Tensor, leaving: torch.Tensor) -> list[list[int]]:
+    """Token, head and channel of what is recorded of int8 keys [B, H, K, D]."""
+    recorder, int8 = HintRecorder(codec("int8"), len(x)), codec("int8")
+    at = torch.arange(x.shape[2]).expand(x.shape[:3])
+    recorder.add(KEYS, x, *encode_tokens(x, int8), leaving, at)
+    heads, width = x.shape[1], x.shape[3]
+    found = [recorder.of(row, 0, 1, heads, width)[0] for row in range(len(x))]
+    return [[(i // (2 * heads * width), i // width % heads, i % width) for i in own.tolist()] for own in found]
+
+
+def test_only_what_rounding_could_decide_is_recorded() -> None:
+    """The largest magnitude is 127, so codes are the numbers themselves and the band is 0.00127."""
+    x = torch.tensor([127.0, 3.4, 3.499, 3.5012, 3.502, -7.5005, 0.0, 126.4]).expand(1, 2, 3, 8).clone()
+    x[0, 1, 1] = torch.tensor([127.0] * 7 + [0.5])
+    every = torch.ones(1, 2, 3, dtype=torch.bool)
+    three = [2, 3, 5]
+    expected = [(t, h, c) for t in range(3) for h in range(2) for c in ([7] if (t, h) == (1, 1) else three)]
+    assert sorted(recorded(x, every)[0]) == expected
+    assert sorted(recorded(x, every & (torch.arange(3) == 2))[0]) == [e for e in expected if e[0] == 2]
+
+
+def test_steps_finer_than_the_band_are_not_recorded() -> None:
+    """Around zero an FP8 number is nearer to its neighbours than rounding reaches."""
+    fp8 = codec("fp8")
+    x = torch.tensor([448.0, 2.0**-8, 2.0**-9, 0.0, 300.0, 5.0, 7.0, 9.0]).view(1, 1, 1, 8)
+    recorder = HintRecorder(fp8, 1)
+    recorder.add(VALUES, x, *encode_tokens(x, fp8), torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1))
+    assert recorder.of(0, 0, 1, 1, 8)[0].tolist() == []
+
+
+@pytest.mark.parametrize("text", CODECS[:3])
+def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    own, x = codec(text), torch.randn(2, 2, 400, 16, generator=generator)
+    codes, parameters = encode_tokens(x, own)
+    recorder, every = HintRecorder(own, 2), torch.ones(2, 2, 400, dtype=torch.bool)
+    recorder.add(KEYS, x, codes, parameters, every, torch.arange(400).expand(2, 2, 400))
+    words = [pack_hints(*recorder.of(row, 1, 3, 2, 16)) for row in range(2)]
+    moved = x + 0.5 * BAND * x.abs().amax(-1, keepdim=True) * torch.randn(x.shape, generator=generator).clamp(-1, 1)
+    flipped, fitted = encode_tokens(moved, own)
+    changed = own.numbers(flipped, torch.float32) != own.numbers(codes, torch.float32)
+    strays: list[tuple[int, int]] = []
+    table = HintTable(words, torch.arange(400).expand(2, 400), 3, strays)
+    taken = table.take_over(Place(1, KEYS, 16), moved, flipped, fitted, own)
+    assert changed.sum() > 5
+    step = torch.nextafter(torch.zeros(()), torch.ones(())) + 2 * BAND * own.largest  # finer steps are rounding
+    assert ((own.numbers(taken, torch.float32) - own.numbers(codes, torch.float32)).abs() <= step).all()
+    assert strays == []
+    assert torch.equal(table.take_over(Place(2, KEYS, 16), moved, flipped, fitted, own), flipped)
+    far = x + 0.3 * x.abs().amax(-1, keepdim=True)
+    other, wide = encode_tokens(far, own)
+    left = table.take_over(Place(1, KEYS, 16), far, other, wide, own)
+    assert len(strays) > 0.9 * sum(len(unpack_hints(w)[0]) for w in words)
+    assert (left != other).float().mean() < 1e-3
+
+
+SOME = ["int8", "fp8", "kivi:group=4,residual=8", "streaming:budget=12,sink=2,interval=3+int8"]
+
+
+@pytest.mark.parametrize("policy", SOME)
+def test_float32_is_replayed_to_rounding_in_groups_and_row_by_row(policy: str) -> None:
+    loaded = shared(**WIDE)
+    played = two_turns(loaded, policy, group=3, lengths=(150, 190))
+    assert all(rollout.hints is not None and len(rollout.hints) for rollout in played.rollouts)
+    for group in (3, 1):
+        assert gap(loaded, played, "shadow", group=group) < 1e-5
+
+
+def test_members_of_a_group_have_the_hints_of_the_prompt_in_common() -> None:
+    loaded = shared(**WIDE)
+    first, second = two_turns(loaded, "int8", group=2, lengths=(150,)).rollouts
+    assert first.hints is not None
+    prompt = [unpack_hints(r.hints)[0] for r in (first, second)]
+    prompt = [index[index // (3 * 2 * 2 * 8) < 150] for index in prompt]
+    assert len(prompt[0]) > 10
+    assert torch.equal(*prompt)
+
+
+def test_other_weights_leave_the_hints_aside() -> None:
+    loaded = shared(**WIDE)
+    played = two_turns(loaded, "int8", lengths=(150,))
+    other = random_model(dtype=torch.float32, spread=0.2, attention="kvaudit")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+        bare = [replace(r, hints=None) for r in played.rollouts]
+        strays: list[tuple[int, int]] = []
+        seen, _ = suffix_logits(other, played.rollouts, group=1, view="shadow", strays=strays)
+        alone, _ = suffix_logits(other, bare, group=1, view="shadow")
+    assert len(strays) > 10
+    assert (seen - alone).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("policy", ["int8", "kivi:group=4,residual=8"])
+def test_the_public_cache_hands_its_hints_to_the_shadow(policy: str) -> None:
+    model, (long, short) = random_model(dtype=torch.float32, spread=0.2), prompts(180, 150)
+    ids = torch.tensor([long, [0] * 30 + short])
+    mask = (torch.arange(180) >= torch.tensor([[0], [30]])).long()
+    cache, logits = CompressedCache.for_model(model, policy), []
+    with torch.no_grad():
+        for start, stop in [(0, 170), *((t, t + 1) for t in range(170, 180))]:
+            part = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            logits.append(part.logits)
+        with shadow(model, cache.ledger):
+            replayed = model(ids, attention_mask=mask).logits
+    assert all(len(unpack_hints(words)[0]) for words in cache.ledger.hints)
+    real = mask.bool()
+    gaps = (torch.cat(logits, 1)[real].log_softmax(-1) - replayed[real].log_softmax(-1)).abs()
+    assert gaps.max() < 3e-5
+
+
+def test_bfloat16_records_no_hints() -> None:
+    (rollout,) = two_turns(shared(dtype=torch.bfloat16, spread=0.1), "int8", lengths=(40,)).rollouts
+    assert rollout.hints is not None
+    assert len(rollout.hints) == 0
+
+
+def test_a_policy_without_codes_has_no_hints() -> None:
+    (rollout,) = two_turns(shared(), "streaming:budget=12,sink=2", lengths=(40,)).rollouts
+    assert rollout.hints is None
+    assert ledger_of(rollout).hints == ()
+
+
+def test_about_one_element_in_four_hundred_of_int8_is_at_a_border() -> None:
+    """2 * BAND of the largest magnitude, in steps of a 127th of it."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(1, 4, 1000, 64))).float()
+    found = recorded(x, torch.ones(1, 4, 1000, dtype=torch.bool))[0]
+    assert 2 * BAND * 127 * x.numel() == pytest.approx(len(found), rel=0.1)
