@@ -7,14 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from conform.stepwise import stepwise_logits
 from conform.test_public import batch, model, played, whole
-from conform.world import CONFIGS, GQA, SIZES, exact_norms, prompts, random_model
+from conform.test_shadow import drawn_logprobs, shadow_logits
+from conform.world import (
+    CONFIGS,
+    GQA,
+    SIZES,
+    exact_norms,
+    feed,
+    gap,
+    new_cache,
+    prompts,
+    random_model,
+    served,
+    shared,
+    two_turns,
+)
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
     DeepseekV3Config,
     DiffLlamaConfig,
+    Gemma2Config,
     GPTBigCodeConfig,
     GPTNeoXConfig,
     HrmTextConfig,
@@ -113,6 +129,56 @@ def test_layers_of_different_kv_heads_have_no_ledger() -> None:
         past.attend(layer, torch.ones(1, 4, 3, 8), keys, keys, scaling=1.0)
     with pytest.raises(RunError, match=r"layers hold \[1, 2\] KV heads"):
         past.ledger(3)
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o:budget=12,chunk=16", "streaming:budget=14,sink=2,window=4+kivi:group=4,residual=8"]
+)
+def test_a_sink_beside_the_logits_is_sampled_replayed_and_learned(policy: str) -> None:
+    loaded = served("gpt-oss")
+    assert gap(loaded, two_turns(loaded, policy, group=2, lengths=(40, 9)), "shadow", group=2) < 1e-12
+    rollout = two_turns(loaded, policy, lengths=(22,), short=True).rollouts[0]
+    gradients = []
+    for logits in (shadow_logits, stepwise_logits):
+        loaded.model.zero_grad()
+        drawn_logprobs(logits(loaded.model, rollout), rollout).sum().backward()
+        gradients.append({name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None})
+    sinks = [name for name in gradients[1] if name.endswith("sinks")]
+    assert len(sinks) == 3
+    for name in [*sinks, "model.layers.0.self_attn.q_proj.weight"]:
+        assert gradients[1][name].norm() > 1e-3
+        torch.testing.assert_close(gradients[0][name], gradients[1][name], rtol=1e-9, atol=1e-10)
+
+
+def test_sinks_take_their_share_of_what_h2o_adds_up() -> None:
+    loaded, (text,) = shared("gpt-oss"), prompts(30)
+    past = new_cache(loaded, parse_policy("h2o:budget=100"))
+    feed(loaded, past, [text[:18]])
+    feed(loaded, past, [text[18:]])
+    eager = random_model("gpt-oss")
+    exact_norms(eager)
+    with torch.no_grad():
+        weights = eager(torch.tensor([text]), output_attentions=True).attentions
+    for layer in (1, 2):
+        expected = weights[layer].unflatten(1, (2, 2)).sum((2, 3)).float()  # group, queries
+        torch.testing.assert_close(past.stores[layer].mass, expected, rtol=0, atol=1e-5)
+    assert 0.01 < 1 - float(weights[1].sum(-1).mean()) < 0.95, "the sinks take a share"
+
+
+def test_a_prepared_model_with_sinks_answers_dense_calls_as_before() -> None:
+    made, (ids, mask) = random_model("gpt-oss"), batch()
+    with torch.no_grad():
+        before = made(ids, attention_mask=mask).logits
+        CompressedCache.for_model(made, "none")
+        after = made(ids, attention_mask=mask).logits
+    torch.testing.assert_close(after[mask.bool()], before[mask.bool()], rtol=0, atol=1e-12)
+
+
+def test_soft_capping_is_refused_without_a_cache_too() -> None:
+    made = AutoModelForCausalLM.from_config(Gemma2Config(head_dim=8, sliding_window=10, **GQA)).eval()
+    CompressedCache.for_model(made, "none")
+    with pytest.raises(RunError, match="uses softcap"):
+        made(torch.tensor(prompts(9)))
 
 
 REFUSED = {

@@ -36,7 +36,15 @@ def new_sinks(plan: LayerPlan, rotary: Rotary | None) -> MovingSinks | None:
 
 
 def store_attention(
-    store: Store, query: Tensor, at: Tensor, scaling: float, *, window: int | None, whole: bool, padded: bool
+    store: Store,
+    query: Tensor,
+    at: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+    *,
+    window: int | None,
+    whole: bool,
+    padded: bool,
 ) -> Tensor:
     """Attention output [B, G*H, Q, D] of the newest queries, at row positions ``at`` [B, Q] (-1 = padding).
 
@@ -45,32 +53,36 @@ def store_attention(
     """
     if isinstance(store, QuantisedStore) and query.shape[2] == 1 and store.attends_codes:
         visible = visibility(at, store.positions, window) if padded else None
-        return store.attend_one(query, visible, scaling)
+        return store.attend_one(query, visible, scaling, sink_logits)
     out = []
     for part in store.read():
         rows = part.rows
         if whole:
-            out.append(causal_attention(query[rows], part.keys, part.values, scaling))
+            out.append(causal_attention(query[rows], part.keys, part.values, scaling, sink_logits))
         elif query.shape[2] == 1 and window is None and not padded:
-            out.append(grouped_attention(query[rows], part.keys, part.values, None, scaling))
+            out.append(grouped_attention(query[rows], part.keys, part.values, None, scaling, sink_logits))
         else:
-            out.append(_masked(part, store, query[rows], at[rows], scaling, window))
+            out.append(_masked(part, store, query[rows], at[rows], scaling, sink_logits, window))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _masked(part: Part, store: Store, query: Tensor, at: Tensor, scaling: float, window: int | None) -> Tensor:
+def _masked(
+    part: Part,
+    store: Store,
+    query: Tensor,
+    at: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None,
+    window: int | None,
+) -> Tensor:
     positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]
     groups = query.shape[1] // part.keys.shape[1]
     elements = len(query) * positions.shape[1] * groups * store.length
-    return torch.cat(
-        [
-            grouped_attention(
-                query[:, :, some], part.keys, part.values, visibility(at[:, some], positions, window), scaling
-            )
-            for some in query_blocks(query.shape[2], elements)
-        ],
-        2,
-    )
+    parts = []
+    for some in query_blocks(query.shape[2], elements):
+        visible = visibility(at[:, some], positions, window)
+        parts.append(grouped_attention(query[:, :, some], part.keys, part.values, visible, scaling, sink_logits))
+    return torch.cat(parts, 2)
 
 
 def columns(tensor: Tensor, order: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from audit.errors import RunError
+from audit.policies import softmax
 
 if TYPE_CHECKING:
     from audit.kv.routing import Routes
@@ -33,8 +34,20 @@ class Attends(Protocol):
     @property
     def routes(self) -> Routes | None: ...
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        """Attention output [B, G*H, Q, D] for queries [B, G*H, Q, D] and the new keys and values [B, H, Q, D]."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attention output [B, G*H, Q, D] for queries [B, G*H, Q, D] and the new keys and values [B, H, Q, D].
+
+        ``sink_logits`` [G*H] stand beside the logits of every query and have no value (gpt-oss).
+        """
         ...
 
 
@@ -47,15 +60,16 @@ def attention(
     *,
     kv: Attends | None = None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the form transformers calls it: returns ([B, Q, G*H, D], None)."""
-    if kv is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return out, None
-    for unsupported in ("softcap", "s_aux", "position_bias"):
+    for unsupported in ("softcap", "position_bias"):  # transformers' own function would pass over them in silence
         if kwargs.get(unsupported) is not None:
             raise RunError(f"this model's attention uses {unsupported}, which the evicting cache does not support")
+    if kv is None and s_aux is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return out, None
     if kwargs.get("dropout"):
         raise RunError(
             f"attention dropout of {kwargs['dropout']} would make the pass another policy than the sampler's; "
@@ -64,16 +78,30 @@ def attention(
     if "is_causal" in vars(module) and not module.is_causal:
         raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = kv.attend(int(module.layer_idx), query, key, value, scaling=scale)  # type: ignore[arg-type]
+    if kv is None:
+        visible = causal(query.shape[2], query.device) if attention_mask is None else attention_mask
+        out = grouped_attention(query, key, value, visible, scale, s_aux)
+    else:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        out = kv.attend(layer, query, key, value, scaling=scale, sink_logits=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """Softmax attention with grouped queries, keys never repeated.
 
-    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B, 1 or H, Q, K] or None for all. Every query must
-    see something. Returns [B, G*H, Q, D].
+    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [1 or B, 1 or H, Q, K] or None for all. Every query
+    must see something. Returns [B, G*H, Q, D].
     """
+    if sink_logits is not None:
+        return _beside_sinks(query, key, value, visible, scaling, sink_logits)
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], groups * length, size)
@@ -83,14 +111,39 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor
     return out.reshape(batch, heads, length, -1)
 
 
+def _beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor
+) -> Tensor:
+    """Written out, because no kernel of torch knows of sinks: float32 at least, in blocks of queries."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
+    key, value = key.to(dtype), value.to(dtype)
+    parts = []
+    for some in query_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]):
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling
+        if visible is not None:
+            logits = logits.masked_fill(~visible[:, :, None, some], float("-inf"))
+        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))
+    return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+
+
+def causal(length: int, device: torch.device) -> Tensor:
+    """Which of its own tokens each query of a whole sequence sees: bool [1, 1, length, length]."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+
+
 def query_blocks(queries: int, elements: int) -> list[slice]:
     """Slices of queries whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
     step = max(1, MASK_ELEMENTS // elements)
     return [slice(start, start + step) for start in range(0, queries, step)]
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None = None
+) -> Tensor:
     """Plain causal attention of a whole sequence, same shapes as ``grouped_attention``."""
+    if sink_logits is not None:
+        return _beside_sinks(query, key, value, causal(query.shape[2], query.device), scaling, sink_logits)
     return scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )

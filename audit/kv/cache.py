@@ -64,6 +64,7 @@ class EvictingCache:
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended: set[int] = set()
+        self._sink_logits: Tensor | None = None  # of the layer under way
         device = self.row_keys.device
         self._announced = positions.to(device, torch.int32)
         if self.routes:
@@ -92,9 +93,19 @@ class EvictingCache:
         """Row positions int32 [B, Q] of the forward under way, on the model's device."""
         return self._announced
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """Append, attend, evict, quantise. Shapes as in ``audit.kv.attention.Attends``."""
         require_once(layer, self._attended, len(self.plans))
+        self._sink_logits = sink_logits
         if self._order is None:
             return self._attend(layer, query, key, value, scaling)
         query, key, value = (columns(tensor, self._order) for tensor in (query, key, value))
@@ -110,7 +121,8 @@ class EvictingCache:
         window = self.plans[layer].sliding_window
         whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
         padded = bool((self._counts[layer] != store.length).any())
-        out = store_attention(store, query, self._positions, scaling, window=window, whole=whole, padded=padded)
+        beside = self._sink_logits
+        out = store_attention(store, query, self._positions, scaling, beside, window=window, whole=whole, padded=padded)
         self._remember(layer, query, scaling)
         self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
@@ -154,7 +166,7 @@ class EvictingCache:
         if store.mass is not None:
             for rows, keys, _ in store.read():
                 at, positions = self._positions[rows], store.positions[rows]
-                store.mass[rows] += attention_mass(query[rows], at, keys, positions, scaling)
+                store.mass[rows] += attention_mass(query[rows], at, keys, positions, scaling, self._sink_logits)
         if moments:
             moments.add(query, self._positions)
 
@@ -228,6 +240,7 @@ class EvictingCache:
             scaling=scaling,
             entry_keys=self._entry_keys(store.positions[rows], rows),
             moments=moments.of(rows) if moments else None,
+            sink_logits=self._sink_logits,
         )
 
     def _entry_keys(self, positions: Tensor, rows: Tensor | slice) -> Tensor:

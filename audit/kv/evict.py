@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.policies import Policy
+from audit.policies import Policy, softmax
 
 INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
@@ -23,7 +23,9 @@ def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Ten
     return visible | (q < 0)
 
 
-def attention_mass(query: Tensor, at: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
+def attention_mass(
+    query: Tensor, at: Tensor, keys: Tensor, positions: Tensor, scaling: float, sink_logits: Tensor | None = None
+) -> Tensor:
     """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
@@ -37,8 +39,8 @@ def attention_mass(query: Tensor, at: Tensor, keys: Tensor, positions: Tensor, s
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
         visible = visibility(asked, positions, None)
-        shares = logits.masked_fill(~visible[:, :, None], -INF).softmax(-1) * (asked >= 0)[:, None, None, :, None]
-        total += shares.sum((2, 3))
+        shares = softmax(logits.masked_fill(~visible[:, :, None], -INF), sink_logits)
+        total += (shares * (asked >= 0)[:, None, None, :, None]).sum((2, 3))
     return total
 
 

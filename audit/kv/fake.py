@@ -17,7 +17,7 @@ from audit.kv.codes import (
 )
 from audit.kv.hints import HINTED, HintTable, Place
 from audit.kv.ledger import NEVER
-from audit.policies import Quantiser, parse_policy
+from audit.policies import Quantiser, parse_policy, softmax
 
 
 class Codes(NamedTuple):
@@ -91,7 +91,15 @@ def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     return torch.where(member, first.gather(2, flush) + rank // size, -1)
 
 
-def two_precisions(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, late: Late, scaling: float) -> Tensor:
+def two_precisions(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    late: Late,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """Attention [B, G*H, Q, D] that sees an entry's codes from its time on.
 
     ``visible`` bool [B, 1 or H, Q, K]; keys and values [B, H, K, D]. Logits and softmax are float32 at least.
@@ -101,7 +109,7 @@ def two_precisions(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor,
     packed = query.reshape(batch, keys.shape[1], -1, length, size).to(dtype)
     exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (keys, late.keys))
     logits = torch.where(late.key_seen[:, None, None], stored, exact) * scaling
-    shares = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+    shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), sink_logits)
     coded = late.value_seen[:, None, None]
     out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), values.to(dtype))
     out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))

@@ -26,7 +26,7 @@ from audit.kv.codes import (
 )
 from audit.kv.hints import KEYS, HintRecorder
 from audit.kv.store import Part, Store
-from audit.policies import Quantiser
+from audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
 WIDEST = 2**15 - 1  # groups that an int16 can name
@@ -118,16 +118,20 @@ class QuantisedStore(Store):
         """Whether ``attend_one`` may be used: below float32, decoding rounds, and the shadow pass must round alike."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
-    def attend_one(self, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+    def attend_one(
+        self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
         packed = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3])
         out = [
-            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling)
+            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling, sink_logits)
             for rows in self._blocks()
         ]
         return torch.cat(out).reshape(*query.shape[:3], -1)
 
-    def _attend(self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+    def _attend(
+        self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None
+    ) -> Tensor:
         start, at = self._start, self.positions[rows, :, self._start :]
         tail_keys, tail_values = self._tail[0][rows], self._tail[1][rows]
         logits = self._logits(rows, query)
@@ -136,7 +140,7 @@ class QuantisedStore(Store):
         logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
-        shares = logits.softmax(-1)
+        shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
         exact = (at >= self._values_done[rows])[:, :, None]
         direct = shares[..., start:] * exact
         shares[..., start:] -= direct

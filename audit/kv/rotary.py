@@ -63,7 +63,7 @@ class _Probe:
         self.queries: dict[int, Tensor] = {}
         self.routes = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:  # noqa: ARG002
         self.queries[layer] = query
         return value.new_zeros(*query.shape[:3], value.shape[3])
 

@@ -66,7 +66,16 @@ class Replay:
         if self.routes:
             self.routes.settle()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """Shapes as in ``audit.kv.attention.Attends``."""
         if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
             require_once(layer, self.held, len(self._plans))
@@ -81,17 +90,19 @@ class Replay:
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         window = self._plans[layer].sliding_window
         if self._codes and window is None:
-            return self._quantised(layer, query, key, value, scaling)
+            return self._quantised(layer, query, key, value, scaling, sink_logits)
         if self._evicted_at is None and self._prefix is None and (window is None or query.shape[2] <= window):
-            return causal_attention(query, key, value, scaling)
+            return causal_attention(query, key, value, scaling, sink_logits)
         heads = 1 if self._evicted_at is None else key.shape[1]
         parts = [
-            grouped_attention(query[:, :, part], key, value, self._visible(layer, part), scaling)
+            grouped_attention(query[:, :, part], key, value, self._visible(layer, part), scaling, sink_logits)
             for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
         ]
         return torch.cat(parts, 2)
 
-    def _quantised(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def _quantised(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None
+    ) -> Tensor:
         codes = self._codes
         assert codes is not None
         gone = None if self._evicted_at is None else self._evicted_at[:, layer]
@@ -101,7 +112,8 @@ class Replay:
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
             at = self._queries[:, part, None]
             late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
-            parts.append(two_precisions(query[:, :, part], key, value, self._visible(layer, part), late, scaling))
+            visible = self._visible(layer, part)
+            parts.append(two_precisions(query[:, :, part], key, value, visible, late, scaling, sink_logits))
         return torch.cat(parts, 2)
 
     def _visible(self, layer: int, part: slice) -> Tensor:

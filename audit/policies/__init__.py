@@ -1,8 +1,19 @@
 """Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
-from audit.policies.base import POLICIES, Moments, Policy, View
+from audit.policies.base import POLICIES, Moments, Policy, View, softmax
 from audit.policies.compose import Composed, Mixture
 from audit.policies.parse import parse_policy, policy_hash
 from audit.policies.quantiser import Quantiser
 
-__all__ = ["POLICIES", "Composed", "Mixture", "Moments", "Policy", "Quantiser", "View", "parse_policy", "policy_hash"]
+__all__ = [
+    "POLICIES",
+    "Composed",
+    "Mixture",
+    "Moments",
+    "Policy",
+    "Quantiser",
+    "View",
+    "parse_policy",
+    "policy_hash",
+    "softmax",
+]

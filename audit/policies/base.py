@@ -57,11 +57,12 @@ class View(NamedTuple):
     scaling: float
     entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
     moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
+    sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
 
     def attention(self) -> Tensor:
         """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].
 
-        Rows of absent queries are zero.
+        Rows of absent queries are zero. A sink of the model takes its share, as in the model's own attention.
         """
         batch, kv_heads, _, size = self.keys.shape
         window = self.queries.shape[2]
@@ -70,7 +71,16 @@ class View(NamedTuple):
         at = self.query_positions[:, None, :, None]
         visible = (self.positions[:, :, None] >= 0) & (self.positions[:, :, None] <= at)  # [B, H, W, K]
         logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
-        return logits.softmax(-1).nan_to_num(0.0).mean(2)
+        return softmax(logits, self.sink_logits).nan_to_num(0.0).mean(2)
+
+
+def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Shares [B, H, G, Q, K] of logits of that shape; ``sink_logits`` [G*H] count in the sum and are given nothing."""
+    if sink_logits is None:
+        return logits.softmax(-1)
+    batch, heads, _, queries, _ = logits.shape
+    beside = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)
+    return torch.cat([logits, beside], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

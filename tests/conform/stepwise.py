@@ -31,8 +31,13 @@ class Lists:
         self.keys: list[list[list[Tensor]]] = [[] for _ in windows]
         self.values: list[list[list[Tensor]]] = [[] for _ in windows]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Append one key and value [1, H, 1, D], then attend with one query [1, G*H, 1, D]; [1, 1, G*H, D]."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, beside: Tensor | None
+    ) -> Tensor:
+        """Append one key and value [1, H, 1, D], then attend with one query [1, G*H, 1, D]; [1, 1, G*H, D].
+
+        ``beside`` [G*H] holds one more logit per query head, which has no value.
+        """
         if not self.keys[layer]:
             self.keys[layer], self.values[layer] = ([[] for _ in range(key.shape[1])] for _ in range(2))
         for head in range(key.shape[1]):
@@ -46,7 +51,10 @@ class Lists:
             seen = self.visible(layer, head // group, at)
             keys = torch.stack([self.keys[layer][head // group][j] for j in seen])
             values = torch.stack([self.values[layer][head // group][j] for j in seen])
-            outputs.append((keys @ query[0, head, 0] * scaling).softmax(0) @ values)
+            logits = keys @ query[0, head, 0] * scaling
+            if beside is not None:
+                logits = torch.cat([logits, beside[head : head + 1]])
+            outputs.append(logits.softmax(0)[: len(values)] @ values)
         return torch.stack(outputs)[None, None]
 
     def visible(self, layer: int, head: int, query: int) -> list[int]:
@@ -88,7 +96,7 @@ def stepwise_attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form transformers calls it."""
     assert query.shape[2] == 1
-    return lists.attend(module.layer_idx, query, key, value, kwargs["scaling"]), None
+    return lists.attend(module.layer_idx, query, key, value, kwargs["scaling"], kwargs.get("s_aux")), None
 
 
 AttentionInterface.register(NAME, stepwise_attention)

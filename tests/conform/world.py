@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PhiConfig,
@@ -52,7 +53,17 @@ CONFIGS = {
     "qwen3-moe": Qwen3MoeConfig(
         head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1], **GQA
     ),
+    "gpt-oss": GptOssConfig(
+        head_dim=8,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        **GQA,
+    ),
 }
+OWN_ATTENTION = {"gpt-oss": "eager"}  # what transformers has for a model without SDPA
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 
 
@@ -83,13 +94,14 @@ def _gemma_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def random_model(
-    name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3, attention: str = "sdpa"
+    name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3, attention: str | None = None
 ) -> Any:
     """A stock transformers model with random weights, the same for the same arguments."""
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[name])
     config.initializer_range = spread
-    how = {"attn_implementation": attention, "experts_implementation": "eager"}  # grouped products have no float64
+    own = attention or OWN_ATTENTION.get(name, "sdpa")
+    how = {"attn_implementation": own, "experts_implementation": "eager"}  # grouped products have no float64
     return AutoModelForCausalLM.from_config(config, dtype=dtype, **how).eval()
 
 
