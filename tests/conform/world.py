@@ -73,7 +73,7 @@ CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 def exact_norms(model: torch.nn.Module) -> None:
     """Let norms and routers compute in the weights' own precision: transformers rounds to float32, float64 included."""
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):  # gpt-oss' own is exact
             module.forward = MethodType(_router, module)
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_gemma_norm if hasattr(module, "eps") else _llama_norm, module)
