@@ -36,6 +36,8 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("snapkv:pool=median", "max or avg"),
         ("h2o:phase=never", "prefill, decode, both"),
         ("pyramidkv:budget=64,window=32,sink=2", "does not fit the last layer"),
+        ("triattention:mode=per_layer", "mode=per_layer, wanted one of union, per_head, per_layer_perhead"),
+        ("triattention:horizon=0", "horizon=0, wanted an integer of at least 1"),
         ("adakv:alpha=1.5", "alpha=1.5, wanted a share from 0 to 1"),
         ("adakv:alpha=nan", "alpha=nan, wanted a share from 0 to 1"),
         ("none:budget=3", "field of policy none"),

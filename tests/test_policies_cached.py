@@ -124,6 +124,79 @@ def test_expected_statistics_run_on_over_decoding_and_evictions() -> None:
         assert held_by(cache) == held
 
 
+# --- triattention ---------------------------------------------------------------------------------------------------
+
+
+def series(tensors: Draw, query_head: int, entries: list[int], seen: int, horizon: int) -> Array:
+    """Standard scores of entries for one query head, pair by pair in complex numbers as the authors write it."""
+    half = SIZE // 2
+
+    def plain(x: Array, position: int) -> Array:
+        return np.asarray((x[:half] + 1j * x[half:]) * np.exp(-1j * position * FREQUENCIES))
+
+    queries = np.array([plain(tensors.query[query_head, p], p) for p in range(seen)])
+    centre, length = queries.mean(0), np.abs(queries).mean(0)
+    offsets, scores = [2**n for n in range(40) if 2**n <= horizon], []
+    for p in entries:
+        key = plain(tensors.key[query_head // GROUP, p], p)
+        phase, amplitude = np.angle(centre * key.conj()), np.abs(centre) * np.abs(key)
+        looks = [(amplitude * np.cos((seen - p + d) * FREQUENCIES + phase)).sum() for d in offsets]
+        scores.append(np.mean(looks) + ((length - np.abs(centre)) * np.abs(key)).sum())
+    return np.asarray((scores - np.mean(scores)) / max(np.std(scores), 1e-6))
+
+
+def best(scores: Array, count: int) -> set[int]:
+    return {n for _, n in sorted((-round(s, 9), n) for n, s in enumerate(scores))[:count]}
+
+
+def of_union(scores: Array, count: int) -> set[int]:
+    """The authors' steps: every head's best, and of these the best by the largest score of any head."""
+    largest, chosen = scores.max(0), set.union(*(best(head, count) for head in scores))
+    return best(np.array([s if n in chosen else -np.inf for n, s in enumerate(largest)]), count)
+
+
+def naive_triattention(layers: list[Draw], held: list[list[set[int]]], seen: int, policy: Any) -> list[list[set[int]]]:
+    """What stays in every layer and KV head."""
+    kept = []
+    entries = [[sorted(head) for head in layer] for layer in held]
+    scores = [  # [L][H] of [G, K]
+        [np.array([series(t, head * GROUP + g, entries[n][head], seen, policy.horizon) for g in range(GROUP)])
+         for head in range(HEADS)] for n, t in enumerate(layers)
+    ]  # fmt: skip
+    for n in range(len(layers)):
+        if policy.mode == "union":
+            chosen = [of_union(np.concatenate([s for layer in scores for s in layer]), policy.budget)] * HEADS
+        elif policy.mode == "per_head":
+            means = [np.mean([layer[head].max(0) for layer in scores], axis=0) for head in range(HEADS)]
+            chosen = [best(mean, policy.budget) for mean in means]
+        else:
+            chosen = [best(scores[n][head].max(0), policy.budget) for head in range(HEADS)]
+        kept.append([{entries[n][head][slot] for slot in chosen[head]} for head in range(HEADS)])
+    return kept
+
+
+@pytest.mark.parametrize("mode", ["union", "per_head", "per_layer_perhead"])
+@pytest.mark.parametrize("seed", range(40))
+def test_triattention_keeps_what_the_series_says(seed: int, mode: str) -> None:
+    """A prompt, decoding and a message in two layers, evicted from every third step."""
+    layers, config = [draw(seed, 34), draw(seed + 2, 34)], LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 2})
+    policy = parse_policy(f"triattention:budget=9,interval=3,mode={mode},horizon={(1, 5, 100, 65536)[seed % 4]}")
+    cache = EvictingCache(config, policy, torch.tensor([seed]), rotary=Rotary(torch.from_numpy(FREQUENCIES)))
+    held: list[list[set[int]]] = [[set()] * HEADS] * 2
+    seen = 0
+    for new in (20, *[1] * 7, 4, *[1] * 3):
+        cache.begin(torch.arange(seen, seen + new)[None], decoding=new == 1)
+        for n, tensors in enumerate(layers):
+            query, key, value = (torch.from_numpy(t[None, :, seen : seen + new]) for t in tensors)
+            cache.attend(n, query, key, value, scaling=SIZE**-0.5)
+        seen += new
+        held = [[head | set(range(seen - new, seen)) for head in layer] for layer in held]
+        if seen in (20, 23, 26, 31, 34):
+            held = naive_triattention(layers, held, seen, policy)
+        record = cache.ledger(seen)[0]
+        assert [[set((h == NEVER).nonzero()[:, 0].tolist()) for h in layer] for layer in record] == held
+
+
 # --- quantisers -----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from audit.kv.attention import causal_attention, grouped_attention, query_blocks
 from audit.kv.evict import visibility
 from audit.kv.layers import LayerPlan
-from audit.kv.moments import QueryMoments
+from audit.kv.moments import QueryCentres, QueryMoments
 from audit.kv.quantised import QuantisedStore
 from audit.kv.reposition import MovingSinks
 from audit.kv.rotary import Rotary
@@ -27,6 +27,11 @@ def new_moments(plan: LayerPlan, rotary: Rotary | None) -> QueryMoments | None:
     """Query statistics, where the layer's policy asks for them."""
     evictor = plan.policy.evictor
     return QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
+
+
+def new_centres(plan: LayerPlan, rotary: Rotary | None) -> QueryCentres | None:
+    """Centres of queries, where the layer's policy asks for them."""
+    return QueryCentres(rotary) if rotary and plan.policy.evictor.centres else None
 
 
 def new_sinks(plan: LayerPlan, rotary: Rotary | None) -> MovingSinks | None:

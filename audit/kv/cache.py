@@ -6,13 +6,14 @@ padding is never an entry, and when a row is compressed depends on its own token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from audit.errors import RunError, SpecError
-from audit.kv.attending import columns, new_moments, new_sinks, new_store, store_attention
+from audit.kv.attending import columns, new_centres, new_moments, new_sinks, new_store, store_attention
 from audit.kv.attention import require_once
 from audit.kv.evict import attention_mass, only_victim, retained
 from audit.kv.hints import pack_hints
@@ -46,7 +47,9 @@ class EvictingCache:
         self.plans: list[LayerPlan] = layer_plans(config, policy)
         self.stores = [new_store(plan) for plan in self.plans]
         self._moments = [new_moments(plan, rotary) for plan in self.plans]
+        self._centres = [new_centres(plan, rotary) for plan in self.plans]
         self._sinks = [new_sinks(plan, rotary) for plan in self.plans]
+        self._agreeing = [n for n, plan in enumerate(self.plans) if plan.policy.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
         self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries per row, in the mean over heads
@@ -64,7 +67,8 @@ class EvictingCache:
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended: set[int] = set()
-        self._sink_logits: Tensor | None = None  # of the layer under way
+        self._sink_logits: list[Tensor | None] = [None] * len(self.plans)
+        self._scaling = [1.0] * len(self.plans)
         device = self.row_keys.device
         self._announced = positions.to(device, torch.int32)
         if self.routes:
@@ -105,7 +109,7 @@ class EvictingCache:
     ) -> Tensor:
         """Append, attend, evict, quantise. Shapes as in ``audit.kv.attention.Attends``."""
         require_once(layer, self._attended, len(self.plans))
-        self._sink_logits = sink_logits
+        self._sink_logits[layer], self._scaling[layer] = sink_logits, scaling
         if self._order is None:
             return self._attend(layer, query, key, value, scaling)
         query, key, value = (columns(tensor, self._order) for tensor in (query, key, value))
@@ -121,19 +125,27 @@ class EvictingCache:
         window = self.plans[layer].sliding_window
         whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
         padded = bool((self._counts[layer] != store.length).any())
-        beside = self._sink_logits
+        beside = self._sink_logits[layer]
         out = store_attention(store, query, self._positions, scaling, beside, window=window, whole=whole, padded=padded)
-        self._remember(layer, query, scaling)
+        self._remember(layer, query)
         self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
-        due = self._due(layer, budgets)
-        if bool(due.any()):
-            self._evict(layer, due, budgets, scaling)
-        if isinstance(store, QuantisedStore):
-            store.flush(*self._until)
-        self._weigh(layer)
+        due, layers = self._due(layer, budgets), self._compressing(layer)
+        if layers and bool(due.any()):
+            self._evict(layers, due, budgets)
+        for own in layers:
+            done = self.stores[own]
+            if isinstance(done, QuantisedStore):
+                done.flush(*self._until)
+            self._weigh(own)
         self._attended.add(layer)
         return out
+
+    def _compressing(self, layer: int) -> list[int]:
+        """The layers that compress once this one has attended: itself, or after the last all that agree."""
+        if layer not in self._agreeing:
+            return [layer]
+        return self._agreeing if layer == self._agreeing[-1] else []
 
     @property
     def is_settled(self) -> bool:
@@ -151,7 +163,7 @@ class EvictingCache:
             self.routes.settle()
 
     def _weigh(self, layer: int) -> None:
-        beside = (self._moments[layer], self._sinks[layer])
+        beside = (self._moments[layer], self._centres[layer], self._sinks[layer])
         self._bytes[layer] = self.stores[layer].bytes + sum(part.bytes for part in beside if part)
 
     @property
@@ -159,16 +171,17 @@ class EvictingCache:
         """Bytes allocated now for serving; the ledger, which records it, is not among them."""
         return sum(self._bytes)
 
-    def _remember(self, layer: int, query: Tensor, scaling: float) -> None:
+    def _remember(self, layer: int, query: Tensor) -> None:
         """Keep of the new queries what the policy asks for."""
-        store, moments = self.stores[layer], self._moments[layer]
+        store, scaling, beside = self.stores[layer], self._scaling[layer], self._sink_logits[layer]
         store.observe(query, self._positions)
         if store.mass is not None:
             for rows, keys, _ in store.read():
                 at, positions = self._positions[rows], store.positions[rows]
-                store.mass[rows] += attention_mass(query[rows], at, keys, positions, scaling, self._sink_logits)
-        if moments:
-            moments.add(query, self._positions)
+                store.mass[rows] += attention_mass(query[rows], at, keys, positions, scaling, beside)
+        for statistics in (self._moments[layer], self._centres[layer]):
+            if statistics:
+                statistics.add(query, self._positions)
 
     def _due(self, layer: int, budgets: Tensor) -> Tensor:
         """Rows [B] that compress now; a function of each row's own token count, as their ``budgets`` [B] are."""
@@ -182,34 +195,44 @@ class EvictingCache:
         self._since[layer] += self._new
         return over & (self._since[layer] >= evictor.interval) & (evictor.phase != "prefill")
 
-    def _evict(self, layer: int, due: Tensor, budgets: Tensor, scaling: float) -> None:
-        evictor, store, counts = self.plans[layer].policy.evictor, self.stores[layer], self._counts[layer]
-        full = bool((counts == store.length).all())
-        every = bool(due.all())
-        single = every and full and not evictor.shares_heads and bool((budgets + 1 == store.length).all())
+    def _evict(self, layers: Sequence[int], due: Tensor, budgets: Tensor) -> None:
+        """Cut the due rows to their ``budgets`` in one layer, or in several that agree on what stays."""
+        evictor, every = self.plans[layers[0]].policy.evictor, bool(due.all())
         rows = slice(None) if every else due.nonzero()[:, 0].to(self.row_keys.device)
-        if single and not evictor.ordered and not isinstance(store, QuantisedStore):
-            view = self._view(layer, rows, scaling)
-            importance = evictor.importance(view).float()
-            store.replace(
-                only_victim(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows)), view.seen
-            )
-        else:
-            if not (full and store.ordered):
-                # neighbours in the cache must be neighbours in the view: padding of other rows leaves no gaps
-                self._keep(layer, store.positions >= 0)
-            view = self._view(layer, rows, scaling)
-            importance = evictor.importance(view).float()
+        replaces = every and self._replaces(layers[0], budgets)
+        views = [self._view(layer, rows, packed=not replaces) for layer in layers]
+        importances = evictor.agreed([evictor.importance(view).float() for view in views])
+        for layer, view, importance in zip(layers, views, importances, strict=True):
             assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
-            kept = store.positions >= 0
-            kept[rows] = retained(importance, view.positions, view.seen, evictor, self._pinned(layer, view, rows))
-            counts[due] = budgets[due]
-            self._keep(layer, kept)
-        counts[due] = budgets[due]
-        self._since[layer][due] = 0
-        sinks = self._sinks[layer]
-        if sinks:
-            sinks.move(store, rows, by=self._seen_device[rows] - budgets[due].to(self.row_keys.device))
+            self._counts[layer][due], self._since[layer][due] = budgets[due], 0
+            if replaces:
+                self._replace(layer, view, importance)
+            else:
+                self._cut(layer, rows, view, importance)
+            sinks = self._sinks[layer]
+            if sinks:
+                sinks.move(self.stores[layer], rows, by=view.seen - budgets[due].to(view.seen.device))
+
+    def _replaces(self, layer: int, budgets: Tensor) -> bool:
+        """Whether one entry per head leaves, so that the newest can take its slot."""
+        evictor, store = self.plans[layer].policy.evictor, self.stores[layer]
+        if evictor.ordered or evictor.shares_heads or isinstance(store, QuantisedStore):
+            return False
+        return self._full(layer) and bool((budgets + 1 == store.length).all())
+
+    def _full(self, layer: int) -> bool:
+        """Whether no head of any row has an empty slot."""
+        return bool((self._counts[layer] == self.stores[layer].length).all())
+
+    def _replace(self, layer: int, view: View, importance: Tensor) -> None:
+        evictor, pinned = self.plans[layer].policy.evictor, self._pinned(layer, view, slice(None))
+        self.stores[layer].replace(only_victim(importance, view.positions, view.seen, evictor, pinned), view.seen)
+
+    def _cut(self, layer: int, rows: Tensor | slice, view: View, importance: Tensor) -> None:
+        evictor, pinned = self.plans[layer].policy.evictor, self._pinned(layer, view, rows)
+        kept = self.stores[layer].positions >= 0
+        kept[rows] = retained(importance, view.positions, view.seen, evictor, pinned)
+        self._keep(layer, kept)
 
     def _keep(self, layer: int, kept: Tensor) -> None:
         """Drop the slots of a layer where ``kept`` [B, H, length] is False; the fullest head sets the width."""
@@ -223,8 +246,11 @@ class EvictingCache:
             return None
         return self._pins.at(view.positions, rows)
 
-    def _view(self, layer: int, rows: Tensor | slice, scaling: float) -> View:
-        store, moments = self.stores[layer], self._moments[layer]
+    def _view(self, layer: int, rows: Tensor | slice, *, packed: bool) -> View:
+        store, moments, centres = self.stores[layer], self._moments[layer], self._centres[layer]
+        if packed and not (self._full(layer) and store.ordered):
+            # neighbours in the cache must be neighbours in the view: padding of other rows leaves no gaps
+            self._keep(layer, store.positions >= 0)
         keys, values = store.entries(rows)
         nothing = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3])
         absent = self._positions.new_zeros(len(keys), 0)
@@ -237,10 +263,11 @@ class EvictingCache:
             queries=nothing if store.queries is None else store.queries[rows],
             query_positions=absent if store.query_positions is None else store.query_positions[rows],
             mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows],
-            scaling=scaling,
+            scaling=self._scaling[layer],
             entry_keys=self._entry_keys(store.positions[rows], rows),
             moments=moments.of(rows) if moments else None,
-            sink_logits=self._sink_logits,
+            centres=centres.of(rows) if centres else None,
+            sink_logits=self._sink_logits[layer],
         )
 
     def _entry_keys(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
@@ -257,7 +284,8 @@ class EvictingCache:
             return
         shared = (self.row_keys, self.seen.to(self.row_keys.device))
         self._shared = (shared[0].repeat_interleave(group), shared[1].repeat_interleave(group))
-        for part in (*self.stores, *self._moments, *self._sinks, self._pins, self._times, self.routes):
+        beside = (*self._moments, *self._centres, *self._sinks, self._pins, self._times, self.routes)
+        for part in (*self.stores, *beside):
             if part is not None:
                 part.expand(group)
         self.row_keys, self.seen = row_keys, self.seen.repeat_interleave(group)

@@ -34,9 +34,13 @@ class Rotary:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    def mean_turn(self, start: Tensor, count: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Mean rotation matrix [B, size, size] over positions start .. start + count - 1, for start [B]."""
-        steps = torch.arange(count, device=start.device)
+    def moduli(self, x: Tensor) -> Tensor:
+        """Lengths [..., F] of the channel pairs that turn together, of ``x`` [..., D]."""
+        half = len(self._frequencies)
+        return torch.hypot(x[..., :half], x[..., half : 2 * half])
+
+    def mean_turn(self, start: Tensor, steps: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """Mean rotation matrix [B, size, size] over positions start + steps, for start [B] and steps [n]."""
         angle = (start[:, None] + steps).double()[..., None] * self._frequencies
         cos, sin = angle.cos().mean(1), angle.sin().mean(1)  # [B, F]
         half = len(self._frequencies)

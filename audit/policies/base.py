@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -39,6 +39,19 @@ class Moments(NamedTuple):
     turn: Callable[[Tensor, int], Tensor]
 
 
+class Centres(NamedTuple):
+    """Mean [B, G*H, D] of a row's queries before rotation and mean length [B, G*H, F] of pairs that turn together.
+
+    ``turn(start, steps)`` is the mean rotation [B, D, D] over positions start + steps, start [B] and steps [n];
+    ``lengths(x)`` those of the F pairs of any x [..., D].
+    """
+
+    mean: Tensor
+    length: Tensor
+    turn: Callable[[Tensor, Tensor], Tensor]
+    lengths: Callable[[Tensor], Tensor]
+
+
 class View(NamedTuple):
     """What a policy sees of one layer's cache when it ranks. K is the number of slots, W of remembered queries.
 
@@ -58,6 +71,7 @@ class View(NamedTuple):
     entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
     moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
     sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
+    centres: Centres | None = None  # of all queries so far, where the policy asks (`centres`)
 
     def attention(self) -> Tensor:
         """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].
@@ -100,6 +114,7 @@ class Policy:
     quantises: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False  # wants `View.mass`
     moments: ClassVar[bool] = False  # wants `View.moments`
+    centres: ClassVar[bool] = False  # wants `View.centres`
     shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
     ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
     uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter, None for all
@@ -149,7 +164,12 @@ class Policy:
     @property
     def needs_rotary(self) -> bool:
         """Whether the cache must be able to turn keys and queries itself."""
-        return self.moments or self.repositions
+        return self.moments or self.centres or self.repositions
+
+    @property
+    def across_layers(self) -> bool:
+        """Whether layers evict together, after the last one attended, and go by what they `agreed` on."""
+        return False
 
     @property
     def evictor(self) -> Policy:
@@ -193,6 +213,10 @@ class Policy:
     def importance(self, view: View) -> Tensor:
         """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""
         raise NotImplementedError
+
+    def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The ranks that layers go by, from the importance of each; slots are alike in all where they agree."""
+        return importances
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

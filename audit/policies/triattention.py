@@ -1,0 +1,85 @@
+"""What the row's mean query would look at from many places to come, and keys that long queries may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.errors import SpecError
+from audit.policies.base import Policy, View
+
+MODES = ("union", "per_head", "per_layer_perhead")
+LEAST_SPREAD = 1e-6  # of a head's scores
+
+
+@dataclass(frozen=True)
+class TriAttention(Policy):
+    """A trigonometric series over distances to come, plus norms (Mao 2026, arXiv:2604.04921).
+
+    A key k before rotation at position p scores, for a query head with centre c (the mean query before rotation), the
+    mean over offsets d = 1, 2, 4 .. ``horizon`` of sum_f |c_f| |k_f| cos((seen + d - p) w_f + arg c_f - arg k_f), plus
+    sum_f (E|q_f| - |c_f|) |k_f|. Scores are standardised per query head, the largest of a GQA group counts. ``mode``:
+    one set of entries for all layers and heads, by the largest score (union); one per KV head for all layers, by the
+    mean over them (per_head); or one per layer and KV head (per_layer_perhead).
+
+    Departures: centres are of the row's own queries so far, not of a calibration text. The prompt competes too and
+    counts towards the budget. Ties go to the earlier position, without noise. Channels that do not rotate add c k.
+    """
+
+    name: ClassVar[str] = "triattention"
+    paper: ClassVar[str] = "2604.04921"
+    keeps: ClassVar[str] = "the entries that the mean query will look at from further on, and those with long keys"
+    centres: ClassVar[bool] = True
+
+    budget: int = 2048
+    sink: int = 0
+    window: int = 0
+    interval: int = 128
+    mode: str = "union"
+    horizon: int = 65536
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("horizon", 1)
+        if self.mode not in MODES:
+            raise SpecError(f"policy triattention: mode={self.mode}, wanted one of {', '.join(MODES)}")
+
+    @property
+    def across_layers(self) -> bool:
+        return self.mode != "per_layer_perhead"
+
+    def importance(self, view: View) -> Tensor:
+        assert view.centres is not None, "the cache provides the centres this policy asks for"
+        mean, length, turn, lengths = view.centres
+        group = (len(mean), view.keys.shape[1], -1)
+        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=mean.device)
+        ahead = torch.einsum("bij,bnj->bni", turn(view.seen, offsets), mean)
+        spread = length - lengths(mean)
+        keys = view.keys.to(mean.dtype)
+        looks = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)
+        norms = torch.einsum("bhgf,bhkf->bhgk", spread.reshape(*group, spread.shape[-1]), lengths(keys))
+        return _standardised(looks + norms, self._competing(view)).amax(2)
+
+    def _competing(self, view: View) -> Tensor:
+        """Entries that may leave: [B, H, K]."""
+        return (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
+
+    def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not self.across_layers:
+            return importances
+        every = torch.stack([*importances])  # [L, B, H, K]
+        one = every.mean(0) if self.mode == "per_head" else every.amax((0, 2)).unsqueeze(1).expand(every.shape[1:])
+        return [one] * len(every)
+
+
+def _standardised(scores: Tensor, counted: Tensor) -> Tensor:
+    """Scores [B, H, G, K] less their mean over ``counted`` [B, H, K], over their spread; 0 elsewhere."""
+    counted = counted[:, :, None]
+    count = counted.sum(-1, keepdim=True).clamp(min=1)
+    centred = (scores - (scores * counted).sum(-1, keepdim=True) / count) * counted
+    spread = (centred.square().sum(-1, keepdim=True) / count).sqrt()
+    return centred / spread.clamp(min=LEAST_SPREAD)
