@@ -45,7 +45,7 @@ class AdaKV(SnapKV):
         total = mean.sum(1)
         best = _best(free, total).sum(-1)
         shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=DIGITS)
-        up = _places(shares - shares.floor()) < (total - shares.floor().sum(1))[:, None]
+        up = _places((shares - shares.floor()).round(decimals=DIGITS)) < (total - shares.floor().sum(1))[:, None]
         sure = torch.minimum(shares.floor().long() + up, (free > -INF).sum(-1))
         others = free.masked_fill(_places(free) < sure[..., None], -INF)
         return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)

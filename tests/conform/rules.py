@@ -8,9 +8,10 @@ evicts is a ranking of what each head of a layer holds, higher stays::
         return [[-norm(key) for key in layer.held_keys(head)] for head in layer.heads]
 
 Fields of its own are named with the values that random plays take: ``@evicts("snapkv", kernel=(1, 3, 7))``;
-``window=...`` and the like narrow what every policy has. Layers of unlike budgets: ``layer_budget``. One that quantises
-rewrites the keys and values that have become codes: ``@codes`` in ``codings.py``. A registered policy without a rule,
-or with a field that no rule draws, fails ``test_simulator.py``.
+``window=...`` and the like narrow what every policy has. Layers of unlike budgets: ``layer_budget``; heads of unlike
+budgets: ``shares``; layers that go by one ranking: ``agree``. One that quantises rewrites the keys and values that have
+become codes: ``@codes`` in ``codings.py``. A registered policy without a rule, or with a field that no rule draws,
+fails ``test_simulator.py``.
 
 Scores are float64 here and float32 in the product. Where two scores at the border of the budget differ by less than
 ROUNDING of their size, the rule does not decide and neither side can be wrong: ``Undetermined``, and the play is
@@ -22,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -106,18 +108,23 @@ class Rule(NamedTuple):
     draws: Mapping[str, tuple[Any, ...]]  # the values of its own fields that plays are made of
     rank: Callable[[Layer, Fields], Scores] | None = None
     layer_budget: Callable[[Fields, int, int, int], int] = lambda policy, *_: int(policy["budget"])
+    shares: Callable[[Scores, list[int], Fields], list[int]] = lambda free, mean, _: mean  # entries of each head
+    agree: Callable[[list[Scores], Fields], list[Scores]] | None = None  # what all layers go by, after the last
     code: Callable[[Layer, Fields], None] | None = None
 
 
 RULES: dict[str, Rule] = {"none": Rule({})}
 
 
-def evicts(name: str, layer_budget: Any = None, **draws: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """Register the ranking of a policy that evicts."""
+KINDS = ("layer_budget", "shares", "agree")
+
+
+def evicts(name: str, **fields: Any) -> Callable[[Any], Any]:
+    """Register the ranking of a policy that evicts, with the parts of a ``Rule`` that it has and its own fields."""
 
     def register(rank: Any) -> Any:
-        rule = Rule(draws, rank=rank)
-        RULES[name] = rule if layer_budget is None else rule._replace(layer_budget=layer_budget)
+        draws = {field: values for field, values in fields.items() if field not in KINDS}
+        RULES[name] = Rule(draws, rank=rank, **{kind: fields[kind] for kind in KINDS if kind in fields})
         return rank
 
     return register
@@ -216,6 +223,32 @@ def funnel(policy: Fields, depth: int, depths: int, seen: int) -> int:
 evicts("pyramidkv", layer_budget=funnel, sink=(0,), window=(1, 2, 4), kernel=(1, 3, 7), pool=("max", "avg"))(observed)
 
 
+def by_spread(free: Scores, mean: list[int], policy: Fields) -> list[int]:
+    """(1 - alpha) of a head's part in the best of all heads and alpha of the mean, larger remainders rounded up.
+
+    ``free`` are the scores of what may leave; a head that has less than its share leaves the rest to the best ranked.
+    """
+    alpha, heads, total = Fraction(str(policy["alpha"])), range(len(free)), sum(mean)
+    ordered = sorted((-score, n, head) for head in heads for n, score in enumerate(free[head]))
+    best = first(ordered, total)
+    share = [(1 - alpha) * sum(own == head for *_, own in best) + alpha * mean[head] for head in heads]
+    up = sorted(heads, key=lambda head: share[head] // 1 - share[head])[: total - sum(s // 1 for s in share)]
+    counts = [min(int(share[head]) + (head in up), len(free[head])) for head in heads]
+    sure = {entry for head in heads for entry in [e for e in ordered if e[2] == head][: counts[head]]}
+    more = first([entry for entry in ordered if entry not in sure], total - len(sure))
+    return [count + sum(own == head for *_, own in more) for head, count in zip(heads, counts, strict=True)]
+
+
+def first(ordered: list[tuple[float, int, int]], count: int) -> list[tuple[float, int, int]]:
+    """The first ``count`` of entries that begin with their negative score."""
+    decided([-score for score, *_ in ordered], count)
+    return ordered[:count]
+
+
+ALPHAS = (0.0, 0.2, 0.5, 1.0)
+evicts("adakv", shares=by_spread, window=(1, 2, 4), kernel=(1, 3, 7), pool=("max", "avg"), alpha=ALPHAS)(observed)
+
+
 @evicts("rkv", window=(1, 2, 4), kernel=(1, 3, 7), weight=(0.0, 0.1, 0.5, 1.0))
 def important_and_not_redundant(layer: Layer, policy: Fields) -> Scores:
     window, weight, scores = layer.last_queries(policy["window"]), policy["weight"], []
@@ -269,7 +302,55 @@ def expected_attention(layer: Layer, policy: Fields) -> Scores:
     return scores
 
 
+def agreed(scores: list[Scores], policy: Fields) -> list[Scores]:
+    """One ranking for all layers and heads, one per head for all layers, or every layer's and head's own."""
+    if policy["mode"] == "union":
+        one = [[max(column) for column in zip(*(head for layer in scores for head in layer), strict=True)]]
+        return [one * len(layer) for layer in scores]
+    if policy["mode"] == "per_head":
+        means = [np.mean(heads, axis=0).tolist() for heads in zip(*scores, strict=True)]
+        return [means for _ in scores]
+    return scores
+
+
+MODES = ("union", "per_head", "per_layer_perhead")
+
+
+@evicts("triattention", agree=agreed, mode=MODES, horizon=(1, 5, 65536))
+def from_further_on(layer: Layer, policy: Fields) -> Scores:
+    """The mean query's logits at distances to come and norms, in standard scores; the largest of the group."""
+    offsets, half = [2**n for n in range(40) if 2**n <= policy["horizon"]], len(layer.frequencies)
+    scores = []
+    for head in layer.heads:
+        keys, held = layer.held_keys(head), layer.held[head]
+        may_leave = [policy["sink"] <= j < layer.seen - policy["window"] for j in held]
+        group = []
+        for own in layer.query_heads(head):
+            plain = [turned(layer.queries[at][own], -at, layer.frequencies) for at in range(layer.seen)]
+            centre = sum(plain) / len(plain)
+            spread = sum(pairs(query, half) for query in plain) / len(plain) - pairs(centre, half)
+            ahead = sum(turned(centre, layer.seen + d, layer.frequencies) for d in offsets) / len(offsets)
+            own_scores = np.array([float(ahead @ key) + float(spread @ pairs(key, half)) for key in keys])
+            counted = own_scores[may_leave]
+            group.append((own_scores - counted.mean()) / max(counted.std(), 1e-6))
+        scores.append(np.max(group, axis=0).tolist())
+    return scores
+
+
+def pairs(x: Array, half: int) -> Array:
+    """Lengths [F] of the channel pairs that turn together."""
+    return np.asarray(np.hypot(x[:half], x[half : 2 * half]))
+
+
 # --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def decided(falling: Sequence[float], count: int) -> None:
+    """Raise Undetermined where rounding alone decides between the last of ``count`` scores and the next."""
+    if 0 < count < len(falling):
+        worst_kept, best_gone = falling[count - 1], falling[count]
+        if 0 < worst_kept - best_gone <= ROUNDING * max(abs(worst_kept), abs(best_gone)):
+            raise Undetermined
 
 
 def norm(x: Array) -> float:

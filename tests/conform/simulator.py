@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from conform import codings
-from conform.rules import ROUNDING, RULES, Array, Layer, Undetermined, turned
+from conform.rules import RULES, Array, Layer, Scores, decided, turned
 
 __all__ = ["codings"]  # whose rules are registered on import
 NAME = "conform-simulator"
@@ -143,11 +143,24 @@ class Row:
         """After a forward of ``new`` tokens: evict where it is due, then quantise what has left the residual."""
         layer.seen = self.seen
         layer.since += new if self.decoding else 0
-        if self.is_due(layer):
-            self.evict(layer)
-            layer.since = 0
+        agree = RULES[self.request.evictor["name"]].agree
+        if agree is None:
+            self.evict_and_code([layer])
+        elif layer is self.governed[-1]:  # nothing of this forward looks at the layers before it any more
+            self.evict_and_code(self.governed)
+
+    def evict_and_code(self, layers: Sequence[Layer]) -> None:
+        """What these layers do after they have attended."""
+        if self.is_due(layers[-1]):
+            policy, rule = self.request.evictor, RULES[self.request.evictor["name"]]
+            assert rule.rank is not None
+            ranks = [rule.rank(layer, policy) for layer in layers]
+            for layer, scores in zip(layers, rule.agree(ranks, policy) if rule.agree else ranks, strict=True):
+                self.evict(layer, scores)
+                layer.since = 0
         codec = self.request.codec
-        if codec is not None:
+        for layer in layers if codec is not None else ():
+            assert codec is not None
             code = RULES[codec["name"]].code
             assert code is not None
             code(layer, codec)
@@ -155,7 +168,7 @@ class Row:
     def is_due(self, layer: Layer) -> bool:
         """Over budget, and the phase and interval say so."""
         policy = self.request.evictor
-        if RULES[policy["name"]].rank is None or len(layer.held[0]) <= self.budget(layer):
+        if RULES[policy["name"]].rank is None or sum(map(len, layer.held)) <= len(layer.held) * self.budget(layer):
             return False
         if self.decoding:
             return policy["phase"] != "prefill" and layer.since >= policy["interval"]
@@ -166,27 +179,30 @@ class Row:
         policy, depth = self.request.evictor, self.governed.index(layer)
         return RULES[policy["name"]].layer_budget(policy, depth, len(self.governed), self.seen)
 
-    def evict(self, layer: Layer) -> None:
+    def evict(self, layer: Layer, scores: Scores) -> None:
         """Sink, window and pins stay, then the highest ranked entries, ties to the earlier one."""
-        policy, rank = self.request.evictor, RULES[self.request.evictor["name"]].rank
-        assert rank is not None
-        for head, scores in enumerate(rank(layer, policy)):
-            held = layer.held[head]
-            safe = {j for j in held if j < policy["sink"] or j >= self.seen - policy["window"] or j in self.pinned}
-            others = [(score, j) for score, j in zip(scores, held, strict=True) if j not in safe]
-            kept = safe | best(others, self.budget(layer) - len(safe))
+        policy, free, safe = self.request.evictor, [], []
+        for held, own in zip(layer.held, scores, strict=True):
+            safe.append({j for j in held if self.is_safe(j)})
+            free.append([(score, j) for score, j in zip(own, held, strict=True) if j not in safe[-1]])
+        mean = [self.budget(layer) - len(stay) for stay in safe]
+        counts = RULES[policy["name"]].shares([[score for score, _ in head] for head in free], mean, policy)
+        for head, held in enumerate(layer.held):
+            kept = safe[head] | best(free[head], counts[head])
             layer.gone[head] |= {j: self.seen for j in held if j not in kept}
             layer.held[head] = [j for j in held if j in kept]
+
+    def is_safe(self, position: int) -> bool:
+        """Whether an entry is a sink, in the window or pinned."""
+        policy = self.request.evictor
+        return position < policy["sink"] or position >= self.seen - policy["window"] or position in self.pinned
 
 
 def best(scored: list[tuple[float, int]], count: int) -> set[int]:
     """The ``count`` entries with the highest scores; Undetermined where rounding alone would decide."""
     assert count >= 0, "sink, window and pins fit the budget"
     ordered = sorted(scored, key=lambda entry: (-entry[0], entry[1]))
-    if 0 < count < len(ordered):
-        worst_kept, best_gone = ordered[count - 1][0], ordered[count][0]
-        if 0 < worst_kept - best_gone <= ROUNDING * max(abs(worst_kept), abs(best_gone)):
-            raise Undetermined
+    decided([score for score, _ in ordered], count)
     return {j for _, j in ordered[:count]}
 
 
