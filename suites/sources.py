@@ -37,10 +37,10 @@ def data_file(suite: str, name: str) -> Path:
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The rows of a JSON Lines file; raises DataError with the line that cannot be read."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also what is not UTF-8
             raise DataError(f"{str(path)!r} line {number} is not JSON ({error})") from None
         if not isinstance(row, dict):
             raise DataError(f"{str(path)!r} line {number} holds a {type(row).__name__}, wanted an object")
