@@ -111,12 +111,13 @@ class Rule(NamedTuple):
     shares: Callable[[Scores, list[int], Fields], list[int]] = lambda free, mean, _: mean  # entries of each head
     agree: Callable[[list[Scores], Fields], list[Scores]] | None = None  # what all layers go by, after the last
     code: Callable[[Layer, Fields], None] | None = None
+    rotary: bool = False  # asks for a model whose positions are rotations
 
 
 RULES: dict[str, Rule] = {"none": Rule({})}
 
 
-KINDS = ("layer_budget", "shares", "agree")
+KINDS = ("layer_budget", "shares", "agree", "rotary")
 
 
 def evicts(name: str, **fields: Any) -> Callable[[Any], Any]:
@@ -279,7 +280,7 @@ def resemblance(keys: list[Array]) -> Array:
     return total
 
 
-@evicts("expected", future=(1, 8, 64))
+@evicts("expected", rotary=True, future=(1, 8, 64))
 def expected_attention(layer: Layer, policy: Fields) -> Scores:
     """exp(mu k s + k' Sigma k s^2 / 2), normalised behind the sinks, mean over the group, times the value's norm."""
     sink, frequencies = policy["sink"], layer.frequencies
@@ -316,7 +317,7 @@ def agreed(scores: list[Scores], policy: Fields) -> list[Scores]:
 MODES = ("union", "per_head", "per_layer_perhead")
 
 
-@evicts("triattention", agree=agreed, mode=MODES, horizon=(1, 5, 65536))
+@evicts("triattention", rotary=True, agree=agreed, mode=MODES, horizon=(1, 5, 65536))
 def from_further_on(layer: Layer, policy: Fields) -> Scores:
     """The mean query's logits at distances to come and norms, in standard scores; the largest of the group."""
     offsets, half = [2**n for n in range(40) if 2**n <= policy["horizon"]], len(layer.frequencies)
