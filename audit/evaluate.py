@@ -89,11 +89,14 @@ Batches = dict[tuple[str, int], list[list[Item]]]  # by suite and context length
 class Evaluator:
     """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
 
-    ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are.
+    ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
+    stands for what the run reads (``audit.inputs``); seals carry it.
     """
 
-    def __init__(self, model: LoadedModel, spec: RunSpec, known: Batches | None = None) -> None:
-        self._model, self._spec = model, spec
+    def __init__(
+        self, model: LoadedModel, spec: RunSpec, known: Batches | None = None, inputs: str | None = None
+    ) -> None:
+        self._model, self._spec, self._inputs = model, spec, inputs
         self._known: Batches = {} if known is None else known
 
     def prepare(self) -> None:
@@ -133,7 +136,8 @@ class Evaluator:
                 "too; go on with --resume, which cuts it to what is whole"
             )
         digest = hashlib.sha256(raw).hexdigest()
-        write_json(files.seal, {"records": rows, "sha256": digest, "checkpoint": self._model.sha256})
+        seal = {"records": rows, "sha256": digest, "checkpoint": self._model.sha256, "inputs": self._inputs}
+        write_json(files.seal, seal)
 
     def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
         part = self._spec.evaluate

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,9 @@ EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+# What transformers reads of a folder besides weights.
+_READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja"]
 _CODE = "auto_map"  # the key under which a config names Python of its checkpoint
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
 # What transformers raises for a folder that is not a usable checkpoint.
@@ -44,7 +47,8 @@ _LOAD_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, At
 class LoadedModel:
     """A causal language model in evaluation mode, attending through ``kvaudit``, with its chat.
 
-    ``sha256`` identifies the weights: the file's own hash, or that of the sorted list of shard hashes.
+    ``sha256`` identifies the weights: the file's own hash, or that of the sorted list of shard hashes. ``files`` has
+    the sha256 of whatever else was read, by name.
     """
 
     model: Any
@@ -54,6 +58,7 @@ class LoadedModel:
     max_positions: int
     device: torch.device
     dtype: torch.dtype
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", device: str = "auto") -> LoadedModel:
@@ -66,15 +71,16 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
     with _quiet(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
-            refuse_code(path.parent)
+            folder = path.parent
+            refuse_code(folder)
             model, tokenizer = _load_gguf(path, dtype)
             digest = _file_sha256(path)
         else:
-            path = locate(name_or_path)
-            refuse_code(path)
-            verify_folder(path)
-            model, tokenizer = _load_folder(path, dtype)
-            digest = weights_sha256(path)
+            folder = locate(name_or_path)
+            refuse_code(folder)
+            verify_folder(folder)
+            model, tokenizer = _load_folder(folder, dtype)
+            digest = weights_sha256(folder)
         chat = Chat(tokenizer, _generation_stops(model))
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
@@ -86,6 +92,7 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
         max_positions=_max_positions(name_or_path, model.config),
         device=place,
         dtype=model.dtype,
+        files=_files_read(folder),
     )
 
 
@@ -159,6 +166,11 @@ def weights_sha256(folder: Path) -> str:
     if len(digests) == 1:
         return next(iter(digests.values()))
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _files_read(folder: Path) -> dict[str, str]:
+    found = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): _file_sha256(path) for path in sorted(found)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:

@@ -14,24 +14,27 @@ from transformers.utils.logging import disable_progress_bar
 from audit.claims import Claim, work_through
 from audit.errors import DataError, RunError
 from audit.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
+from audit.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.intact import check_checkpoints
 from audit.launchers.local import idle_cores
 from audit.model import LoadedModel, load_model
 from audit.policies import parse_policy
 from audit.progress import Meter
-from audit.runs import RunFolder, read_json, utc_now
+from audit.runs import RunFolder, read_json, utc_now, versions_line
 from audit.spec import BASE_ARM, RunSpec
 from audit.training.grpo import train
 from suites.base import SUITES
+from suites.sources import watched
 
 Pair = tuple[str, int]  # arm, seed
 
 
 class Prepared(NamedTuple):
-    """The model before training, and the items made with its tokenizer."""
+    """The model before training, the items made with its tokenizer, and the sha256 of the files of public rows."""
 
     model: LoadedModel
     batches: Batches
+    rows: Digests
 
 
 def prepare(spec: RunSpec) -> Prepared:
@@ -39,17 +42,19 @@ def prepare(spec: RunSpec) -> Prepared:
     disable_progress_bar()
     model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device)
     check_contexts(spec, model)
-    check_training_items(spec, model)
     batches: Batches = {}
-    Evaluator(model, spec, batches).prepare()
-    return Prepared(model, batches)
+    with watched() as rows:
+        check_training_items(spec, model)
+        Evaluator(model, spec, batches).prepare()
+    return Prepared(model, batches, rows)
 
 
 class Pipeline:
     """One process's work on a run folder; several may work on the same one.
 
     Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``audit.claims.Claims``.
-    Raises DataError where a checkpoint that was finished is no longer whole.
+    Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
+    other ``plugins`` (file name -> sha256).
     """
 
     def __init__(
@@ -58,11 +63,13 @@ class Pipeline:
         console: Console,
         threads: int | None = None,
         prepared: Prepared | None = None,
+        plugins: Digests | None = None,
         *,
         takeover: bool = False,
     ) -> None:
         check_checkpoints(run.path)
         self._run, self._spec, self._console, self._takeover = run, run.spec, console, takeover
+        self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
         self._prepared = prepared
@@ -148,7 +155,7 @@ class Pipeline:
     def _load_base(self) -> LoadedModel:
         """The model before training; it must be the one that the run was started with."""
         if self._base is None:
-            model, batches = self._prepared or prepare(self._spec)
+            model, batches, rows = self._prepared or prepare(self._spec)
             self._batches.update(batches)
             known = self._run.provenance().get("base_sha256")
             if known not in (None, model.sha256):
@@ -156,6 +163,9 @@ class Pipeline:
                     f"the run was started with base weights {known[:12]}, {model.name!r} now has {model.sha256[:12]}; "
                     "give another --out"
                 )
+            self._hold(ROWS, rows)
+            self._hold(MODEL, model.files)
+            self._run.keep(WORKED_WITH, versions_line(), utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {torch.get_num_threads()} threads")
             self._base = model
@@ -164,8 +174,15 @@ class Pipeline:
     def _evaluator_of(self, pair: Pair) -> Evaluator:
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
-            self._evaluator = (pair, Evaluator(self._checkpoint(pair), self._spec, self._batches))
+            self._evaluator = (pair, Evaluator(self._checkpoint(pair), self._spec, self._batches, self._inputs()))
         return self._evaluator[1]
+
+    def _hold(self, kind: str, now: Digests) -> None:
+        """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
+        check_same(kind, self._run.keep(TABLE, kind, dict(now)), now)
+
+    def _inputs(self) -> str:
+        return inputs_sha256(self._run.provenance()[TABLE])
 
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM:

@@ -57,6 +57,22 @@ class RunFolder:
                 known[key] = {**known.get(key, {}), **value} if isinstance(value, Mapping) else value
             write_json(self.path / PROVENANCE, known)
 
+    def keep(self, table: str, key: str, value: Any) -> Any:
+        """What provenance.json holds under ``table`` and ``key``; ``value`` where it holds nothing yet, which it then
+        does. Safe between processes: all of them get what the first one brought.
+        """
+        with mutex(self.path / ".provenance.lock"):
+            known = self.provenance()
+            held = known.setdefault(table, {})
+            if not isinstance(held, dict):
+                raise DataError(
+                    f"{str(self.path / PROVENANCE)!r}: {table} holds a {type(held).__name__}, wanted an object"
+                )
+            if key not in held:
+                held[key] = value
+                write_json(self.path / PROVENANCE, known)
+            return held[key]
+
 
 def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     """Whether ``path`` holds this run already; writes nothing.
@@ -191,6 +207,13 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def versions_line() -> str:
+    """What this process works with, as one line."""
+    return ", ".join(
+        f"{name} {number}" for name, number in {**_versions(), "python": platform.python_version()}.items()
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -148,3 +148,9 @@ def _problems(data: RunData) -> Iterator[str]:
         yield f"and {len(data.problems) - MOST_PROBLEMS} more problems in the files"
     for unit in data.incomplete:
         yield f"{unit}: not finished (no seal); resume the run to complete it"
+    unheld = [unit for unit, found in data.inputs.items() if found is None]
+    if unheld:
+        yield (
+            f"{len(unheld)} units have a seal without a hash of what they were evaluated from, first {unheld[0]}; "
+            "whether rows, plug-ins or model files changed in between is not known"
+        )

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from audit.errors import DataError, SpecError
+from audit.inputs import TABLE
 from audit.records import Message, Record
 from audit.yaml_file import parse_yaml
 from reports.columns import Columns
@@ -40,6 +41,9 @@ class RunData:
     telemetry: dict[tuple[str, int], list[dict[str, Any]]] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     incomplete: tuple[str, ...] = ()  # units without a seal
+    inputs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sealed unit -> what stands for the run's inputs in its seal
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
@@ -72,15 +76,15 @@ def load_run(run: Path) -> RunData:
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)
     columns = Columns()
-    for unit in units:
-        check_seal(unit, _read(unit, columns, problems))
+    seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
     if not columns.rows:
         raise DataError(
             f"no records in {str(run / 'records')!r}; evaluate first: kvaudit run SPEC --out {run} --resume"
         )
     frame = _without_duplicates(columns.frame(), problems)
-    incomplete = tuple(unit.name for unit in units if not _seal(unit).is_file())
-    return RunData(run, frame, spec, provenance, _telemetry(run, problems), tuple(problems), incomplete)
+    incomplete = tuple(name for name, seal in seals.items() if seal is None)
+    inputs = {name: seal.get(TABLE) for name, seal in seals.items() if seal is not None}
+    return RunData(run, frame, spec, provenance, _telemetry(run, problems), tuple(problems), incomplete, inputs)
 
 
 def _check_spec(path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
@@ -137,15 +141,18 @@ def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
         raise DataError(f"record file {str(unit)!r} cannot be read ({error.strerror}); make it readable") from None
 
 
-def check_seal(unit: Path, got: str) -> None:
-    """Raise DataError where a seal lies beside a file and is not of the bytes that were read (their sha256)."""
-    seal = _seal(unit)
-    wanted = _mapping(seal, json.loads).get("sha256") if seal.is_file() else got
+def check_seal(unit: Path, got: str) -> dict[str, Any] | None:
+    """The seal beside a record file, None without one; DataError where it is not of the bytes read (their sha256)."""
+    if not _seal(unit).is_file():
+        return None
+    seal = _mapping(_seal(unit), json.loads)
+    wanted = seal.get("sha256")
     if got != wanted:
         raise DataError(
             f"record file {str(unit)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
             "delete both and resume to evaluate the unit again"
         )
+    return seal
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

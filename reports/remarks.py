@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from audit.inputs import WORKED_WITH
 from reports.report import OtherRules, Report
 from reports.rules import AFTER_RUN, WARN, Rules
 from reports.verdict import JUDGE_DIFF, Decision, Status, Verdict
@@ -12,7 +13,7 @@ _NAMED = 3  # cells that a line spells out
 
 
 def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
-    """One plain line each; none for a run that is decided by its spec in one look."""
+    """One plain line each; none for a run of one set of versions that is decided by its spec in one look."""
     rules = report.plan.rules
     if rules.sha256 is not None:
         yield _gate(rules)
@@ -26,6 +27,7 @@ def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
         yield f"LOOKS: this was the last of {rules.looks} declared looks and it does not decide; no look is left."
     yield from _waivers(report, verdict)
     yield from _labels(report, verdict)
+    yield from _versions(report)
     if verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {verdict.adjustment.reason}."
 
@@ -79,6 +81,15 @@ def _labels(report: Report, verdict: Verdict) -> Iterator[str]:
         yield f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."
     if report.adjudication.judged is not verdict.status:
         yield f"On the judge's labels alone the verdict would be {report.adjudication.judged.value}."
+
+
+def _versions(report: Report) -> Iterator[str]:
+    """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
+    table = report.provenance.get(WORKED_WITH)
+    if isinstance(table, Mapping) and len(table) > 1:
+        found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
+        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {'; '.join(found[:_NAMED])}{more}."
 
 
 def _place(report: Report, d: Decision) -> str:

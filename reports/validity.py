@@ -1,4 +1,4 @@
-"""What makes a whole run INVALID: no reference, rows that are missing or stand twice, weights not pinned."""
+"""What makes a whole run INVALID: no reference, rows missing or twice, weights not pinned, inputs that changed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from audit.inputs import TABLE, inputs_sha256
 from audit.records import Outcome
 from reports.load import RunData
 from reports.pin import Pin, pin_from
@@ -30,6 +31,7 @@ def run_reasons(data: RunData, plan: Plan) -> Iterator[Reason]:
     yield from _conflicts(records)
     yield from _unlisted(data)
     yield from _unpinned(data, plan)
+    yield from _other_inputs(data)
 
 
 def _incomplete(data: RunData, plan: Plan) -> Iterator[Reason]:
@@ -103,6 +105,18 @@ def _unpinned(data: RunData, plan: Plan) -> Iterator[Reason]:
         yield Reason("REFHASH", f"provenance lists other weights, or none, for {_some(strange)}: {remedy}")
     if unpinned:
         yield Reason("REFHASH", f"the reference is not the one that provenance pins, {_some(unpinned)}: {remedy}")
+
+
+def _other_inputs(data: RunData) -> Iterator[Reason]:
+    """Units whose seal stands for other public rows, plug-ins or model files than provenance lists."""
+    wanted = inputs_sha256(data.provenance.get(TABLE))
+    strange = [unit for unit, found in data.inputs.items() if found not in (None, wanted)]
+    if strange:
+        yield Reason(
+            "INPUTS",
+            f"{len(strange)} units were evaluated from other rows, plug-ins or model files than provenance lists "
+            f"({_some(strange)}): delete them and their seals, and resume the run",
+        )
 
 
 def pin_reasons(data: RunData, plan: Plan, pin: Pin | None) -> Iterator[Reason]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,27 @@ VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_watched: ContextVar[dict[str, str] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, str]]:
+    """Collect the sha256 of every file whose rows or prose are asked for inside, by its path below KVAUDIT_DATA.
+
+    The hash is of the bytes that this process parsed, at whatever time it read them.
+    """
+    found: dict[str, str] = {}
+    token = _watched.set(found)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+
+
+def _noted(path: Path, digest: str) -> None:
+    found = _watched.get()
+    if found is not None:
+        found[os.path.relpath(path, Path(os.environ.get(VARIABLE, ".")).expanduser())] = digest
 
 
 def data_file(suite: str, name: str) -> Path:
@@ -33,11 +57,17 @@ def data_file(suite: str, name: str) -> Path:
     return path
 
 
-@cache
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The rows of a JSON Lines file; raises DataError with the line that cannot be read."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    rows, digest = _rows(path)
+    _noted(path, digest)
+    return rows
+
+
+@cache
+def _rows(path: Path) -> tuple[tuple[dict[str, Any], ...], str]:
+    rows, raw = [], path.read_bytes()
+    for number, line in enumerate(raw.splitlines(), start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # also what is not UTF-8
@@ -45,7 +75,7 @@ def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
         if not isinstance(row, dict):
             raise DataError(f"{str(path)!r} line {number} holds a {type(row).__name__}, wanted an object")
         rows.append(row)
-    return tuple(rows)
+    return tuple(rows), hashlib.sha256(raw).hexdigest()
 
 
 def fit_prose(
@@ -74,7 +104,11 @@ def fit_prose(
 
 def _passage(suite: str, draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
     """Consecutive sentences from a drawn place of a drawn book, for ``room`` tokens; the next book when one ends."""
-    books = [_sentences(path) for path in sorted(data_file(suite, BOOKS).rglob("*.txt"))]
+    books = []
+    for path in sorted(data_file(suite, BOOKS).rglob("*.txt")):
+        sentences, digest = _sentences(path)
+        _noted(path, digest)
+        books.append(sentences)
     if not any(books):
         raise DataError(f"suite {suite}: {VARIABLE} holds no prose in {BOOKS}/*.txt")
     book = draw.randrange(len(books))
@@ -91,10 +125,11 @@ def _passage(suite: str, draw: random.Random, room: int, count_tokens: CountToke
 
 
 @cache
-def _sentences(path: Path) -> tuple[str, ...]:
-    """Sentences of a book, each with the space or line break that follows it."""
-    found = []
-    for paragraph in _PARAGRAPH.split(path.read_text(encoding="utf-8", errors="replace")):
+def _sentences(path: Path) -> tuple[tuple[str, ...], str]:
+    """Sentences of a book, each with the space or line break that follows it; and the sha256 of its file."""
+    found, raw = [], path.read_bytes()
+    text = raw.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+    for paragraph in _PARAGRAPH.split(text):
         parts = _SENTENCE.split(" ".join(paragraph.split()))
         found += [part + (" " if n + 1 < len(parts) else "\n\n") for n, part in enumerate(parts) if part]
-    return tuple(found)
+    return tuple(found), hashlib.sha256(raw).hexdigest()

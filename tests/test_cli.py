@@ -470,7 +470,12 @@ def test_an_outside_policy_can_be_audited(spec: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "hoard 64" in done.stdout
-    assert "hoard.py" in json.loads((tmp_path / "run" / "provenance.json").read_text())["plugins"]
+    assert set(json.loads((tmp_path / "run" / "provenance.json").read_text())["inputs"]["plug-ins"]) == {"hoard.py"}
+    (tmp_path / "hoard.py").write_text(PLUGIN.replace("-view", "view"))
+    done = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the run was started with other plug-ins: hoard.py had sha256 " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,28 @@ def test_a_killed_unit_resumes_to_the_records_of_an_unbroken_one(
         out.write(damage)
     evaluated(broken.path, spec, model)
     assert timeless(files.records) == timeless(UnitFiles.of(whole.records, unit).records)
+
+
+def test_rows_count_as_done_once_the_disk_has_them(
+    tmp_path: Path, spec: RunSpec, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(tmp_path / "run", spec, resume=True)
+    unit = grid(spec)[0]
+    path = UnitFiles.of(run.records, unit).records
+    synced: list[int] = []  # bytes of the record file at each sync of it
+    fsync = os.fsync
+
+    def watch(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            synced.append(path.stat().st_size)
+
+    def progress(_: Unit, done: int, __: int) -> None:
+        assert synced[-1:] == ([path.stat().st_size] if done else [])
+
+    monkeypatch.setattr(os, "fsync", watch)
+    Evaluator(model, spec).run(unit, run, progress)
+    assert len(synced) == 3  # batches
 
 
 def test_a_cut_inside_a_batch_repeats_that_batch_only(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:

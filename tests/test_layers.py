@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # A room may import itself and the rooms of lower rank. Suites and reports stand aside: only the spine is below them.
 RANK = {
     "audit.errors": 0, "audit.records": 1, "audit.registry": 1,
-    "audit.text": 1, "audit.yaml_file": 1, "audit.spec": 2, "audit.spec_file": 2, "audit.runs": 2,
+    "audit.text": 1, "audit.inputs": 1, "audit.yaml_file": 1, "audit.spec": 2, "audit.spec_file": 2, "audit.runs": 2,
     "suites": 2, "reports": 2, "audit.draws": 2, "audit.degenerate": 2, "audit.progress": 2, "audit.intact": 2,
     "audit.gguf_header": 2,
     "audit.claims": 2,
@@ -23,7 +23,7 @@ RANK = {
     "audit.verify": 9, "audit.displacement": 9, "audit.launchers": 9, "audit.commands": 10,
     "audit.command_line": 10, "audit.cli_verdicts": 10, "audit.cli": 11,
 }  # fmt: skip
-SPINE = {"audit", "audit.errors", "audit.records", "audit.registry", "audit.text", "audit.yaml_file"}
+SPINE = {"audit", "audit.errors", "audit.records", "audit.registry", "audit.text", "audit.yaml_file", "audit.inputs"}
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))
 

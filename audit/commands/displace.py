@@ -17,6 +17,7 @@ from audit.commands.run import set_data
 from audit.displacement.produce import Producer
 from audit.displacement.units import Measured
 from audit.errors import DataError
+from audit.inputs import PLUGINS, TABLE, check_same
 from audit.intact import check_checkpoints
 from audit.launchers.local import idle_cores
 from audit.progress import Meter
@@ -30,11 +31,14 @@ from reports.plain import percent
 
 def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:
     """Measure what is missing, write the file, print its means over suites and seeds."""
-    load_plugins(plugins)
+    files = load_plugins(plugins)
     spec = load_spec(path / SPEC)
     set_data(spec)
     run = RunFolder(path, spec)
     _check(run, spec)
+    noted = run.provenance().get(TABLE)
+    if isinstance(noted, dict):  # a run of an earlier version noted none
+        check_same(PLUGINS, noted.get(PLUGINS, {}), files)
     check_checkpoints(path)
     torch.set_num_threads(threads or _threads(run))
     disable_progress_bar()

@@ -12,7 +12,14 @@ from suites.base import SUITES
 
 
 def load_plugins(files: Sequence[Path]) -> dict[str, str]:
-    """Add the plug-ins of every file; returns file name -> sha256. Raises SpecError for a file that brings none."""
+    """Add the plug-ins of every file; returns file name -> sha256.
+
+    Raises SpecError for a file that brings none, and for two files of one name.
+    """
+    names = [file.name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"two plug-in files are called {name!r}, and a run knows them by name; rename one")
     return {file.name: _load(file) for file in files}
 
 

@@ -113,9 +113,7 @@ def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool)
     prepared = None if begun else prepare(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     _say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
-    if asked.plugins:
-        run.note(plugins=asked.plugins)
-    return Pipeline(run, console, threads, prepared, takeover=options.takeover), run
+    return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run
 
 
 def _say(console: Console, line: str) -> None:

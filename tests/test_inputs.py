@@ -1,0 +1,199 @@
+"""What a run reads is held to what it was started with: on resume, by every process that joins, and by the gate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_cli import kvaudit, refused
+from test_evaluate_public import data  # noqa: F401
+
+from audit import runs
+from audit.commands.plugins import load_plugins
+from audit.errors import RunError, SpecError
+from audit.pipeline import Pipeline
+from audit.runs import RunFolder, read_json
+from audit.spec_file import load_spec
+from reports.drift import drift_report
+from reports.gate import decide
+from reports.load import load_run
+from reports.remarks import remarks
+from suites.gsm8k import Gsm8k
+
+SPEC = """\
+name: held
+model: {model}
+evaluate:
+  policies: [none, "streaming:budget=64,sink=4,window=8"]
+  suites: {{gsm8k: {{items: 2}}}}
+  context_tokens: [700]
+"""
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path,
+    tiny_folder: Path,
+    data: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A finished run on public rows and a model of its own, one of its two units lost again."""
+    monkeypatch.setattr(Gsm8k, "max_new_tokens", 4)
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    (tmp_path / "spec.yaml").write_text(SPEC.format(model=tmp_path / "model"))
+    code, out, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--threads", 1)
+    assert code == 0, out + err
+    for path in (tmp_path / "run" / "records").glob(f"{sealed(tmp_path)[0].name.partition('.')[0]}.*"):
+        path.unlink()
+    return tmp_path
+
+
+def sealed(folder: Path) -> list[Path]:
+    return sorted((folder / "run" / "records").glob("*.done.json"))
+
+
+def goes_on(folder: Path) -> tuple[object, ...]:
+    return ("run", folder / "spec.yaml", "--out", folder / "run", "--resume", "--threads", 1)
+
+
+def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same public rows in another folder: a process caches what it has parsed by path."""
+    copy = folder / "elsewhere"
+    for name in ("gsm8k", "long_text"):
+        shutil.copytree(folder / name, copy / name)
+    monkeypatch.setenv("KVAUDIT_DATA", str(copy))
+    return copy
+
+
+def edited(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(read_json(path) | values))
+
+
+def test_a_run_notes_what_it_reads_and_goes_on_with_the_same_from_another_folder(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = read_json(started / "run" / "provenance.json")["inputs"]
+    assert set(noted["rows"]) == {"gsm8k/test.jsonl", "long_text/book.txt"}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(noted["model"])
+    assert noted["plug-ins"] == {}
+    elsewhere(started, monkeypatch)
+    code, _, err = kvaudit(*goes_on(started))
+    assert code == 0, err
+    assert len({read_json(seal)["inputs"] for seal in sealed(started)}) == 1
+
+
+@pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "long_text/book.txt"])
+def test_public_rows_that_changed_are_refused_by_name(
+    started: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = elsewhere(started, monkeypatch) / name
+    path.write_text(path.read_text().replace("1", "2"))
+    before = {path: path.read_bytes() for path in (started / "run" / "records").iterdir()}
+    for words in (goes_on(started), ("join", started / "run")):
+        message = refused(*words)
+        assert f"started with other rows: {name} had sha256 " in message
+        assert ", now " in message
+    assert {path: path.read_bytes() for path in (started / "run" / "records").iterdir()} == before
+
+
+def test_a_book_that_was_added_is_refused(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere(started, monkeypatch) / "long_text" / "new.txt").write_text("One more sentence. And one more.")
+    assert "long_text/new.txt had sha256 none (it was not read), now " in refused(*goes_on(started))
+
+
+def test_a_tokenizer_that_changed_is_refused(started: Path) -> None:
+    template = started / "model" / "chat_template.jinja"
+    template.write_text("{{ '' }}" + template.read_text())
+    assert "started with other model: chat_template.jinja had sha256 " in refused(*goes_on(started))
+
+
+def test_base_weights_that_changed_are_refused(started: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = started / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+    message = refused(*goes_on(started))
+    assert "the run was started with base weights " in message
+    assert ", '" in message
+
+
+def test_plug_ins_are_held(started: Path) -> None:
+    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml"))
+    edited(run.path / "provenance.json", inputs=run.provenance()["inputs"] | {"plug-ins": {"mine.py": "a" * 64}})
+    Pipeline(run, Console(quiet=True), 1, plugins={"mine.py": "a" * 64})
+    for plugins in ({"mine.py": "b" * 64}, {}, {"mine.py": "a" * 64, "more.py": "c" * 64}):
+        with pytest.raises(RunError, match="started with other plug-ins: "):
+            Pipeline(run, Console(quiet=True), 1, plugins=plugins)
+    assert "started with other plug-ins: mine.py had sha256 aaaaaaaaaaaa" in refused("displace", run.path)
+
+
+def test_two_plug_in_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"two plug-in files are called 'mine\.py'"):
+        load_plugins([tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py"])
+
+
+def test_the_first_process_notes_what_all_of_them_are_held_to(started: Path) -> None:
+    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml"))
+    assert run.keep("inputs", "more", {"x": "1"}) == {"x": "1"}
+    assert run.keep("inputs", "more", {"x": "2"}) == {"x": "1"}
+
+
+def reasons(run: Path) -> list[str]:
+    report = drift_report(load_run(run))
+    return [reason.text for reason in report.reasons if reason.code == "INPUTS"]
+
+
+def test_records_of_other_inputs_make_the_run_invalid(started: Path) -> None:
+    assert kvaudit(*goes_on(started))[0] == 0
+    assert reasons(started / "run") == []
+    unit = sealed(started)[1]
+    edited(unit, inputs="f" * 64)
+    (text,) = reasons(started / "run")
+    assert text.startswith("1 units were evaluated from other rows, plug-ins or model files than provenance lists")
+    assert unit.name.replace(".done.json", ".jsonl") in text
+    code, out, _ = kvaudit("gate", started / "run")
+    assert code == 5
+    assert "INPUTS: 1 units" in out
+
+
+def test_a_list_of_inputs_that_was_edited_makes_the_run_invalid(started: Path) -> None:
+    provenance = started / "run" / "provenance.json"
+    noted = read_json(provenance)["inputs"]
+    edited(provenance, inputs=noted | {"rows": dict.fromkeys(noted["rows"], "0" * 64)})
+    assert len(reasons(started / "run")) == 1
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_known(started: Path) -> None:
+    provenance = started / "run" / "provenance.json"
+    old = {key: value for key, value in read_json(provenance).items() if key not in ("inputs", "worked_with")}
+    provenance.write_text(json.dumps(old))
+    (seal,) = sealed(started)
+    seal.write_text(json.dumps({key: value for key, value in read_json(seal).items() if key != "inputs"}))
+    assert kvaudit(*goes_on(started))[0] == 0
+    assert set(read_json(provenance)["inputs"]) == {"rows", "model", "plug-ins"}
+    assert reasons(started / "run") == []
+    (problem,) = drift_report(load_run(started / "run")).problems
+    assert problem.startswith(
+        f"1 units have a seal without a hash of what they were evaluated from, first {unit(seal)}"
+    )
+
+
+def unit(seal: Path) -> str:
+    return seal.name.replace(".done.json", ".jsonl")
+
+
+def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = drift_report(load_run(started / "run"))
+    assert not [line for line in remarks(report, decide(report)) if line.startswith("VERSIONS")]
+    monkeypatch.setattr(runs, "_versions", lambda: {"kvaudit": "0.1.0", "torch": "9.9"})
+    assert kvaudit(*goes_on(started))[0] == 0
+    report = drift_report(load_run(started / "run"))
+    (line,) = [line for line in remarks(report, decide(report)) if line.startswith("VERSIONS")]
+    assert "with 2 sets of versions: kvaudit " in line
+    assert "torch 9.9, python 3." in line
+    assert not [reason for reason in report.reasons if reason.code in ("INPUTS", "HASH")]
