@@ -28,7 +28,8 @@ from audit.gguf_header import check_gguf
 from audit.intact import own_files
 from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
-from audit.kv.layers import layer_kinds
+from audit.kv.layers import GOVERNED, layer_kinds
+from audit.kv.linear import carry_states
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -84,6 +85,7 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
         chat = Chat(tokenizer, _generation_stops(model))
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
+    carry_states(model)
     return LoadedModel(
         model=model.to(place).eval(),
         chat=chat,
@@ -236,7 +238,7 @@ def _generation_stops(model: Any) -> list[int]:
 
 def _require_full_attention(name: str, config: Any) -> None:
     kinds = layer_kinds(config)
-    if "full_attention" not in kinds:
+    if not GOVERNED & set(kinds):
         found = ", ".join(sorted(set(kinds))) or "none with attention"
         raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
 

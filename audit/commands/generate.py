@@ -14,6 +14,7 @@ from transformers.utils.logging import set_verbosity_error
 from audit.commands.console import check_seed
 from audit.commands.plugins import load_plugins
 from audit.errors import SpecError, UnknownName
+from audit.kv.layers import governed_words
 from audit.kv.ledger import NEVER, Rollout
 from audit.model import DtypeName, LoadedModel, load_model
 from audit.policies import Policy, parse_policy
@@ -53,7 +54,10 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
     console = Console()
     console.print(visible(loaded.chat.text(completion.ids)), markup=False, highlight=False, soft_wrap=True)
     console.print()
-    for line in _facts(completion, rollout, chosen.drawn(question.seed)):
+    facts = _facts(completion, rollout, chosen.drawn(question.seed))
+    if words := governed_words(loaded.model.config):
+        facts.append(f"layers      {words}")
+    for line in facts:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -67,7 +67,7 @@ def show_policy(asked: Asked) -> None:
 
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -> Picture:
     plans = layer_plans(model.model.config, policy)
-    first = next(number for number, plan in enumerate(plans) if plan.sliding_window is None)
+    first = next(number for number, plan in enumerate(plans) if plan.governed)
     layer = first if asked.layer is None else asked.layer
     for name, value, count in (("layer", layer, len(plans)), ("head", asked.head, rollout.evicted_at.shape[1])):
         if value >= count:

@@ -29,7 +29,10 @@ MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to th
 
 
 class Attends(Protocol):
-    """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them."""
+    """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them.
+
+    Its ``carry`` is what layers of linear attention ask for their state (``audit.kv.linear``).
+    """
 
     @property
     def routes(self) -> Routes | None: ...

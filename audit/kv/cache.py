@@ -19,6 +19,7 @@ from audit.kv.evict import attention_mass, only_victim, retained
 from audit.kv.hints import pack_hints
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
+from audit.kv.linear import Run, States, advance
 from audit.kv.quantised import QuantisedStore
 from audit.kv.rotary import Rotary
 from audit.kv.routing import RecordedRoutes
@@ -53,7 +54,8 @@ class EvictingCache:
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._since = [torch.zeros_like(self.seen) for _ in self.plans]  # decoded tokens since the last eviction
         self._counts = [torch.zeros_like(self.seen) for _ in self.plans]  # entries per row, in the mean over heads
-        governed = [plan.policy.evictor for plan in self.plans if plan.sliding_window is None]
+        self._states = {layer: States() for layer, plan in enumerate(self.plans) if plan.carries}
+        governed = [plan.policy.evictor for plan in self.plans if plan.governed]
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
         self.bytes_peak = 0
@@ -67,6 +69,8 @@ class EvictingCache:
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended: set[int] = set()
+        self._carried: set[int] = set()
+        self._real = positions >= 0
         self._sink_logits: list[Tensor | None] = [None] * len(self.plans)
         self._scaling = [1.0] * len(self.plans)
         device = self.row_keys.device
@@ -75,7 +79,7 @@ class EvictingCache:
             self.routes.begin(self._announced, int(self.seen.max()))
         self._seen_device = self.seen.to(device)
         # right-padded and first: plain causal attention never lets a real token see padding
-        self._causal = bool((self.seen == new).all()) and not self.stores[0].length
+        self._causal = bool((self.seen == new).all()) and not any(store.length for store in self.stores)
         self._order: Tensor | None = None
         if self._causal and bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             order = torch.sort((positions < 0).int(), dim=1, stable=True).indices
@@ -147,16 +151,25 @@ class EvictingCache:
             return [layer]
         return self._agreeing if layer == self._agreeing[-1] else []
 
+    def carry(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
+        out = advance(run, hidden, self._real, self._states[layer])
+        self._weigh(layer)
+        self._carried.add(layer)
+        return out
+
     @property
     def is_settled(self) -> bool:
-        """Whether every layer has attended since the last announcement."""
-        return len(self._attended) == len(self.plans)
+        """Whether every layer has attended, or carried its state on, since the last announcement."""
+        attending = sum(plan.attends for plan in self.plans)
+        return len(self._attended) == attending and len(self._carried) == len(self._states)
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this cache."""
         if not self.is_settled:
+            done, every = len(self._attended | self._carried), len(self.plans)
             raise RunError(
-                f"{len(self._attended)} of the model's {len(self.plans)} layers attended through the compressed cache; "
+                f"{done} of the model's {every} layers attended through the compressed cache; "
                 "such a model cannot be served with it"
             )
         if self.routes:
@@ -165,6 +178,8 @@ class EvictingCache:
     def _weigh(self, layer: int) -> None:
         beside = (self._moments[layer], self._centres[layer], self._sinks[layer])
         self._bytes[layer] = self.stores[layer].bytes + sum(part.bytes for part in beside if part)
+        if layer in self._states:
+            self._bytes[layer] += self._states[layer].bytes
 
     @property
     def bytes(self) -> int:
@@ -288,6 +303,7 @@ class EvictingCache:
         for part in (*self.stores, *beside):
             if part is not None:
                 part.expand(group)
+        self._states = {layer: states.repeated(group) for layer, states in self._states.items()}
         self.row_keys, self.seen = row_keys, self.seen.repeat_interleave(group)
         self._since = [s.repeat_interleave(group) for s in self._since]
         self._counts = [c.repeat_interleave(group) for c in self._counts]
@@ -297,20 +313,25 @@ class EvictingCache:
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
-        counts = [c for c, p in zip(self._counts, self.plans, strict=True) if p.sliding_window is None]
+        counts = [c for c, p in zip(self._counts, self.plans, strict=True) if p.governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values that one row of ``tokens`` tokens takes in an uncompressed cache."""
-        return sum(store.dense_bytes_per_token for store in self.stores) * tokens
+        """Bytes of keys, values and states that one row of ``tokens`` tokens takes in an uncompressed cache."""
+        states = sum(states.bytes for states in self._states.values()) // len(self.seen)
+        return sum(store.dense_bytes_per_token for store in self.stores) * tokens + states
 
     def ledger(self, tokens: int) -> Tensor:
         """``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""
-        heads = sorted({store.evicted_at.shape[1] for store in self.stores})
+        attending = [store for store, plan in zip(self.stores, self.plans, strict=True) if plan.attends]
+        heads = sorted({store.evicted_at.shape[1] for store in attending})
         if len(heads) > 1:
             raise RunError(f"the model's layers hold {heads} KV heads, a ledger has one number of them for all")
         rows = []
-        for store in self.stores:
+        for store, plan in zip(self.stores, self.plans, strict=True):
+            if not plan.attends:
+                rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
+                continue
             table = store.evicted_at[:, :, :-1][:, :, :tokens].cpu()
             missing = tokens - table.shape[2]
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))

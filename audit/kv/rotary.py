@@ -71,6 +71,9 @@ class _Probe:
         self.queries[layer] = query
         return value.new_zeros(*query.shape[:3], value.shape[3])
 
+    def carry(self, layer: int, hidden: Tensor, run: Any) -> Tensor:  # noqa: ARG002
+        return torch.zeros_like(hidden)
+
 
 def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     """The rotation of a model's full-attention layers, where the policy asks for it.
@@ -111,7 +114,7 @@ def _turns_so(model: Any, rotary: Rotary) -> bool:
     model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
     plans = layer_plans(model.config, parse_policy("none"))
     for layer, plan in enumerate(plans):
-        if plan.sliding_window is None:
+        if plan.governed:
             query = probe.queries[layer].double()
             expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
             worst = (query[:, :, 1:] - expected).abs().amax()

@@ -21,6 +21,7 @@ from audit.kv.fake import Codes, Late, codec_named, fake_keys, fake_values, two_
 from audit.kv.hints import KEYS, VALUES, HintTable, Place, Strays
 from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
+from audit.kv.linear import Run, States, advance
 from audit.kv.routing import NOBODY, ReplayedRoutes, check_experts
 from audit.policies import parse_policy
 
@@ -47,19 +48,24 @@ class Replay:
         experts: Tensor | None = None,
         prefix: Replay | None = None,
         group: int = 1,
+        last: bool = True,
     ) -> None:
         self._codes = codes
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, States] = {}
+        self._real, self._last = (queries >= 0).cpu(), last
         self._settled = False
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
-        if len(self.held) != len(self._plans):
+        attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
+        if len(self.held) != attending or len(self.states) != carrying:
+            done = len(self.held.keys() | self.states.keys())
             raise RunError(
-                f"{len(self.held)} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
+                f"{done} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
                 "what the sampler did not; set the model's attention to kvaudit"
             )
         self._settled = True
@@ -99,6 +105,13 @@ class Replay:
             for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
         ]
         return torch.cat(parts, 2)
+
+    def carry(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """See ``EvictingCache.carry``; a group takes its prompt's states over, with their gradient."""
+        states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
+        out = advance(run, hidden, self._real, states, last=self._last)
+        self.states[layer] = states
+        return out
 
     def _quantised(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None
@@ -179,7 +192,7 @@ def suffix_logits(
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = _codes(leaders, before) if shadow else None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
-        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts)
+        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, last=False)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)

@@ -19,6 +19,7 @@ from audit.kv.attention import NAME, require_interface, unwrapped
 from audit.kv.cache import EvictingCache
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Ledger
+from audit.kv.linear import carry_states
 from audit.kv.rotary import rotary_for
 from audit.kv.routing import watched_blocks
 from audit.kv.shadow import Replay
@@ -137,6 +138,13 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
         return self._evicting
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Columns given so far, in whichever layer counts them: one of linear attention does not."""
+        return max(int(layer.seen) for layer in self.layers)
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
+
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
 
@@ -223,6 +231,7 @@ def prepare(model: Any) -> None:
 def use_attention(model: Any) -> None:
     """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
     require_interface(model)
+    carry_states(model)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 

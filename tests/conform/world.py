@@ -22,11 +22,14 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import audit.kv.attention
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import NEVER, Ledger, Rollout
+from audit.kv.linear import carry_states
 from audit.kv.rotary import rotary_for
 from audit.kv.routing import watched_blocks
 from audit.kv.shadow import suffix_logits
@@ -62,6 +65,16 @@ CONFIGS = {
         pad_token_id=0,
         **GQA,
     ),
+    "qwen3-next": Qwen3NextConfig(
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        **GQA,
+    ),
 }
 OWN_ATTENTION = {"gpt-oss": "eager"}  # what transformers has for a model without SDPA
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
@@ -77,6 +90,36 @@ def exact_norms(model: torch.nn.Module) -> None:
             module.forward = MethodType(_router, module)
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_gemma_norm if hasattr(module, "eps") else _llama_norm, module)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token, in its inputs' own precision: [B, T, H, D] each, g and beta [B, T, H]."""
+    shared = value.shape[2] // key.shape[2]
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query, key = (x.repeat_interleave(shared, 2) for x in (query * query.shape[-1] ** -0.5, key))
+    state = value.new_zeros(len(value), value.shape[2], key.shape[3], value.shape[3])
+    state = state if initial_state is None else initial_state
+    out = []
+    for t in range(value.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        held = (state * key[:, t, ..., None]).sum(-2)
+        state = state + key[:, t, ..., None] * ((value[:, t] - held) * beta[:, t, :, None])[..., None, :]
+        out.append((state * query[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1), state
+
+
+# transformers' own rules compute in float32, whatever the model's precision
+for rule in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+    setattr(modeling_qwen3_next, rule, _delta_rule)
 
 
 def _router(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,6 +151,7 @@ def random_model(
 def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
     """A model as the sampler wants it; float64 models are float64 throughout."""
     model = random_model(name, dtype, spread, audit.kv.attention.NAME)
+    carry_states(model)
     if dtype == torch.float64:
         exact_norms(model)
     chat = SimpleNamespace(stop_ids=frozenset({7}))
