@@ -116,8 +116,8 @@ def carry_states(model: Any) -> None:
     wanted = sum(kind in CARRYING for kind in layer_kinds(model.config))
     if found < wanted:
         raise RunError(
-            f"model {model.config.model_type!r} has {wanted} layers of linear attention, {wanted - found} of which take "
-            "no cache_params: their state cannot be handed on; use another model"
+            f"model {model.config.model_type!r} has {wanted} layers of linear attention, {wanted - found} of which "
+            "take no cache_params: their state cannot be handed on; use another model"
         )
 
 
