@@ -270,9 +270,9 @@ def _gguf(path: Path) -> object:
 
 
 def _rows(path: Path) -> object:
-    from suites.sources import json_lines
+    from suites.sources import _rows
 
-    return json_lines.__wrapped__(path)
+    return _rows.__wrapped__(path)
 
 
 def _report(path: Path) -> object:
