@@ -36,8 +36,8 @@ class ServedModel(Protocol):
 class _Row:
     """What one row has seen, was given and has drawn."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.ids = list(prompt)
+    def __init__(self, prompt: Sequence[int], keys: tuple[int, int]) -> None:
+        self.ids, self.keys = list(prompt), keys  # of the prompt's entries and of its own
         self.prompt_length = len(prompt)
         self.sampled = [False] * len(prompt)
         self.logprobs = [0.0] * len(prompt)
@@ -66,7 +66,7 @@ class Episode:
         rotary = rotary_for(model.model, policy)
         blocks = watched_blocks(model.model)
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
-        self._rows = [_Row(p) for p in prompts for _ in range(group)]
+        self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles)
         self._cache.expand(group, self._seeds)
         self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
@@ -177,6 +177,7 @@ class Episode:
             kv_bytes_dense=self._cache.dense_bytes(length),
             retention=row.retention,
             answer_start=row.answer_start,
+            row_keys=row.keys if self._cache.policy.evictor.seeded else None,
         )
 
     def _finish(self, n: int, drawn: list[tuple[int, float]]) -> Completion:

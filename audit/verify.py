@@ -23,6 +23,7 @@ from audit.kv.interchange import read_rollouts
 from audit.kv.layers import layer_plans
 from audit.kv.ledger import Rollout
 from audit.kv.recorded import Recorded, check_replayable
+from audit.kv.reranking import Ranked, ranked
 from audit.kv.routing import watched_blocks
 from audit.kv.shadow import LearnerView, suffix_logits
 from audit.model import LoadedModel
@@ -71,7 +72,10 @@ class Worst(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """What a replay says. ``breach`` is a rule of the named policy that a ledger breaks, None where it keeps all."""
+    """What a replay says. ``breach`` is a rule of the named policy that a ledger breaks, None where it keeps all.
+
+    ``ranked`` says in words why nothing was ranked again, where nothing was.
+    """
 
     policy: str | None
     rollouts: int
@@ -82,11 +86,17 @@ class Verification:
     tolerance: float  # on the worst token, nats; a tenth of it on the mean
     breach: str | None
     rerouted: bool  # experts were chosen anew: the rollouts do not say which they were
+    ranked: Ranked | str
 
     @property
     def explained(self) -> bool:
-        """Whether every gap is rounding and every ledger is one that its policy could have left behind."""
-        return self.token_explained and self.mean_explained and self.breach is None
+        """Whether every gap is rounding and every ledger is one that its policy leaves behind."""
+        return self.token_explained and self.mean_explained and self.breach is None and self.rank_explained
+
+    @property
+    def rank_explained(self) -> bool:
+        """Whether what left every rollout is what the policy would have chosen; True where nothing was ranked again."""
+        return isinstance(self.ranked, str) or self.ranked.least >= self.ranked.wanted
 
     @property
     def token_explained(self) -> bool:
@@ -149,6 +159,7 @@ def verify(
     strays: Strays = []
     reroute = any(rollout.experts is None for rollout in rollouts)
     replayed = {view: _logprobs(model.model, rollouts, view, heat, strays, reroute=reroute) for view in VIEWS}
+    broken = None if policy is None else _breach(recorded, policy, model.model.config)
     return Verification(
         policy=recorded.policy,
         rollouts=len(rollouts),
@@ -157,8 +168,9 @@ def verify(
         dense=_gaps(taken, replayed["dense"]),
         worst=_worst(rollouts, taken, replayed["shadow"]),
         tolerance=basis,
-        breach=(None if policy is None else _breach(recorded, policy, model.model.config)) or _stray(strays),
+        breach=broken or _stray(strays),
         rerouted=reroute and watched_blocks(model.model) > 0,
+        ranked=_ranked(model.model, rollouts, policy, broken),
     )
 
 
@@ -171,6 +183,12 @@ def _stray(strays: Strays) -> str | None:
     return (
         f"rollout {rollout}, layer {layer}: a recorded code is at no border in the replay{others}; it was not sampled"
     )
+
+
+def _ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy | None, broken: str | None) -> Ranked | str:
+    if policy is None or broken is not None:
+        return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
+    return ranked(model, rollouts, policy)
 
 
 def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:

@@ -160,6 +160,13 @@ def test_codes_at_a_border_out_of_order_are_damage(tmp_path: Path, words: torch.
         load_ledgers(tmp_path / "ledger.safetensors")
 
 
+def test_the_keys_of_a_row_come_back_as_written(tmp_path: Path) -> None:
+    keyed = replace(rollout(), row_keys=(3, 2**63 - 1))
+    save_ledgers(tmp_path / "ledger.safetensors", [keyed, rollout()], POLICY)
+    (first, second), _ = load_ledgers(tmp_path / "ledger.safetensors")
+    assert (first.row_keys, second.row_keys) == ((3, 2**63 - 1), None)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -169,6 +176,8 @@ def test_codes_at_a_border_out_of_order_are_damage(tmp_path: Path, words: torch.
         {"retention": "x"},
         {"codec": []},
         {"more": 1},
+        {"row_keys": [1]},
+        {"row_keys": [1, 2**63]},
     ],
 )
 def test_a_header_of_the_wrong_kind_is_one_line(tmp_path: Path, change: dict[str, object]) -> None:

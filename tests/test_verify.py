@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conform.policies import policies_for, policy_id, small_policies
-from conform.world import shared, two_turns
+from conform.world import prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
@@ -22,8 +22,11 @@ from audit.kv.consistency import breach, quantisation_breach
 from audit.kv.hints import pack_hints, unpack_hints
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.kv.reranking import OWN_CHOICE, Choices, choices
+from audit.kv.rotary import rotary_for
 from audit.model import load_model
 from audit.policies import Policy, parse_policy
+from audit.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.verify import checkpoint_rollouts, verify
 
@@ -80,6 +83,10 @@ def test_a_checkpoint_explains_its_own_final_rollouts(arm: str, trained: dict[st
     assert done.exit_code == 0, done.output
     assert "rollouts    8 of " in done.stdout
     assert "explained: no token is off by more than 0.001 nats" in done.stdout
+    line = r"of \d+ entries that left, the policy chooses 100\.00 % again; rollout 0 has the least, 100\.00 %"
+    assert re.search(
+        {"smd": line, "dense": "choices     not made again: the policy keeps every entry"}[arm], done.stdout
+    )
 
 
 def test_the_ledger_explains_what_the_dense_view_does_not(trained: dict[str, Path]) -> None:
@@ -154,7 +161,7 @@ def test_a_tampered_mask_entry_is_caught_by_the_replay_and_by_the_count(copied: 
     assert re.search(r"rollout 1, layer 0: head 0 keeps 97 entries after query \d+, budget 96", by_count)
 
 
-def test_two_entries_that_swap_places_are_caught_by_the_replay_alone(copied: Path) -> None:
+def test_two_entries_that_swap_places_are_caught_by_the_replay_and_by_the_ranking(copied: Path) -> None:
     def swap(rollouts: list[Rollout]) -> None:
         ledger = rollouts[0].evicted_at[1, 0]
         early, late = 40, rollouts[0].prompt_length - 20
@@ -163,8 +170,9 @@ def test_two_entries_that_swap_places_are_caught_by_the_replay_alone(copied: Pat
 
     done = verified(rewritten(copied, swap))
     assert done.exit_code == 3
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
-    assert "rollout 0, token" in line
+    by_replay, by_rank = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert "rollout 0, token" in by_replay
+    assert re.search(r"of what left rollout 0, the policy would have chosen 97\.\d\d %; at least 100\.00 %", by_rank)
 
 
 TAMPERED = [
@@ -200,6 +208,26 @@ def test_a_policy_other_than_the_trained_one_is_caught(copied: Path) -> None:
     """Plausible for the ledger: a window of 7 where 8 entries were kept."""
     done = verified(rewritten(copied, lambda _: None, "streaming:budget=96,sink=4,window=7"))
     assert (done.exit_code, "the checkpoint was trained with streaming:budget=96" in done.stdout) == (3, True)
+
+
+@pytest.mark.parametrize("policy", ["knorm:budget=96,window=8", "tova:budget=96,sink=4,window=8", "random:budget=96"])
+def test_a_renamed_policy_is_caught_by_its_choices(policy: str, copied: Path) -> None:
+    """Every count is right: the ledger of one ranking under the name of another."""
+
+    def keyed(rollouts: list[Rollout]) -> None:
+        rollouts[:] = [replace(rollout, row_keys=(1, 2)) for rollout in rollouts]
+
+    rewritten(copied, keyed, policy)
+    done = verified(rehashed(copied, policy=parse_policy(policy).canonical))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
+    assert done.exit_code == 3
+    assert re.search(r"of what left rollout \d, the policy would have chosen [1-8]\d\.\d\d %; at least", line)
+
+
+def test_random_is_not_ranked_again_without_the_keys_of_its_rows(copied: Path) -> None:
+    rewritten(copied, lambda _: None, "random:budget=96")
+    done = verified(rehashed(copied, policy=parse_policy("random:budget=96").canonical))
+    assert "not made again: random draws by the keys of rows, which the record does not hold" in done.stdout
 
 
 def test_a_policy_string_that_is_not_of_its_hash_is_caught(copied: Path) -> None:
@@ -361,6 +389,54 @@ def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy) -> N
     for rollout in two_turns(loaded, policy).rollouts:
         assert breach(rollout, plans) is None
         assert quantisation_breach(rollout, policy) is None
+
+
+@pytest.mark.parametrize("policy", policies_for("compressed", small_policies()), ids=policy_id)
+def test_a_policy_chooses_its_own_victims_again(policy: Policy) -> None:
+    if not policy.replayable:
+        pytest.skip(f"{policy_id(policy)} leaves no ledger")
+    loaded = shared("gemma3")
+    made = [again(loaded, rollout, policy) for rollout in two_turns(loaded, policy, group=2, lengths=(40, 9)).rollouts]
+    assert [one.again for one in made] == [one.evicted for one in made]
+    assert made[0].evicted > 0
+
+
+def test_pinned_entries_are_no_choice_of_the_policy_s() -> None:
+    loaded, policy = shared(), parse_policy("knorm:budget=16,sink=0,window=4,chunk=16,pin=system")
+    roles = ["system"] * 6 + ["user"] * 34
+    episode = Sampler(loaded, policy).open(prompts(40), [0], roles=[roles])
+    episode.decode(Decoding(12))
+    (rollout,) = episode.rollouts()
+    assert again(loaded, rollout, policy) == again(loaded, rollout, replace(policy, pin="system/tool"))
+    assert again(loaded, rollout, policy).again == again(loaded, rollout, policy).evicted
+    assert again(loaded, rollout, replace(policy, pin="")).again < again(loaded, rollout, policy).evicted
+
+
+ALIKE = [
+    replace(policy, budget=16, sink=2, window=4, interval=3)
+    for policy in small_policies()
+    if policy.evicts and policy.for_layer(0, 3).budget == policy.budget
+]
+
+
+@pytest.mark.parametrize("policy", ALIKE, ids=policy_id)
+def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
+    """Same budget, schedule and protection: only the ranking, or how many a head keeps, tells them apart."""
+    loaded = shared("llama-gqa", torch.float32)
+    (rollout,) = two_turns(loaded, policy, lengths=(40,)).rollouts
+    keyed = replace(rollout, row_keys=rollout.row_keys or (0, 0))
+    possible = [other for other in ALIKE if breach(rollout, layer_plans(loaded.model.config, other)) is None]
+    shares = {other.name: share(again(loaded, keyed, other)) for other in possible}
+    assert shares.pop(policy.name) == 1.0
+    assert max(shares.values(), default=0.0) < OWN_CHOICE[torch.float32]
+
+
+def again(loaded: Any, rollout: Rollout, policy: Policy) -> Choices:
+    return choices(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
+
+
+def share(made: Choices) -> float:
+    return made.again / made.evicted
 
 
 def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from audit.commands.plugins import load_plugins
 from audit.errors import SpecError, UnknownName
 from audit.kv.interchange import read_rollouts
 from audit.kv.recorded import Recorded
+from audit.kv.reranking import Ranked
 from audit.model import DtypeName, LoadedModel, load_model
 from audit.text import inline
 from audit.verify import Gaps, Verification, checkpoint_rollouts, verify
@@ -85,12 +87,29 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
     for view, gaps in (("shadow, under the ledger", found.shadow), ("dense, all visible", found.dense)):
         table.add_row(view, *_numbers(gaps))
     console.print(table, markup=False)
+    say(console, f"choices     {_choices(found)}")
     for line in _verdict(found):
         say(console, line)
 
 
 def _numbers(gaps: Gaps) -> list[str]:
     return [scientific(value) for value in astuple(gaps)]
+
+
+def _choices(found: Verification) -> str:
+    """What ranking again said, in one line."""
+    ranked = found.ranked
+    if isinstance(ranked, str):
+        return f"not made again: {ranked}"
+    return (
+        f"of {ranked.evicted} entries that left, the policy chooses {_percent(ranked.share)} again; "
+        f"rollout {ranked.rollout} has the least, {_percent(ranked.least)}"
+    )
+
+
+def _percent(share: float) -> str:
+    """Two digits, and 100 % only for all."""
+    return f"{math.floor(share * 10_000) / 100:.2f} %"
 
 
 def _verdict(found: Verification) -> list[str]:
@@ -110,4 +129,9 @@ def _verdict(found: Verification) -> list[str]:
         )
     if found.breach is not None:
         lines.append(f"not explained: {inline(found.breach)}")
+    if isinstance(found.ranked, Ranked) and not found.rank_explained:
+        lines.append(
+            f"not explained: of what left rollout {found.ranked.rollout}, the policy would have chosen "
+            f"{_percent(found.ranked.least)}; at least {_percent(found.ranked.wanted)} of its own come again"
+        )
     return lines

@@ -74,7 +74,8 @@ class Rollout:
     entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
     names its ``codec`` (a canonical policy) and gives two more tables [T] int32 and the ``hints`` (uint16 words, None
     where nobody recorded them), else they are "" and None. ``experts`` [T, M, k] int16 are those of a
-    mixture-of-experts model, see ``Ledger``.
+    mixture-of-experts model, see ``Ledger``. ``row_keys`` are the numbers of the row that its prompt was prefilled in
+    and of its own, where the policy draws by them.
     """
 
     ids: Tensor
@@ -91,6 +92,7 @@ class Rollout:
     values_quantised_at: Tensor | None = None
     experts: Tensor | None = None
     hints: Tensor | None = None
+    row_keys: tuple[int, int] | None = None
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
@@ -124,7 +126,8 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
 
 def _scalars(rollout: Rollout) -> dict[str, Any]:
     codec = {"codec": rollout.codec} if rollout.codec else {}
-    return {name: getattr(rollout, name) for name in _SCALARS} | codec
+    keys = {"row_keys": list(rollout.row_keys)} if rollout.row_keys else {}
+    return {name: getattr(rollout, name) for name in _SCALARS} | codec | keys
 
 
 def _shortened(times: Tensor) -> Tensor:
@@ -187,9 +190,16 @@ def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{', '.join(whole)} are whole numbers")
     if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
         raise TypeError("retention is a number and codec a text")
-    if set(scalars) - {*_SCALARS, "codec"}:
-        raise TypeError(f"unknown entries {sorted(set(scalars) - {*_SCALARS, 'codec'})}")
-    return scalars
+    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys"}:
+        raise TypeError(f"unknown entries {sorted(unknown)}")
+    return scalars | ({"row_keys": _row_keys(scalars["row_keys"])} if "row_keys" in scalars else {})
+
+
+def _row_keys(keys: Any) -> tuple[int, int]:
+    """The pair, if it is one of whole numbers that a tensor holds; a TypeError is a damaged header."""
+    if type(keys) is not list or len(keys) != 2 or any(type(key) is not int or abs(key) >= 2**63 for key in keys):
+        raise TypeError("row_keys are two whole numbers of 64 bits")
+    return keys[0], keys[1]
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -118,16 +118,19 @@ class Replay:
     ) -> Tensor:
         codes = self._codes
         assert codes is not None
-        gone = None if self._evicted_at is None else self._evicted_at[:, layer]
-        keys, values = (Place(layer, part, max(key.shape[3], value.shape[3])) for part in (KEYS, VALUES))
-        stored = fake_keys(key, self._keys, gone, codes, keys), fake_values(value, codes, values)
-        parts = []
+        stored, parts = self._stored(layer, key, value, codes), []
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * key.shape[2]):
             at = self._queries[:, part, None]
             late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             visible = self._visible(layer, part)
             parts.append(two_precisions(query[:, :, part], key, value, visible, late, scaling, sink_logits))
         return torch.cat(parts, 2)
+
+    def _stored(self, layer: int, key: Tensor, value: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, K, D] as the cache's codes give them back."""
+        gone = None if self._evicted_at is None else self._evicted_at[:, layer]
+        keys, values = (Place(layer, part, max(key.shape[3], value.shape[3])) for part in (KEYS, VALUES))
+        return fake_keys(key, self._keys, gone, codes, keys), fake_values(value, codes, values)
 
     def _visible(self, layer: int, part: slice) -> Tensor:
         """Bool [B, 1 or H, part, K]: j <= i < evicted_at[j], padding queries see everything."""
@@ -190,7 +193,7 @@ def suffix_logits(
     prefix = None
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
-        codes = _codes(leaders, before) if shadow else None
+        codes = codes_of(leaders, before) if shadow else None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
         prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, last=False)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
@@ -198,7 +201,7 @@ def suffix_logits(
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
     gone, codes = None, None
     if shadow:
-        codes = _codes(rollouts, keys, strays)
+        codes = codes_of(rollouts, keys, strays)
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
     experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
@@ -234,7 +237,7 @@ def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
     return torch.stack(parts).to(device)
 
 
-def _codes(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
+def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
     """What the cache had quantised, along columns at row positions [B, K]; None where nothing was."""
     if not rollouts[0].codec:
         return None

@@ -116,6 +116,8 @@ class Policy:
     moments: ClassVar[bool] = False  # wants `View.moments`
     centres: ClassVar[bool] = False  # wants `View.centres`
     shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
+    seeded: ClassVar[bool] = False  # draws by `View.entry_keys`, so that a record needs them
+    blind: ClassVar[bool] = False  # ranks by positions and entry keys alone: alike to the last entry every time
     ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
     uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter, None for all
 

@@ -20,6 +20,8 @@ class Random(Policy):
     name: ClassVar[str] = "random"
     keeps: ClassVar[str] = "a uniform random sample, other in every row, layer and head"
     ordered: ClassVar[bool] = False
+    blind: ClassVar[bool] = True
+    seeded: ClassVar[bool] = True
 
     sink: int = 0
     window: int = 0

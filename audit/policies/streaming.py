@@ -21,6 +21,7 @@ class Streaming(Policy):
     paper: ClassVar[str] = "2309.17453"
     keeps: ClassVar[str] = "the first `sink` entries and the most recent ones"
     ordered: ClassVar[bool] = False
+    blind: ClassVar[bool] = True
 
     window: int = 0
     reposition: bool = False
