@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, __version__
 
 from audit.errors import RunError
 from audit.kv.attention import unwrapped
@@ -109,11 +110,16 @@ def carry_states(model: Any) -> None:
     Raises RunError for layers that keep their state in a way of their own.
     """
     model, found = unwrapped(model), 0
+    wanted = sum(kind in CARRYING for kind in layer_kinds(model.config))
+    if wanted and not hasattr(Cache, "get_conv_state"):
+        raise RunError(
+            f"model {model.config.model_type!r} has {wanted} layers of linear attention, whose state transformers "
+            f"{__version__} keeps in a cache of its own; install a newer one"
+        )
     for module in model.modules():
         if "layer_idx" in vars(module) and "cache_params" in signature(type(module).forward).parameters:
             module.forward = MethodType(_carried, module)  # bound to the module, so a copy's is bound to the copy
             found += 1
-    wanted = sum(kind in CARRYING for kind in layer_kinds(model.config))
     if found < wanted:
         raise RunError(
             f"model {model.config.model_type!r} has {wanted} layers of linear attention, {wanted - found} of which "

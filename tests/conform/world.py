@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -65,7 +66,9 @@ CONFIGS = {
         pad_token_id=0,
         **GQA,
     ),
-    "qwen3-next": Qwen3NextConfig(
+}
+if hasattr(Cache, "get_conv_state"):  # older transformers keep states of linear attention in caches of their own
+    CONFIGS["qwen3-next"] = Qwen3NextConfig(
         head_dim=8,
         layer_types=["linear_attention", "full_attention", "full_attention"],
         linear_num_value_heads=4,
@@ -74,8 +77,7 @@ CONFIGS = {
         linear_value_head_dim=8,
         num_experts=0,
         **GQA,
-    ),
-}
+    )
 OWN_ATTENTION = {"gpt-oss": "eager"}  # what transformers has for a model without SDPA
 CORE = ["llama-gqa", "llama-mha", "qwen3", "gemma3"]
 
