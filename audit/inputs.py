@@ -1,6 +1,6 @@
 """What a run reads, by sha256: noted when it starts, held by every process that goes on with it and by the gate.
 
-    provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model": {"config.json": sha256}, "plug-ins": {}}
+    provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
     <unit>.done.json   inputs: sha256 of that table, as it was when the unit was evaluated
 
 Weights and spec have hashes of their own. What a plug-in opens by itself is not known here.
@@ -17,7 +17,7 @@ from audit.errors import DataError, RunError
 
 TABLE = "inputs"
 WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
-ROWS, MODEL, PLUGINS = "rows", "model", "plug-ins"  # kinds: name -> sha256
+ROWS, MODEL, PLUGINS = "rows", "model files", "plug-ins"  # kinds: name -> sha256
 _NAMED = 3  # changes that a refusal spells out
 
 Digests = Mapping[str, str]

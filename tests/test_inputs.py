@@ -78,7 +78,7 @@ def test_a_run_notes_what_it_reads_and_goes_on_with_the_same_from_another_folder
 ) -> None:
     noted = read_json(started / "run" / "provenance.json")["inputs"]
     assert set(noted["rows"]) == {"gsm8k/test.jsonl", "long_text/book.txt"}
-    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(noted["model"])
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(noted["model files"])
     assert noted["plug-ins"] == {}
     elsewhere(started, monkeypatch)
     code, _, err = kvaudit(*goes_on(started))
@@ -108,7 +108,7 @@ def test_a_book_that_was_added_is_refused(started: Path, monkeypatch: pytest.Mon
 def test_a_tokenizer_that_changed_is_refused(started: Path) -> None:
     template = started / "model" / "chat_template.jinja"
     template.write_text("{{ '' }}" + template.read_text())
-    assert "started with other model: chat_template.jinja had sha256 " in refused(*goes_on(started))
+    assert "started with other model files: chat_template.jinja had sha256 " in refused(*goes_on(started))
 
 
 def test_base_weights_that_changed_are_refused(started: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_known(started:
     (seal,) = sealed(started)
     seal.write_text(json.dumps({key: value for key, value in read_json(seal).items() if key != "inputs"}))
     assert kvaudit(*goes_on(started))[0] == 0
-    assert set(read_json(provenance)["inputs"]) == {"rows", "model", "plug-ins"}
+    assert set(read_json(provenance)["inputs"]) == {"rows", "model files", "plug-ins"}
     assert reasons(started / "run") == []
     (problem,) = drift_report(load_run(started / "run")).problems
     assert problem.startswith(
