@@ -1,48 +1,126 @@
-"""How far the shadow pass is from what was sampled, per policy and precision, on tiny random models."""
+"""How far the shadow pass is from what was sampled, per policy and precision.
+
+    python -m bench.exactness                                 a tiny random model
+    python -m bench.exactness --model DIR --policies "none;int8;fp8;kivi" --prompt 300 --new 24
+    python -m bench.exactness --model DIR --dtype bfloat16
+
+A group of rows of one prompt is sampled over two turns and replayed in one pass: with the codes at a border that the
+ledger holds, without them, and densely. Gaps are the largest |log p sampler - log p view| in nats; hints are counted
+per token, their bytes are those of the ledger file. A model of one's own reads the head of docs/kv.md, the random one
+reads noise.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from audit.kv.shadow import suffix_logits
-from audit.policies import Composed, Policy
+from audit.kv.hints import unpack_hints
+from audit.kv.ledger import Rollout
+from audit.kv.shadow import LearnerView, suffix_logits
+from audit.model import load_model
+from audit.policies import Composed, Policy, parse_policy
 from audit.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
 
-PROMPT, NEW, GROUP = 200, 48, 4
+PROMPT, NEW, GROUP, MESSAGE = 200, 48, 4, 30
+TEXT = Path(__file__).parent.parent / "docs" / "kv.md"
+
+
+class Sampled(NamedTuple):
+    """A group's rollouts, and the log-probs of what was drawn in full precision, row by row."""
+
+    rollouts: list[Rollout]
+    drawn: list[list[float]]
+
+
+def main() -> None:
+    asked = arguments()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    served, prompt = tiny(getattr(torch, asked.dtype)), noise(asked.prompt)
+    if asked.model:
+        loaded = load_model(asked.model, dtype=asked.dtype)
+        prompt = loaded.chat.tokenizer(TEXT.read_text())["input_ids"][: asked.prompt]
+        served = Served(asked.model.rstrip("/").rpartition("/")[2], loaded.model, loaded.max_positions)
+    print(f"{served.name}, {asked.dtype}, {len(prompt)} + {MESSAGE} tokens given, {2 * asked.new} drawn, "
+          f"{asked.group} rows\n")  # fmt: skip
+    print("| policy | gap | without hints | dense | hints a token | bytes a token |\n|" + "---|" * 6)
+    for text in asked.policies.split(";"):
+        sampled = sample(served, parse_policy(text), prompt, asked.new, asked.group)
+        print(line(text, served, sampled), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder in Hugging Face format; default: a tiny random model")
+    parser.add_argument("--policies", default="none;int8;fp8;kivi", help="specs separated by ';'")
+    parser.add_argument("--dtype", default="float32", choices=("float64", "float32", "bfloat16"))
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--new", type=int, default=NEW, help="tokens drawn in each of two turns")
+    parser.add_argument("--group", type=int, default=GROUP)
+    return parser.parse_args()
+
+
+def line(text: str, served: Served, sampled: Sampled) -> str:
+    """One row of the table."""
+    bare = sampled._replace(rollouts=[replace(rollout, hints=None) for rollout in sampled.rollouts])
+    found = [largest_gap(served, sampled), largest_gap(served, bare), largest_gap(served, sampled, "dense")]
+    tokens = sum(len(rollout.ids) for rollout in sampled.rollouts)
+    words = [rollout.hints for rollout in sampled.rollouts if rollout.hints is not None]
+    hints, size = sum(len(unpack_hints(own)[0]) for own in words), sum(2 * len(own) for own in words)
+    cells = [f"`{text}`", *(f"{gap:.1e}" for gap in found), f"{hints / tokens:.1f}", f"{size / tokens:.0f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def gaps(policy: Policy) -> dict[str, float]:
-    """Largest |log p sampler - log p shadow| in nats by dtype, over two turns of a group; none without replay."""
+    """The largest gap of one policy at a tenth of its budget by dtype, on tiny random models; none without replay."""
     if not policy.replayable:
         return {}
-    return {str(dtype).removeprefix("torch."): gap(policy, dtype) for dtype in _DTYPES}
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        served = tiny(dtype)
+        found[str(dtype).removeprefix("torch.")] = largest_gap(served, sample(served, _small(policy), noise(PROMPT)))
+    return found
 
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+def tiny(dtype: torch.dtype) -> Served:
+    """Three layers of random weights."""
+    return Served("tiny", random_llama(64, 3, vocabulary=97, spread=0.2).model.to(dtype), 4096)
+
+
+def noise(tokens: int) -> list[int]:
+    """Random ids, the same every time."""
+    torch.manual_seed(3)
+    ids: list[int] = torch.randint(0, 97, (tokens,)).tolist()
+    return ids
 
 
 @torch.no_grad()
-def gap(policy: Policy, dtype: torch.dtype) -> float:
-    """The largest gap of one policy at a tenth of its budget."""
-    model = random_llama(64, 3, vocabulary=97, spread=0.2).model.to(dtype)
-    served = Served("tiny", model, 4096)
-    torch.manual_seed(3)
-    prompt = torch.randint(0, 97, (PROMPT,)).tolist()
-    episode = Sampler(served, _small(policy)).open([prompt], list(range(GROUP)), group=GROUP)
-    drawn = [list(c.logprobs) for c in episode.decode(Decoding(NEW)) if c]
-    episode.extend([prompt[:30]] * GROUP)
-    for row, completion in enumerate(episode.decode(Decoding(NEW))):
+def sample(served: Served, policy: Policy, prompt: Sequence[int], new: int = NEW, group: int = GROUP) -> Sampled:
+    """Two turns of a group, a message between them."""
+    episode = Sampler(served, policy).open([prompt], list(range(group)), group=group)
+    drawn = [list(c.logprobs) for c in episode.decode(Decoding(new)) if c]
+    episode.extend([prompt[:MESSAGE]] * group)
+    for row, completion in enumerate(episode.decode(Decoding(new))):
         drawn[row] += completion.logprobs if completion else ()
-    rollouts = episode.rollouts()
-    logits, _ = suffix_logits(model, rollouts, group=GROUP, view="shadow")
+    return Sampled(episode.rollouts(), drawn)
+
+
+@torch.no_grad()
+def largest_gap(served: Served, sampled: Sampled, view: LearnerView = "shadow") -> float:
+    """Largest |log p sampler - log p view| in nats."""
+    logits, _ = suffix_logits(served.model, sampled.rollouts, group=len(sampled.rollouts), view=view)
     worst = 0.0
-    for row, rollout in enumerate(rollouts):
-        suffix, sampled = rollout.ids[PROMPT:], rollout.sampled[PROMPT:]
-        shadow = logits[row, : len(suffix)].double().log_softmax(-1).gather(1, suffix[:, None])[:, 0][sampled]
-        worst = max(worst, float((shadow - torch.tensor(drawn[row], dtype=torch.float64)).abs().max()))
+    for row, rollout in enumerate(sampled.rollouts):
+        suffix, chosen = rollout.ids[rollout.prompt_length :], rollout.sampled[rollout.prompt_length :]
+        seen = logits[row, : len(suffix)].double().log_softmax(-1).gather(1, suffix[:, None])[:, 0][chosen]
+        worst = max(worst, float((seen - torch.tensor(sampled.drawn[row], dtype=torch.float64)).abs().max()))
     return worst
 
 
@@ -54,3 +132,7 @@ def _small(policy: Policy) -> Policy:
         return replace(policy, chunk=64)
     window = -1 if policy.name == "h2o" else policy.window
     return replace(policy, budget=64, window=window, chunk=64, interval=min(policy.interval, 16))
+
+
+if __name__ == "__main__":
+    main()
