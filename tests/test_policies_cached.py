@@ -6,6 +6,9 @@ the whole history what must have stayed and what every query must have read. Not
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from audit.errors import SpecError
 from audit.kv.cache import EvictingCache
 from audit.kv.ledger import NEVER
 from audit.kv.rotary import Rotary
@@ -288,6 +292,98 @@ def test_eight_bit_codes_read_what_their_casts_give(seed: int) -> None:
         )
         seen += new
         reads.per_token(seen, codec)
+
+
+FIXED = {"keys": [[0.02, 0.03]], "values": [[0.05, 0.01]]}
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "spec", ["int8:scale=tensor,scales=0.02/0.03", "int8:scale=head,scales=FILE", "fp8:scale=tensor"]
+)
+@pytest.mark.parametrize("write", [False, True])
+def test_fixed_scales_and_codes_taken_on_write_read_what_their_casts_give(
+    seed: int, spec: str, write: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "scales.json").write_text(json.dumps(FIXED))
+    text = spec.replace("FILE", str(tmp_path / "scales.json")) + (",write=true" if write else "")
+    keys, values = {
+        "int8:scale=t": ([0.02] * 2, [0.03] * 2),
+        "int8:scale=h": (FIXED["keys"][0], FIXED["values"][0]),
+    }.get(spec[:12], ([1.0] * 2, [1.0] * 2))
+    tensors, seen = draw(seed, 40), 0
+    cache, reads = EvictingCache(CONFIG, parse_policy(text), torch.tensor([seed])), Reads(tensors)
+
+    def cast(x: Array, scale: float) -> Array:
+        if spec.startswith("int8"):
+            return np.clip(np.round(x / scale), -127, 127) * scale
+        return torch.from_numpy(np.clip(x / scale, -448, 448)).to(torch.float8_e4m3fn).double().numpy() * scale
+
+    def become_codes(stop: int) -> None:
+        for head in range(HEADS):
+            some = slice(reads.keys_done, stop)
+            reads.key[head, some] = cast(reads.key[head, some], keys[head])
+            reads.value[head, some] = cast(reads.value[head, some], values[head])
+        reads.keys_done = stop
+
+    for new in SCRIPT:
+        if write:
+            become_codes(seen + new)
+        np.testing.assert_allclose(
+            attend(cache, tensors, seen, seen + new), reads.attended(tensors, seen, seen + new), atol=1e-12
+        )
+        seen += new
+        become_codes(seen)
+    assert cache.quantised_at(40)[0][0, :seen].tolist() == (list(range(seen)) if write else ends(SCRIPT))
+
+
+def ends(script: tuple[int, ...]) -> list[int]:
+    """For every token the number of tokens seen after its forward."""
+    return [sum(script[: n + 1]) for n, new in enumerate(script) for _ in range(new)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int8:scale=tensor", "policy int8: scale=tensor needs scales=, a number or a file of numbers"),
+        ("int8:scales=0.1", "needs scale=head or scale=tensor"),
+        ("int8:scale=row,scales=1", "scale=row, wanted one of token, head, tensor"),
+        ("fp8:scale=tensor,scales=-1", "is no number above 0"),
+        ("fp8:scale=tensor,scales=1/2/3", "wanted a number above 0, or two as keys/values"),
+        ("fp8:scale=tensor,scales=none.json", "no file to read"),
+        ("fp8:write=true,residual=4", "write=true quantises every entry at once; leave residual at 0"),
+    ],
+)
+def test_scales_that_make_no_sense_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_policy(text)
+
+
+def test_a_file_of_scales_is_named_with_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text(json.dumps(FIXED))
+    policy = parse_policy(f"int8:scale=head,scales={file}")
+    assert re.search(r"scales=.*/scales.json#[0-9a-f]{12}", policy.canonical)
+    assert parse_policy(policy.canonical) == policy
+    with pytest.raises(SpecError, match="differ by KV head; that is scale=head"):
+        parse_policy(f"int8:scale=tensor,scales={file}").given(0, 0, 2)
+    file.write_text(json.dumps({"keys": [1], "values": [-1]}))
+    with pytest.raises(SpecError, match=r"has sha256 .* the policy names"):
+        parse_policy(policy.canonical)
+    with pytest.raises(SpecError, match="is not JSON of the form"):
+        parse_policy(f"int8:scale=head,scales={file}")
+    file.write_text(json.dumps({"keys": [1, 2], "values": [1, 2]}))
+    assert parse_policy(f"int8:scale=tensor,scales={file}").given(1, 0, 3).tolist() == [2, 2, 2]
+    with pytest.raises(SpecError, match="the file has 2 layers, wanted one number or 3"):
+        parse_policy(f"int8:scale=tensor,scales={file}").given(2, 0, 3)
+
+
+def test_specs_without_fixed_scales_keep_their_hash() -> None:
+    assert parse_policy("int8").canonical == "int8:residual=0,chunk=1024"
+    assert parse_policy("fp8").canonical == "fp8:format=e4m3,residual=0,chunk=1024"
+    assert parse_policy("fp8:scale=tensor,write=true").canonical == (
+        "fp8:format=e4m3,residual=0,scale=tensor,write=true,chunk=1024"
+    )
 
 
 def test_kivi_flushes_whole_blocks_of_keys_and_holds_exactly_the_last_values() -> None:

@@ -15,12 +15,12 @@ from audit.kv.rotary import Rotary
 from audit.kv.store import Part, Store
 
 
-def new_store(plan: LayerPlan) -> Store:
+def new_store(layer: int, plan: LayerPlan) -> Store:
     """An empty store for a layer's policy."""
     evictor, codec = plan.policy.evictor, plan.policy.quantiser
     if codec is None:
         return Store(accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
-    return QuantisedStore(codec, accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
+    return QuantisedStore(codec, layer, accumulates=evictor.accumulates, observed_queries=evictor.observed_queries)
 
 
 def new_moments(plan: LayerPlan, rotary: Rotary | None) -> QueryMoments | None:

@@ -46,7 +46,7 @@ class EvictingCache:
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
-        self.stores = [new_store(plan) for plan in self.plans]
+        self.stores = [new_store(layer, plan) for layer, plan in enumerate(self.plans)]
         self._moments = [new_moments(plan, rotary) for plan in self.plans]
         self._centres = [new_centres(plan, rotary) for plan in self.plans]
         self._sinks = [new_sinks(plan, rotary) for plan in self.plans]
@@ -125,6 +125,8 @@ class EvictingCache:
         budgets = evictor.budget_at(self.seen)
         limit = int(budgets.max()) + max(key.shape[2], evictor.interval) if bounded else None
         store.append(key, value, self._positions, limit=limit)
+        if isinstance(store, QuantisedStore) and store.on_write:
+            store.flush(*self._until)
         self._counts[layer] += self._new
         window = self.plans[layer].sliding_window
         whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
@@ -139,7 +141,7 @@ class EvictingCache:
             self._evict(layers, due, budgets)
         for own in layers:
             done = self.stores[own]
-            if isinstance(done, QuantisedStore):
+            if isinstance(done, QuantisedStore) and not done.on_write:
                 done.flush(*self._until)
             self._weigh(own)
         self._attended.add(layer)

@@ -34,11 +34,22 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([packed & mask, *middle, packed >> (bits * last)], -1)
 
 
-def encode_tokens(x: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor]:
-    """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D]."""
+def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D].
+
+    With scales ``given`` [H] for ``x`` [B, H, K, D] they are the parameters.
+    """
+    if given is not None:
+        parameters = spread_scales(given.to(x), x)
+        return encode_as(x, parameters, codec), parameters
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
     parameters = codec.fit(parts.amin(-1), parts.amax(-1)).to(x.dtype)
     return encode_as(x, parameters, codec), parameters
+
+
+def spread_scales(given: Tensor, x: Tensor) -> Tensor:
+    """Scales [H] as parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...], without memory of their own."""
+    return given[:, None, None, None].expand(*x.shape[:3], 1, 1)
 
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:

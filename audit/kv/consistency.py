@@ -14,7 +14,7 @@ from torch import Tensor
 
 from audit.kv.layers import LayerPlan
 from audit.kv.ledger import NEVER, Rollout
-from audit.policies import Policy
+from audit.policies import Policy, Quantiser
 
 
 class Forward(NamedTuple):
@@ -94,18 +94,18 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
     for name, until in (("keys", codec.keys_until), ("values", codec.values_until)):
         recorded = rollout.keys_quantised_at if name == "keys" else rollout.values_quantised_at
         assert recorded is not None
-        expected = _times_quantised(rollout, until, policy.chunk)
+        expected = _times_quantised(rollout, codec, until, policy.chunk)
         if len(wrong := (recorded != expected).nonzero()):
             entry = int(wrong[0])
             return f"the {name} of entry {entry} are quantised at {int(recorded[entry])}, due at {int(expected[entry])}"
     return None
 
 
-def _times_quantised(rollout: Rollout, until: Callable[[int, int], int], chunk: int) -> Tensor:
+def _times_quantised(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
     """The query [T] that first saw each entry as a code: after every forward, the codec says how far it has come."""
     times: list[int] = []
     for seen, _ in forwards(rollout, chunk):
-        times += [seen] * (until(len(times), seen) - len(times))
+        times += codec.first_queries(len(times), until(len(times), seen), seen)
     padded = [*times, *([NEVER] * (len(rollout.ids) - len(times)))]
     return torch.tensor(padded, dtype=torch.int32)
 

@@ -68,7 +68,7 @@ def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes:
 
 
 def _by_token(exact: Tensor, codes: Codes, place: Place) -> Tensor:
-    own, parameters = encode_tokens(exact, codes.codec)
+    own, parameters = encode_tokens(exact, codes.codec, codes.codec.given(place.layer, place.part, exact.shape[1]))
     return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
 
 

@@ -231,5 +231,6 @@ def _check(path: Path, rollout: Rollout) -> None:
         raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")
     if not (0 < rollout.prompt_length <= rollout.answer_start <= tokens and 0 <= rollout.retention <= 1):
         raise DataError(f"ledger {str(path)!r}: prompt, answer or retention do not fit its {tokens} tokens")
-    if any((t <= torch.arange(tokens, dtype=torch.int32)).any() for t in [rollout.evicted_at, *along[3:]]):
+    own = torch.arange(tokens, dtype=torch.int32)  # codes may be read by an entry's own query, never earlier
+    if (rollout.evicted_at <= own).any() or any((t < own).any() for t in along[3:]):
         raise DataError(f"ledger {str(path)!r}: an entry left before its own query saw it; the file is damaged")

@@ -21,10 +21,11 @@ from audit.kv.codes import (
     pack,
     parameters_of,
     split,
+    spread_scales,
     unpack,
     without_empty,
 )
-from audit.kv.hints import KEYS, HintRecorder
+from audit.kv.hints import KEYS, VALUES, HintRecorder
 from audit.kv.store import Part, Store
 from audit.policies import Quantiser, softmax
 
@@ -36,9 +37,10 @@ HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that ar
 class QuantisedStore(Store):
     """See ``Store``; ``flush`` turns entries into codes."""
 
-    def __init__(self, codec: Quantiser, *, accumulates: bool = False, observed_queries: int = 0) -> None:
+    def __init__(self, codec: Quantiser, layer: int, *, accumulates: bool = False, observed_queries: int = 0) -> None:
         super().__init__(accumulates=accumulates, observed_queries=observed_queries)
-        self._codec = codec
+        self._codec, self._layer = codec, layer
+        self._given: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
@@ -53,10 +55,12 @@ class QuantisedStore(Store):
         self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
         self._keys_done = torch.zeros(batch, 1, 1, dtype=torch.int64, device=key.device)
         self._values_done = torch.zeros_like(self._keys_done)
+        found = (codec.given(self._layer, part, heads) for part in range(len(PARTS)))
+        self._given = tuple(None if scales is None else scales.to(key) for scales in found)
         for name, tensor in zip(PARTS, (key, value), strict=True):
             width = tensor.shape[3]
             self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
-            if name == "value" or not codec.key_group:
+            if self._given[0] is None and (name == "value" or not codec.key_group):
                 count = width // codec.channels(width) * self._numbers(tensor)
                 self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
         if codec.key_group:
@@ -90,14 +94,14 @@ class QuantisedStore(Store):
         codec = self._codec
         tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
         codes = unpack(tokens["value_codes"], codec.bits)
-        values = decode_tokens(codes, self._split(tokens["value_parameters"], self._tail[1]), codec)
+        values = decode_tokens(codes, self._parameters(VALUES, tokens), codec)
         return self._keys(rows, tokens), self._with_tail(values, 1, self._values_done[rows], rows)
 
     def _keys(self, rows: Tensor | slice, tokens: dict[str, Tensor]) -> Tensor:
         codec = self._codec
         codes = unpack(tokens["key_codes"], codec.bits)
         if self._table is None:
-            keys = decode_tokens(codes, self._split(tokens["key_parameters"], self._tail[0]), codec)
+            keys = decode_tokens(codes, self._parameters(KEYS, tokens), codec)
             return self._with_tail(keys, 0, self._keys_done[rows], rows)
         table = self._table[rows]
         if self._aligned and table.shape[2]:
@@ -112,6 +116,11 @@ class QuantisedStore(Store):
         else:
             keys = self._tail[0].new_zeros(codes.shape)
         return self._with_tail(keys, 0, self._keys_done[rows], rows)
+
+    @property
+    def on_write(self) -> bool:
+        """Whether ``flush`` comes before the new entries' own queries."""
+        return self._codec.on_write
 
     @property
     def attends_codes(self) -> bool:
@@ -144,8 +153,8 @@ class QuantisedStore(Store):
         exact = (at >= self._values_done[rows])[:, :, None]
         direct = shares[..., start:] * exact
         shares[..., start:] -= direct
-        codes = unpack(self._slots["value_codes"][rows, :, : self.length], self._codec.bits)
-        parameters = self._split(self._slots["value_parameters"][rows, :, : self.length], tail_values)
+        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
+        codes, parameters = unpack(tokens["value_codes"], self._codec.bits), self._parameters(VALUES, tokens)
         return token_mix(shares, self._codec.numbers(codes, query.dtype), parameters) + direct @ tail_values
 
     def _logits(self, rows: slice, query: Tensor) -> Tensor:
@@ -156,8 +165,7 @@ class QuantisedStore(Store):
             return query @ self._keys(rows, tokens).transpose(2, 3)
         codes = unpack(tokens["key_codes"], codec.bits)
         if self._table is None:
-            parameters = self._split(tokens["key_parameters"], self._tail[0])
-            return token_logits(query, codec.numbers(codes, query.dtype), parameters)
+            return token_logits(query, codec.numbers(codes, query.dtype), self._parameters(KEYS, tokens))
         table = self._of_channels(self._table[rows])
         whole = min(table.shape[2] * codec.key_group, self.length)
         runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
@@ -168,9 +176,12 @@ class QuantisedStore(Store):
         """Rows of the table [..., P * D] as parameters [..., D, P]."""
         return split(table, self._tail[0].shape[3]).transpose(-1, -2)
 
-    def _split(self, parameters: Tensor, like: Tensor) -> Tensor:
-        """Stored parameters [..., n * P] as [..., n, P]."""
-        return split(parameters, self._numbers(like))
+    def _parameters(self, part: int, tokens: dict[str, Tensor]) -> Tensor:
+        """Parameters [b, H, length, n, P] of entries coded one by one."""
+        given, like = self._given[part], self._tail[part]
+        if given is not None:
+            return spread_scales(given, tokens[f"{PARTS[part]}_codes"])
+        return split(tokens[f"{PARTS[part]}_parameters"], self._numbers(like))
 
     def _with_tail(self, decoded: Tensor, part: int, done: Tensor, rows: Tensor | slice) -> Tensor:
         """Put the exact entries where they are still exact."""
@@ -209,10 +220,12 @@ class QuantisedStore(Store):
                 self._store_groups(self._table, leaving)
 
     def _store_tokens(self, name: str, exact: Tensor, leaving: Tensor) -> None:
-        codes, parameters = encode_tokens(exact, self._codec)
-        self._note(PARTS.index(name), exact, codes, parameters, leaving)
+        part = PARTS.index(name)
+        codes, parameters = encode_tokens(exact, self._codec, self._given[part])
+        self._note(part, exact, codes, parameters, leaving)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
-        self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
+        if self._given[part] is None:
+            self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
     def _store_runs(self, table: Tensor, count: int) -> None:
         """The next ``count`` keys of every row, where slots and positions are the same."""

@@ -65,7 +65,7 @@ class Times:
             if fresh:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
                     before = len(times[row])
-                    times[row] += [count] * (until(before, count) - before)
+                    times[row] += self._codec.first_queries(before, until(before, count), count)
 
     def until(self) -> tuple[Tensor, Tensor]:
         """How many keys and values of each row are quantised: int64 [B] twice."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**30  # of any whole number in a policy
 PHASES = ("prefill", "decode", "both")
-OPTIONAL = ("pin", "reposition")  # fields that stand in the canonical form only where they are set
+# fields that stand in the canonical form only where they are not what they are by default
+OPTIONAL = {"pin": "", "reposition": False, "scale": "token", "scales": "", "write": False}
 
 
 class Moments(NamedTuple):
@@ -226,9 +227,9 @@ class Policy:
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """The fields that matter to this policy, in order; what is off by default is left out while it is off."""
+        """The fields that matter to this policy, in order; what is optional is left out while it is as usual."""
         values = {name: getattr(self, name) for name in self.field_names()}
-        return {name: value for name, value in values.items() if name not in OPTIONAL or value}
+        return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON, the same for equal policies."""

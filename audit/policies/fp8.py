@@ -1,4 +1,4 @@
-"""Eight-bit floats, one scale per token and head."""
+"""Eight-bit floats."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,22 +15,27 @@ _E4M3_EXPONENT = 2.0**8  # exponent bias of a half, 15, over that of e4m3, 7
 
 @dataclass(frozen=True)
 class Float8(Absmax):
-    """FP8 codes (Micikevicius 2022, arXiv:2209.05433), scale = largest magnitude / largest code, per token and head.
+    """FP8 codes (Micikevicius 2022, arXiv:2209.05433); scale = largest magnitude / largest code per token and head.
 
-    ``format`` e4m3 or e5m2. An entry is exact for the query of its own token and quantised for later ones; given tokens
-    attend to their own chunk exactly.
+    ``format`` e4m3 or e5m2. Scales may be fixed instead, 1 unless given (see ``Absmax``). An entry is exact for the
+    query of its own token and quantised for later ones, and given tokens attend to their own chunk exactly, unless
+    ``write``. ``scale=tensor,write=true`` is what serving engines do by default.
     """
 
     name: ClassVar[str] = "fp8"
     paper: ClassVar[str] = "2209.05433"
     keeps: ClassVar[str] = "every entry, in 8-bit floats"
-    uses: ClassVar[tuple[str, ...] | None] = ("format", "residual", "chunk")
+    uses: ClassVar[tuple[str, ...] | None] = ("format", "residual", "scale", "scales", "write", "chunk")
 
     format: str = "e4m3"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of(self.name, "format", self.format, tuple(_FORMATS))
+
+    @property
+    def usual_scale(self) -> str:
+        return "1"
 
     @property
     def largest(self) -> float:

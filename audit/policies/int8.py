@@ -1,4 +1,4 @@
-"""Eight-bit integers, one scale per token and head."""
+"""Eight-bit integers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,14 +11,15 @@ from audit.policies.quantiser import Absmax
 
 @dataclass(frozen=True)
 class Int8(Absmax):
-    """Symmetric int8 codes, scale = largest magnitude / 127, per token and head; the usual form of serving engines.
+    """Symmetric int8 codes; scale = largest magnitude / 127 per token and head, unless fixed (see ``Absmax``).
 
-    An entry is exact for the query of its own token and quantised for later ones; given tokens attend to their own
-    chunk exactly.
+    An entry is exact for the query of its own token and quantised for later ones, and given tokens attend to their own
+    chunk exactly, unless ``write``.
     """
 
     name: ClassVar[str] = "int8"
     keeps: ClassVar[str] = "every entry, in 8-bit integers"
+    uses: ClassVar[tuple[str, ...] | None] = ("residual", "scale", "scales", "write", "chunk")
 
     @property
     def largest(self) -> float:

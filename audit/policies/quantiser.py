@@ -15,6 +15,7 @@ from torch import Tensor
 from audit.errors import SpecError
 from audit.policies.base import Policy, View
 from audit.policies.none import Dense
+from audit.policies.scales import pinned_scales, read_scales
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,19 @@ class Quantiser(Policy):
         """Channels of one token's head of ``size`` that share parameters."""
         return size
 
+    @property
+    def on_write(self) -> bool:
+        """Whether entries are quantised before their own query attends."""
+        return False
+
+    def given(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
+        """The scales [H] float64 of a layer's keys (part 0) or values (1) where they are not fitted to each group."""
+        return None
+
+    def first_queries(self, before: int, until: int, seen: int) -> list[int]:
+        """The query that is the first to read each of these entries as codes, after a row has seen ``seen`` tokens."""
+        return list(range(before, until)) if self.on_write else [seen] * (until - before)
+
     def keys_until(self, before: int, seen: int) -> int:
         """Keys at positions below this are quantised after a row has seen ``seen`` tokens; ``before`` already were."""
         return max(before, seen - self.residual)
@@ -84,9 +98,51 @@ class Quantiser(Policy):
         raise AssertionError(f"a quantiser never evicts (layer {view.layer})")
 
 
+SCALES = ("token", "head", "tensor")
+
+
 @dataclass(frozen=True)
 class Absmax(Quantiser):
-    """Symmetric scaling per token and head: the largest magnitude is the largest code."""
+    """Symmetric scaling: ``scale=token`` sets the largest magnitude of every token and head on the largest code.
+
+    ``scale=tensor`` has one fixed scale per layer and ``scale=head`` one per layer and KV head, keys and values apart:
+    ``scales`` is a number for all of them, two for keys/values, or a JSON file {"keys": [...], "values": [...]} that
+    holds by layer one number, or a list of one per KV head. What lies beyond the largest code is cut off. ``write``:
+    codes are taken before a token attends, so that its own query and the rest of its chunk read them too.
+    """
+
+    scale: str = "token"
+    scales: str = ""
+    write: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of(self.name, "scale", self.scale, SCALES)
+        if self.scales and self.scale == "token":
+            raise SpecError(f"policy {self.name}: scales={self.scales} needs scale=head or scale=tensor")
+        if self.scale != "token" and not (self.scales or self.usual_scale):
+            raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
+        if self.scales:
+            object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
+        if self.write and self.residual:
+            raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
+
+    @property
+    def usual_scale(self) -> str:
+        """What fixed scales are where none are given; empty: they have to be."""
+        return ""
+
+    @property
+    def on_write(self) -> bool:
+        return self.write
+
+    def given(self, layer: int, part: int, heads: int) -> Tensor | None:
+        if self.scale == "token":
+            return None
+        found = read_scales(self.name, self.scales or self.usual_scale).of(layer, part, heads)
+        if self.scale == "tensor" and len(set(found)) > 1:
+            raise SpecError(f"policy {self.name}: scales={self.scales} differ by KV head; that is scale=head")
+        return torch.tensor(found, dtype=torch.float64)
 
     @property
     def largest(self) -> float:

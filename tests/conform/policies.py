@@ -29,6 +29,14 @@ SCHEDULES = {
 }
 
 
+# a policy whose codes have scales also plays with codes taken on write, and with fixed scales, as engines have them
+CODINGS = {
+    "write": {"residual": 0, "write": True},
+    "fixed": {"residual": 0, "scale": "tensor", "scales": "0.05/0.04", "write": True},
+    "fixed-late": {"scale": "head", "scales": "0.04"},
+}
+
+
 def small(cls: type[Policy], **fields: Any) -> Policy:
     """The policy with a budget that bites on forty tokens; fields that this rule does not know keep their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(cls) if f.name in cls.field_names()}
@@ -52,6 +60,8 @@ def variants(policy: Policy) -> list[Policy]:
     switches = [name for name in policy.field_names() if isinstance(getattr(policy, name), bool)]
     others = [{name: not getattr(policy, name)} for name in switches]
     others += SCHEDULES.values() if policy.evicts else []
+    others += CODINGS.values() if "scales" in policy.field_names() else []
+    others = [fields for fields in others if not refuses(policy, **fields)]
     return list(dict.fromkeys([policy, *(dataclasses.replace(policy, **fields) for fields in others)]))
 
 

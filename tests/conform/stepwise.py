@@ -46,7 +46,7 @@ class Lists:
         at, group, outputs = len(self.keys[layer][0]) - 1, query.shape[1] // key.shape[1], []
         if self.codec is not None and self.windows[layer] is None:
             for head in range(key.shape[1]):
-                self.quantise(layer, head, at)
+                self.quantise(layer, head, at, heads=key.shape[1])
         for head in range(query.shape[1]):
             seen = self.visible(layer, head // group, at)
             keys = torch.stack([self.keys[layer][head // group][j] for j in seen])
@@ -62,11 +62,11 @@ class Lists:
         window, gone = self.windows[layer], self.evicted_at[layer][head]
         return [j for j in range(query + 1) if query < gone[j] and (window is None or query - j < window)]
 
-    def quantise(self, layer: int, head: int, query: int) -> None:
+    def quantise(self, layer: int, head: int, query: int, *, heads: int) -> None:
         """Put codes where ``query`` is the first to see them."""
         assert self.codec is not None
         keys, values, size = self.keys[layer][head], self.values[layer][head], self.codec.key_group
-        leaving = [j for j in range(query) if self.keys_at[j] == query and self.evicted_at[layer][head][j] > query]
+        leaving = [j for j in range(query + 1) if self.keys_at[j] == query and self.evicted_at[layer][head][j] > query]
         if size:  # per channel, over runs of keys that are still held
             for first in range(0, len(leaving), size):
                 run = leaving[first : first + size]
@@ -74,20 +74,26 @@ class Lists:
                     keys[j] = coded
         else:
             for j in leaving:
-                keys[j] = self.by_token(keys[j])
-        for j in (j for j in range(query) if self.values_at[j] == query):
-            values[j] = self.by_token(values[j])
+                keys[j] = self.by_token(keys[j], self.fixed(layer, 0, head, heads))
+        for j in (j for j in range(query + 1) if self.values_at[j] == query):
+            values[j] = self.by_token(values[j], self.fixed(layer, 1, head, heads))
 
-    def by_token(self, x: Tensor) -> Tensor:
+    def fixed(self, layer: int, part: int, head: int, heads: int) -> Tensor | None:
+        """The scale [1] of a layer's keys (part 0) or values, where the codec has a fixed one."""
+        assert self.codec is not None
+        given = self.codec.given(layer, part, heads)
+        return None if given is None else given[head : head + 1]
+
+    def by_token(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """One entry [D] in its groups of channels."""
         assert self.codec is not None
-        return self.coded(x.reshape(-1, self.codec.channels(len(x)))).flatten()
+        return self.coded(x.reshape(-1, self.codec.channels(len(x))), scale).flatten()
 
-    def coded(self, groups: Tensor) -> Tensor:
+    def coded(self, groups: Tensor, scale: Tensor | None = None) -> Tensor:
         """Groups [N, n], each through codes of its own; the gradient passes straight through."""
         assert self.codec is not None
         exact = groups.detach()
-        parameters = self.codec.fit(exact.amin(1), exact.amax(1))[:, None]
+        parameters = (self.codec.fit(exact.amin(1), exact.amax(1)) if scale is None else scale[None])[:, None]
         return groups + (self.codec.decode(self.codec.encode(exact, parameters), parameters) - exact)
 
 
