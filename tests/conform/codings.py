@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from conform.rules import Array, Fields, Layer, codes
 
 
-@codes("int8", residual=(0, 0, 3, 8))
+def fitting(fields: dict[str, Any]) -> dict[str, Any]:
+    """Scales stand beside fixed ones only, which int8 must be given; what is coded on write leaves nothing exact."""
+    needed = "0.05" if fields["name"] == "int8" else ""
+    scales = "" if fields["scale"] == "token" else fields["scales"] or needed
+    return {**fields, "scales": scales, "residual": 0 if fields["write"] else fields["residual"]}
+
+
+SCALES = {"scale": ("token", "token", "head", "tensor"), "scales": ("", "0.05", "0.02/0.1"), "write": (False, True)}
+
+
+@codes("int8", fitting=fitting, residual=(0, 0, 3, 8), **SCALES)
 def int8(layer: Layer, policy: Fields) -> None:
-    recode(layer, policy["residual"], lambda x: symmetric(x, 127.0, np.round))
+    recode(layer, policy, 127.0, np.round)
 
 
-@codes("fp8", residual=(0, 0, 3, 8), format=("e4m3", "e5m2"))
+@codes("fp8", fitting=fitting, residual=(0, 0, 3, 8), format=("e4m3", "e5m2"), **SCALES)
 def fp8(layer: Layer, policy: Fields) -> None:
     numbers = FLOATS[policy["format"]]
-    recode(layer, policy["residual"], lambda x: symmetric(x, numbers[-1], lambda y: nearest_float(y, numbers)))
+    recode(layer, policy, numbers[-1], lambda x: nearest_float(x, numbers))
 
 
 @codes("kivi", residual=(4, 8), group=(2, 4), bits=(2, 4))
@@ -39,20 +50,21 @@ def kivi(layer: Layer, policy: Fields) -> None:
     layer.keys_coded, layer.values_coded = until, max(layer.values_coded, layer.seen - residual)
 
 
-def recode(layer: Layer, residual: int, coded: Callable[[Array], Array]) -> None:
+def recode(layer: Layer, policy: Fields, largest: float, rounded: Callable[[Array], Array]) -> None:
     """Keys and values alike, each token and head by itself, all but the last ``residual``."""
-    until = max(layer.keys_coded, layer.seen - residual)
-    for table in (layer.keys, layer.values):
+    until = max(layer.keys_coded, layer.seen - policy["residual"])
+    for table, fixed in ((layer.keys, fixed_scale(policy, 0)), (layer.values, fixed_scale(policy, -1))):
         for entries in table:
             for j in range(layer.keys_coded, until):
-                entries[j] = coded(entries[j])
+                scale = float(abs(entries[j]).max()) / largest if fixed is None else fixed
+                if scale > 0:
+                    entries[j] = rounded(np.clip(entries[j] / scale, -largest, largest)) * scale
     layer.keys_coded = until
 
 
-def symmetric(x: Array, largest: float, code: Callable[[Array], Array]) -> Array:
-    """The largest magnitude stands on the largest code."""
-    scale = float(abs(x).max()) / largest
-    return x if scale == 0 else code(x / scale) * scale
+def fixed_scale(policy: Fields, part: int) -> float | None:
+    """The scale of keys (0) or values (-1) that is the same for every token; None where each token has its own."""
+    return None if policy["scale"] == "token" else float((policy["scales"] or "1").split("/")[part])
 
 
 def asymmetric(x: Array, steps: int) -> Array:

@@ -129,7 +129,8 @@ def evictor(draw: Draw, name: str) -> Fields:
 
 def codec(draw: Draw, name: str) -> Fields:
     """Every field of a quantising policy."""
-    return {"name": name, **{field: draw(st.sampled_from(values)) for field, values in RULES[name].draws.items()}}
+    drawn = {field: draw(st.sampled_from(values)) for field, values in RULES[name].draws.items()}
+    return RULES[name].fitting({"name": name, **drawn})
 
 
 def part(draw: Draw, name: str, *, composed: bool) -> Part:

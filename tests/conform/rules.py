@@ -111,6 +111,7 @@ class Rule(NamedTuple):
     shares: Callable[[Scores, list[int], Fields], list[int]] = lambda free, mean, _: mean  # entries of each head
     agree: Callable[[list[Scores], Fields], list[Scores]] | None = None  # what all layers go by, after the last
     code: Callable[[Layer, Fields], None] | None = None
+    fitting: Callable[[dict[str, Any]], dict[str, Any]] = lambda fields: fields  # makes fields drawn one by one agree
     rotary: bool = False  # asks for a model whose positions are rotations
 
 
@@ -131,11 +132,11 @@ def evicts(name: str, **fields: Any) -> Callable[[Any], Any]:
     return register
 
 
-def codes(name: str, **draws: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """Register how a policy that quantises rewrites what is due."""
+def codes(name: str, fitting: Any = Rule({}).fitting, **draws: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Register how a policy that quantises rewrites what is due; a field ``write`` says that it is at once."""
 
     def register(code: Any) -> Any:
-        RULES[name] = Rule(draws, code=code)
+        RULES[name] = Rule(draws, code=code, fitting=fitting)
         return code
 
     return register

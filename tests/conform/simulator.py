@@ -110,6 +110,9 @@ class Row:
         """Outputs [Q, G*H, D] of new queries [G*H, Q, D] with new keys and values [H, Q, D]."""
         layer, first = self.layers[number], self.seen - queries.shape[1]
         layer.append(queries, keys, values, scaling)
+        layer.seen = self.seen
+        if layer.window is None and self.request.codec and self.request.codec.get("write"):
+            self.code(layer)
         heads = range(len(queries))
         out = np.array([[self.look(layer, head, i) for head in heads] for i in range(first, self.seen)])
         if layer.window is None:
@@ -141,7 +144,6 @@ class Row:
 
     def compress(self, layer: Layer, new: int) -> None:
         """After a forward of ``new`` tokens: evict where it is due, then quantise what has left the residual."""
-        layer.seen = self.seen
         layer.since += new if self.decoding else 0
         agree = RULES[self.request.evictor["name"]].agree
         if agree is None:
@@ -158,9 +160,13 @@ class Row:
             for layer, scores in zip(layers, rule.agree(ranks, policy) if rule.agree else ranks, strict=True):
                 self.evict(layer, scores)
                 layer.since = 0
+        for layer in layers:
+            self.code(layer)
+
+    def code(self, layer: Layer) -> None:
+        """Quantise what is due now."""
         codec = self.request.codec
-        for layer in layers if codec is not None else ():
-            assert codec is not None
+        if codec is not None:
             code = RULES[codec["name"]].code
             assert code is not None
             code(layer, codec)
