@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conform.policies import small_policies
-from conform.world import CONFIGS, feed, left_padded, new_cache, prompts, random_model, served, shared, two_turns
+from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
 
 from audit.errors import SpecError
 from audit.kv.ledger import NEVER
@@ -140,3 +140,10 @@ def test_a_mixture_serves_every_request_as_the_policy_it_drew() -> None:
         alone.decode(Decoding(5))
         assert alone.rollouts()[0].ids.tolist() == rollout.ids.tolist()
         assert torch.equal(alone.rollouts()[0].evicted_at, rollout.evicted_at)
+
+
+@pytest.mark.parametrize("codec", ["fp8:scale=tensor,scales=0.02,write=true", "int8:write=true"])
+def test_entries_leave_a_ragged_batch_that_holds_nothing_but_codes(codec: str) -> None:
+    policy = f"pyramidkv:budget=13,sink=0,window=4,interval=1,phase=prefill,chunk=5,kernel=1+{codec}"
+    played = two_turns(shared("phi"), policy, lengths=(20, 31, 9))
+    assert gap(shared("phi"), played, "shadow") < 1e-12

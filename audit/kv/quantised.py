@@ -278,7 +278,8 @@ class QuantisedStore(Store):
 
     def _pack(self, order: Tensor) -> None:
         front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
-        start = int(front.sum(2).min())
+        # an empty tail stays empty: what rows with fewer entries hold behind them are empty slots
+        start = int(front.sum(2).min()) if self._start < self.length else order.shape[2]
         index = (order[:, :, start:] - self._start).clamp(min=0)[..., None]
         self._tail = (
             self._tail[0].gather(2, index.expand(-1, -1, -1, self._tail[0].shape[3])),
