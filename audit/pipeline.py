@@ -16,6 +16,7 @@ from audit.errors import DataError, RunError
 from audit.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
 from audit.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.intact import check_checkpoints
+from audit.kv.layers import governed_words
 from audit.launchers.local import idle_cores
 from audit.model import LoadedModel, load_model
 from audit.policies import parse_policy
@@ -168,6 +169,8 @@ class Pipeline:
             self._run.keep(WORKED_WITH, versions_line(), utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {torch.get_num_threads()} threads")
+            if words := governed_words(model.model.config):
+                self._say(f"cache: {words}")
             self._base = model
         return self._base
 

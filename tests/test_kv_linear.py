@@ -9,11 +9,24 @@ import pytest
 import torch
 import transformers
 from conform.test_public import batch, whole
-from conform.world import GQA, feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
+from conform.world import (
+    CONFIGS,
+    GQA,
+    feed,
+    gap,
+    ledger_of,
+    new_cache,
+    prompts,
+    random_model,
+    served,
+    shared,
+    two_turns,
+)
 from test_kv_models import HEADS, built, replay_gap
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
+    GraniteMoeHybridConfig,
     JambaConfig,
     MiniMaxConfig,
     Qwen3_5TextConfig,
@@ -32,6 +45,7 @@ if not hasattr(transformers.Cache, "get_conv_state"):
 
 LINEAR = ["linear_attention", "full_attention", "full_attention"]
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
 LATENT = dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12)
 # their layers of linear attention compute in float32, whatever the model's precision
 FLOAT32 = {
@@ -44,9 +58,13 @@ FLOAT32 = {
         **LATENT,
         **HEADS,
     ),
-    "falcon-h1": FalconH1Config(
-        head_dim=8, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, num_key_value_heads=2, **HEADS
+    "olmo-hybrid": transformers.OlmoHybridConfig(
+        layer_types=LINEAR, num_key_value_heads=2, **{**DELTA, "linear_num_key_heads": 4}, **HEADS
     ),
+    "granite-4": GraniteMoeHybridConfig(
+        layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=48, **MAMBA, num_key_value_heads=2, **HEADS
+    ),
+    "falcon-h1": FalconH1Config(head_dim=8, mamba_d_ssm=64, **MAMBA, num_key_value_heads=2, **HEADS),
 }
 SNAPKV = "snapkv:budget=14,window=4,interval=3,chunk=16"
 
@@ -139,8 +157,15 @@ def test_only_full_attention_is_evicted_and_states_count_as_bytes() -> None:
     assert past.retention().tolist() == [12 / 30, 12 / 20]
     # two rows: 4 inputs of 2 * 16 + 32 channels and 4 states of 8 * 8, of float64; 8 bytes each
     assert past.bytes - sum(store.bytes for store in past.stores) == 2 * 8 * (4 * 64 + 4 * 64)
-    words = "evicts 2 of 3 layers; of the others 1 are linear and keep their state"
-    assert governed_words(loaded.model.config) == words
+
+
+def test_what_a_policy_governs_is_said() -> None:
+    said = {name: governed_words(CONFIGS[name]) for name in ("qwen3-next", "gpt-oss", "llama-gqa")}
+    assert said == {
+        "qwen3-next": "evicts 2 of 3 layers; the others are linear and keep their state",
+        "gpt-oss": "evicts 2 of 3 layers; the others keep their own sliding window",
+        "llama-gqa": "",
+    }
 
 
 REFUSED = {

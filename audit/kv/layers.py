@@ -51,12 +51,11 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
 def governed_words(config: Any) -> str:
     """How many layers a policy governs and what the others do; empty where it governs all."""
     plans = layer_plans(config, parse_policy("none"))
-    linear, sliding = sum(not plan.attends for plan in plans), sum(plan.sliding_window is not None for plan in plans)
-    others = [f"{linear} are linear and keep their state"] * bool(linear)
-    others += [f"{sliding} keep their own sliding window"] * bool(sliding)
+    others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)
+    others += ["keep their own sliding window"] * any(plan.sliding_window is not None for plan in plans)
     if not others:
         return ""
-    return f"evicts {sum(plan.governed for plan in plans)} of {len(plans)} layers; of the others {', '.join(others)}"
+    return f"evicts {sum(plan.governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(others)}"
 
 
 def kv_heads(config: Any) -> int:
