@@ -147,6 +147,9 @@ class Episode:
         rows = [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
         if experts is not None:
             rows = [replace(row, experts=experts[n, : len(row.ids)].clone()) for n, row in enumerate(rows)]
+        selections = self._cache.selections()
+        if selections is not None:
+            rows = [replace(row, selection=own) for row, own in zip(rows, selections, strict=True)]
         if codec is None or times is None:
             return rows
         return [

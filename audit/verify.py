@@ -17,7 +17,7 @@ from torch import Tensor
 
 from audit.errors import DataError, SpecError
 from audit.intact import check_checkpoint
-from audit.kv.consistency import breach, quantisation_breach
+from audit.kv.consistency import breach, quantisation_breach, selection_breach
 from audit.kv.hints import Strays
 from audit.kv.interchange import read_rollouts
 from audit.kv.layers import layer_plans
@@ -198,7 +198,10 @@ def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
         return f"the ledger names {recorded.policy}, the checkpoint was trained with {recorded.trained_policy}"
     plans = layer_plans(config, policy)
     found = (
-        (number, breach(rollout, plans) or quantisation_breach(rollout, policy))
+        (
+            number,
+            breach(rollout, plans) or quantisation_breach(rollout, policy) or selection_breach(rollout, policy, plans),
+        )
         for number, rollout in enumerate(recorded.rollouts)
     )
     return next((f"rollout {number}, {words}" for number, words in found if words is not None), None)

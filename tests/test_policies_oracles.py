@@ -234,6 +234,25 @@ def redundancy(keys: Array, there: Array) -> Array:
 
 
 @DRAWS
+def test_quest(seed: int) -> None:
+    """Every query head: its own page, and the pages whose keys, channel by channel, could have the largest q k."""
+    v = view(seed, window=1, slots=40)
+    v = v._replace(positions=v.positions[:, :1].expand(-1, 2, -1), seen=torch.tensor([37, 40]))
+    page, budget = 2 + seed % 5, 4 + seed % 30
+    chosen = parse_policy(f"quest:budget={budget},page={page}").choose(v)
+    for b, head in np.ndindex(2, 4):
+        own, bounds = (int(v.seen[b]) - 1) // page, {}
+        query, keys = v.queries[b, head, 0].numpy(), v.keys[b, head // 2].numpy()
+        for slot, position in enumerate(v.positions[b, 0].tolist()):
+            if position >= 0:
+                bounds.setdefault(position // page, []).append(keys[slot])
+        scores = {n: sum(max(q * k[c] for k in inside) for c, q in enumerate(query)) for n, inside in bounds.items()}
+        others = sorted((n for n in scores if n != own), key=lambda n: (-scores[n], n))
+        count = min(max(3, budget // page), own + 1)
+        assert set(chosen[b, head].tolist()) - {-1} == {own, *others[: count - 1]}, (b, head)
+
+
+@DRAWS
 def test_one_entry_too_many_leaves_as_if_all_had_been_sorted(seed: int) -> None:
     """The step of decoding that drops a single entry, slots in any order, scores with many ties."""
     g = torch.Generator().manual_seed(seed)

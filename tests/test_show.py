@@ -15,7 +15,7 @@ from audit.commands.show import terminal
 from audit.kv.ledger import NEVER
 from audit.kv.picture import Entry, Picture, picture, svg, ticks, wrapped
 
-SEEN, CODED, GONE, FUTURE = Entry
+SEEN, CODED, PASSED, GONE, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -28,7 +28,7 @@ def drawn(evicted: dict[int, int], coded: dict[int, int], tokens: int = 4, headi
 
 
 SMALL = drawn({1: 2}, {0: 3})
-LETTERS = {SEEN: "s", CODED: "c", GONE: "x", FUTURE: "."}
+LETTERS = {SEEN: "s", CODED: "c", PASSED: "-", GONE: "x", FUTURE: "."}
 
 
 def letters(cells: list[list[Entry]]) -> list[str]:
@@ -53,6 +53,20 @@ def test_an_entry_has_lower_precision_once_its_key_or_its_value_has() -> None:
     keys, values = torch.tensor([3, NEVER, NEVER, NEVER]).int(), torch.tensor([2, 3, NEVER, NEVER]).int()
     never = torch.full((4,), NEVER, dtype=torch.int32)
     assert letters(picture("p", "l", 3, never, (keys, values)).cells(4)) == ["s...", "ss..", "css.", "ccss"]
+
+
+def test_what_a_query_passes_over_is_neither_seen_nor_gone() -> None:
+    gone = torch.tensor([NEVER, 3, NEVER, NEVER, NEVER]).int()
+    shown = picture("p", "l", 2, gone, (None, None), ((3, frozenset({2, 3})), (4, frozenset({0, 1, 4}))))
+    assert letters(shown.cells(5)) == ["s....", "ss...", "sss..", "-xss.", "sx--s"]
+    assert (shown.kept, shown.compressed) == (2, True)
+    assert svg(shown).count('<rect class="passed"') == 3  # two runs and the legend
+
+
+def test_quest_is_drawn_where_it_chooses() -> None:
+    said = shown("quest:budget=48,page=8,dense=1", "--length", "100")
+    assert "layer 1, KV head 0 (the first of its query heads)" in said.stdout
+    assert "░ not attended to" in said.stdout
 
 
 def test_a_long_picture_is_merged_into_as_many_cells_as_fit() -> None:

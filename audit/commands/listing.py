@@ -30,7 +30,7 @@ def _row(name: str, cls: type[Policy]) -> list[str]:
     policy = cls()
     optional = [f"{field}={getattr(policy, field) or '-'}" for field in OPTIONAL if field in cls.field_names()]
     fields = [part for part in (policy.canonical.partition(":")[2], *optional) if part]
-    phase = policy.phase if cls.evicts else "both" if cls.quantises else "-"
+    phase = policy.phase if cls.evicts else "both" if cls.quantises else "decode" if cls.selects else "-"
     # a field that a policy lists as optional may switch replay off
     replay = (
         "no" if not policy.replayable else "yes, unless repositioned" if "reposition" in cls.field_names() else "yes"

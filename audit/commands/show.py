@@ -25,8 +25,8 @@ from suites.base import SUITES
 _SUITE, _SEED = "refusal", 0
 _SHORTEST_TAIL, _LEAST_CONTEXT = 8, 192  # tokens
 _WIDTH_OF_A_PIPE, _MARGIN, _NARROWEST, _LABELLED = 110, 6, 10, 10  # characters; every tenth query has its number
-_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.GONE: "#6b7480"}
-_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.GONE: "·", Entry.FUTURE: " "}
+_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.GONE: "#6b7480"}
+_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.GONE: "·", Entry.FUTURE: " "}
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,22 @@ def show_policy(asked: Asked) -> None:
 
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -> Picture:
     plans = layer_plans(model.model.config, policy)
-    first = next(number for number, plan in enumerate(plans) if plan.governed)
+    governed = [number for number, plan in enumerate(plans) if plan.governed]
+    choosing = [number for number in governed if plans[number].policy.selector is not None]
+    first = (choosing or governed)[0]
     layer = first if asked.layer is None else asked.layer
     for name, value, count in (("layer", layer, len(plans)), ("head", asked.head, rollout.evicted_at.shape[1])):
         if value >= count:
             raise SpecError(f"--{name} is {value}, the embedded model has {count}; wanted 0 to {count - 1}")
+    heads, made = rollout.evicted_at.shape[1], rollout.selection
+    own = " (the first of its query heads)" if made is not None and made.chosen.shape[1] > heads else ""
     return picture(
         policy.canonical,
-        f"layer {layer}, KV head {asked.head} of the embedded model",
+        f"layer {layer}, KV head {asked.head}{own} of the embedded model",
         rollout.prompt_length,
         rollout.evicted_at[layer, asked.head, :-1],
         (rollout.keys_quantised_at, rollout.values_quantised_at),
+        () if made is None else tuple(made.keys(layer, asked.head, heads)),
     )
 
 
@@ -143,7 +148,7 @@ def _plain(upper: Entry, lower: Entry) -> str:
         return "▓" if Entry.SEEN in (upper, lower) else "▒"
     if Entry.SEEN in (upper, lower):
         return "▀" if upper is Entry.SEEN else "▄"
-    return _SHADES[Entry.GONE]
+    return _SHADES[Entry.PASSED if Entry.PASSED in (upper, lower) else Entry.GONE]
 
 
 def _scale(tokens: int, step: int) -> str:

@@ -12,6 +12,7 @@ from audit.kv.moments import QueryCentres, QueryMoments
 from audit.kv.quantised import QuantisedStore
 from audit.kv.reposition import MovingSinks
 from audit.kv.rotary import Rotary
+from audit.kv.selection import units_seen
 from audit.kv.store import Part, Store
 
 
@@ -88,6 +89,28 @@ def _masked(
         visible = visibility(at[:, some], positions, window)
         parts.append(grouped_attention(query[:, :, some], part.keys, part.values, visible, scaling, sink_logits))
     return torch.cat(parts, 2)
+
+
+def chosen_attention(
+    store: Store,
+    query: Tensor,
+    at: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+    *,
+    units: Tensor,
+    unit: int,
+    most: int,
+) -> Tensor:
+    """Attention output [B, G*H, 1, D] of one query per row over the units [B, A, k] it chose, all below ``most``.
+
+    For a store that nothing leaves, so that every head holds the same positions.
+    """
+    assert query.shape[2] == 1, query.shape
+    chosen = units_seen(units[:, :, None], store.positions[:, 0], unit, most)
+    # a row that is fed nothing sees everything: its output is never used, but must stay finite
+    visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
+    return grouped_attention(query, store.keys, store.values, visible, scaling, sink_logits)
 
 
 def columns(tensor: Tensor, order: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ def grouped_attention(
 ) -> Tensor:
     """Softmax attention with grouped queries, keys never repeated.
 
-    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [1 or B, 1 or H, Q, K] or None for all. Every query
-    must see something. Returns [B, G*H, Q, D].
+    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [1 or B, 1, H or G*H, Q, K] or None for all.
+    Every query must see something. Returns [B, G*H, Q, D].
     """
     if sink_logits is not None:
         return _beside_sinks(query, key, value, visible, scaling, sink_logits)
@@ -109,7 +109,8 @@ def grouped_attention(
     groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], groups * length, size)
     if visible is not None and groups > 1:
-        visible = visible.repeat(1, 1, groups, 1)
+        apart = visible.shape[1] == heads
+        visible = visible.reshape(batch, key.shape[1], -1, key.shape[2]) if apart else visible.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=visible, scale=scaling)
     return out.reshape(batch, heads, length, -1)
 
@@ -120,12 +121,15 @@ def _beside_sinks(
     """Written out, because no kernel of torch knows of sinks: float32 at least, in blocks of queries."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
+    if visible is not None:  # one set per query head, or per KV head for all that share it
+        apart = visible.shape[1] > key.shape[1]
+        visible = visible.reshape(len(visible), key.shape[1], -1, *visible.shape[2:]) if apart else visible[:, :, None]
     key, value = key.to(dtype), value.to(dtype)
     parts = []
     for some in query_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]):
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling
         if visible is not None:
-            logits = logits.masked_fill(~visible[:, :, None, some], float("-inf"))
+            logits = logits.masked_fill(~visible[:, :, :, some], float("-inf"))
         parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))
     return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from audit.errors import RunError, SpecError
-from audit.kv.attending import columns, new_centres, new_moments, new_sinks, new_store, store_attention
+from audit.kv.attending import (
+    chosen_attention,
+    columns,
+    new_centres,
+    new_moments,
+    new_sinks,
+    new_store,
+    store_attention,
+)
 from audit.kv.attention import require_once
 from audit.kv.evict import attention_mass, only_victim, retained
 from audit.kv.hints import pack_hints
@@ -24,7 +32,8 @@ from audit.kv.quantised import QuantisedStore
 from audit.kv.rotary import Rotary
 from audit.kv.routing import RecordedRoutes
 from audit.kv.schedule import Pins, Times
-from audit.policies import Policy, View
+from audit.kv.selection import RecordedChoices, Selection
+from audit.policies import Policy, Selector, View
 
 
 class EvictingCache:
@@ -58,6 +67,7 @@ class EvictingCache:
         governed = [plan.policy.evictor for plan in self.plans if plan.governed]
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
+        self._choices = RecordedChoices(policy.selector.unit) if policy.selector else None
         self.bytes_peak = 0
         self._bytes = [0] * len(self.plans)  # allocated by each layer
 
@@ -90,6 +100,8 @@ class EvictingCache:
             )
             pinned = None if pinned is None else pinned.cpu().gather(1, order)
         self._positions = positions.to(device, torch.int32)
+        if self._choices and decoding:
+            self._choices.begin(self._positions[:, 0])
         if self._pins and pinned is not None:
             self._pins.add(self._positions, pinned.to(device))
         if self._times:
@@ -131,8 +143,12 @@ class EvictingCache:
         window = self.plans[layer].sliding_window
         whole = self._causal and query.shape[2] > 1 and (window is None or query.shape[2] <= window)
         padded = bool((self._counts[layer] != store.length).any())
-        beside = self._sink_logits[layer]
-        out = store_attention(store, query, self._positions, scaling, beside, window=window, whole=whole, padded=padded)
+        selector = self.plans[layer].policy.selector if self._decoding else None
+        if selector is not None:
+            out = self._attend_some(layer, selector, query)
+        else:
+            at, beside = self._positions, self._sink_logits[layer]
+            out = store_attention(store, query, at, scaling, beside, window=window, whole=whole, padded=padded)
         self._remember(layer, query)
         self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)
@@ -159,6 +175,16 @@ class EvictingCache:
         self._weigh(layer)
         self._carried.add(layer)
         return out
+
+    def _attend_some(self, layer: int, selector: Selector, query: Tensor) -> Tensor:
+        """One query per row attends to what it chooses, and the choice is noted."""
+        at, scaling, beside = self._positions, self._scaling[layer], self._sink_logits[layer]
+        view = self._view(layer, slice(None), packed=False)._replace(queries=query, query_positions=at)
+        units = selector.choose(view)
+        assert self._choices is not None
+        self._choices.add(layer, units)
+        unit, most = selector.unit, int(self.seen.max()) // selector.unit + 1
+        return chosen_attention(self.stores[layer], query, at, scaling, beside, units=units, unit=unit, most=most)
 
     @property
     def is_settled(self) -> bool:
@@ -301,7 +327,7 @@ class EvictingCache:
             return
         shared = (self.row_keys, self.seen.to(self.row_keys.device))
         self._shared = (shared[0].repeat_interleave(group), shared[1].repeat_interleave(group))
-        beside = (*self._moments, *self._centres, *self._sinks, self._pins, self._times, self.routes)
+        beside = (*self._moments, *self._centres, *self._sinks, self._pins, self._times, self._choices, self.routes)
         for part in (*self.stores, *beside):
             if part is not None:
                 part.expand(group)
@@ -351,6 +377,10 @@ class EvictingCache:
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Times of keys and values [B, tokens] int32, where the policy quantises."""
         return self._times.tables(tokens) if self._times else None
+
+    def selections(self) -> list[Selection | None] | None:
+        """What every row's queries attended to, where the policy lets them choose."""
+        return self._choices.rows(len(self.seen)) if self._choices else None
 
     def experts(self, tokens: int) -> Tensor | None:
         """Which experts each token was sent to [B, tokens, M, k] int16, where the model has any."""

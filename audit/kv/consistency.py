@@ -101,6 +101,31 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
     return None
 
 
+def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
+    """Whether the queries, layers and numbers of units chosen are those of the policy; not which units."""
+    selector, made = policy.selector, rollout.selection
+    if selector is None:
+        return None if made is None else "queries chose what they attend to, the policy has them see everything"
+    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.policy.selector is not None]
+    steps = [seen - 1 for seen, decoding in forwards(rollout, policy.chunk) if decoding] if layers else []
+    if made is None or not len(made.queries):
+        return f"query {steps[0]} attends to everything, it was drawn and chooses" if steps else None
+    if (made.unit, list(made.layers)) != (selector.unit, layers):
+        return (
+            f"layers {list(made.layers)} choose {made.unit} entries at once, those of the policy are {layers}, "
+            f"{selector.unit} at once"
+        )
+    if odd := sorted({*steps} ^ {*made.queries.tolist()}):
+        return f"query {odd[0]} {'attends to everything' if odd[0] in steps else 'chooses'}, other than the policy's"
+    due = torch.tensor([selector.units_at(query + 1) for query in steps])
+    wrong = ((made.chosen >= 0).sum(-1) != due).nonzero()
+    if not len(wrong):
+        return None
+    slot, head, place = wrong[0].tolist()
+    count = int((made.chosen[slot, head, place] >= 0).sum())
+    return f"layer {layers[slot]}, head {head}: query {steps[place]} chooses {count} units, due are {int(due[place])}"
+
+
 def _times_quantised(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
     """The query [T] that first saw each entry as a code: after every forward, the codec says how far it has come."""
     times: list[int] = []

@@ -9,18 +9,28 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from audit.errors import DataError, SpecError
 from audit.kv.history import Event, history, ledger_of
-from audit.kv.ledger import NEVER, Rollout, load_ledgers
-from audit.kv.recorded import ROUNDING, Recorded
-from audit.kv.routing import NOBODY
+from audit.kv.interchange_rows import (
+    ChosenRows,
+    EventRow,
+    Header,
+    JsonFile,
+    TensorFile,
+    chosen_rows,
+    experts_of,
+    selection_of,
+)
+from audit.kv.ledger import Rollout, load_ledgers
+from audit.kv.recorded import Recorded
+from audit.kv.selection import Selection, misfit
 
 FORMAT, VERSION = "kvaudit.rollouts", 1
 _TENSORS = {
@@ -35,50 +45,6 @@ _MOST_ENTRIES = 1 << 28  # of all ledgers of a file: a few bytes of header must 
 _MOST_STEPS = 1 << 34  # entries that all events together look at: seconds
 _LARGEST_JSON = 1 << 28  # bytes
 
-Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
-Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
-Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
-Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
-Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _EventRow(_Part):
-    query: Index
-    kept: list[list[list[Index]] | None]
-
-
-class _TensorRow(_Part):
-    prompt_length: Length
-
-
-class _JsonRow(_TensorRow):
-    ids: list[Index]
-    sampled: list[tuple[Index, Index]] | None = None
-    logprobs: list[Nats]
-    events: list[_EventRow] = []
-    experts: list[list[list[Expert]]] | None = None
-
-
-class _Header(_Part):
-    format: Literal["kvaudit.rollouts"]
-    version: Literal[1]
-    layers: Count
-    kv_heads: Count
-    policy: str | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-
-class _JsonFile(_Header):
-    rollouts: Annotated[list[_JsonRow], Field(min_length=1)]
-
-
-class _TensorFile(_Header):
-    rollouts: Annotated[list[_TensorRow], Field(min_length=1)]
-
 
 def read_rollouts(path: Path) -> Recorded:
     """Read a ledger file or either interchange form; raises DataError for anything else."""
@@ -90,7 +56,7 @@ def read_rollouts(path: Path) -> Recorded:
         with safe_open(path, framework="pt") as file:
             metadata = (file.metadata() or {}).get("kvaudit", "")
             if f'"{FORMAT}"' in metadata:
-                return _from_tensors(path, _TensorFile.model_validate_json(metadata), file)
+                return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
     except ValidationError as error:
         raise DataError(f"rollouts {str(path)!r}: {_first(error)}") from None
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
@@ -127,13 +93,17 @@ def _row(rollout: Rollout) -> dict[str, Any]:
         "logprobs": rollout.sampler_logprobs[rollout.sampled].tolist(),
         "events": events,
     }
-    return row if rollout.experts is None else row | {"experts": rollout.experts[:-1].tolist()}
+    if rollout.experts is not None:
+        row["experts"] = rollout.experts[:-1].tolist()
+    if rollout.selection is not None:
+        row["selection"] = chosen_rows(rollout.selection)
+    return row
 
 
 def _from_json(path: Path) -> Recorded:
     if path.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"larger than {_LARGEST_JSON >> 20} MB; write the safetensors form")
-    table = _JsonFile.model_validate_json(path.read_bytes())
+    table = JsonFile.model_validate_json(path.read_bytes())
     _require_room(table, [len(row.ids) for row in table.rollouts])
     looked_at = sum(
         len(row.ids) * table.kv_heads * sum(layer is not None for layer in event.kept)
@@ -154,21 +124,22 @@ def _from_json(path: Path) -> Recorded:
         events = (_event(number, place, event, table, tokens) for place, event in enumerate(row.events))
         ids, logprobs = torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.logprobs, dtype=torch.float32)
         rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, table)
-        rollouts.append(replace(rollout, experts=_experts(number, row.experts, tokens)))
+        experts = None if row.experts is None else experts_of(row.experts, tokens)
+        rollouts.append(replace(rollout, experts=experts, selection=_fitting(number, row.selection, rollout)))
     return _recorded(path, table, rollouts)
 
 
-def _experts(number: int, rows: list[list[list[int]]] | None, tokens: int) -> Tensor | None:
-    """Experts int16 [T, M, k] of all tokens but the last, which was drawn and not fed."""
-    if rows is None:
-        return None
-    _require(len(rows) == tokens - 1, number, f"has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last's")
-    sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
-    _require(len(sizes) == 1 and len(set(next(iter(sizes))[1:])) == 1, number, "has experts of uneven lengths")
-    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NOBODY)
+def _fitting(number: int, made: Selection | ChosenRows | None, rollout: Rollout) -> Selection | None:
+    """What queries chose, if it can have been chosen in this rollout."""
+    if isinstance(made, ChosenRows):
+        made = selection_of(made)
+    if made is not None:
+        fault = misfit(made, rollout.evicted_at)
+        _require(fault is None, number, str(fault))
+    return made
 
 
-def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: int) -> Event:
+def _event(number: int, place: int, event: EventRow, table: Header, tokens: int) -> Event:
     """An event's lists as booleans [H, T] per layer."""
     layers = len(event.kept)
     _require(layers == table.layers, number, f"has {layers} layers in event {place}, the file says {table.layers}")
@@ -188,10 +159,11 @@ def _event(number: int, place: int, event: _EventRow, table: _Header, tokens: in
     return Event(event.query, kept)
 
 
-def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
+def _from_tensors(path: Path, table: TensorFile, file: Any) -> Recorded:
     rollouts, lengths, names = [], list[int](), set(file.keys())
     for number, row in enumerate(table.rollouts):
         kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
+        kinds |= {} if row.selection is None else {"choosing": (torch.int32, 1), "chosen": (torch.int32, 4)}
         found = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
         for name, (dtype, rank) in kinds.items():
             fits = found[name].dtype == dtype and found[name].dim() == rank
@@ -204,7 +176,10 @@ def _from_tensors(path: Path, table: _TensorFile, file: Any) -> Recorded:
         _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
         events = [Event(time, list(sets)) for time, sets in zip(query, kept, strict=True)]
         rollout = _rollout(number, row.prompt_length, ids, found["sampled"], found["logprobs"], events, table)
-        rollouts.append(replace(rollout, experts=found.get("experts")))
+        made = None
+        if row.selection is not None:
+            made = Selection(row.selection.unit, tuple(row.selection.layers), found["choosing"], found["chosen"])
+        rollouts.append(replace(rollout, experts=found.get("experts"), selection=_fitting(number, made, rollout)))
     return _recorded(path, table, rollouts)
 
 
@@ -215,7 +190,7 @@ def _rollout(
     sampled: Tensor,
     logprobs: Tensor,
     events: Iterable[Event],
-    table: _Header,
+    table: Header,
 ) -> Rollout:
     _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
     drawn = int(sampled.sum())
@@ -241,7 +216,7 @@ def _rollout(
     )
 
 
-def _recorded(path: Path, table: _Header, rollouts: Sequence[Rollout]) -> Recorded:
+def _recorded(path: Path, table: Header, rollouts: Sequence[Rollout]) -> Recorded:
     return Recorded(str(path), tuple(rollouts), table.policy, table.temperature)
 
 
@@ -266,7 +241,7 @@ def _require(holds: bool, number: int, otherwise: str) -> None:
         raise _Misfit(f"rollout {number} {otherwise}")
 
 
-def _require_room(table: _Header, lengths: Sequence[int]) -> None:
+def _require_room(table: Header, lengths: Sequence[int]) -> None:
     """Raise ValueError where the ledgers of rollouts of these lengths would not fit."""
     entries = table.layers * table.kv_heads * sum(lengths)
     if entries > _MOST_ENTRIES:

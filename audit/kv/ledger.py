@@ -7,9 +7,10 @@ File format 3: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled
 float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 where T fits (the largest number means never), an int32
 otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding and the
 codes at a border, ``n.hints`` uint16 [N] (``audit.kv.hints``); of a mixture-of-experts model also ``n.experts``
-[T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest number means none). Metadata key
-``kvaudit`` holds JSON of the rest. Formats 1 (all int32, ids int64, no codec) and 2 (no hints, no experts) are still
-read.
+[T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest number means none); where queries chose
+what they attend to also ``n.choosing`` int32 [N] and ``n.chosen`` [S, A, N, k], a uint16 where its numbers fit, with
+unit and layers in the header (see ``Selection``). Metadata key ``kvaudit`` holds JSON of the rest. Formats 1 (all
+int32, ids int64, no codec) and 2 (no hints, no experts, no choices) are still read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from audit.errors import DataError, SpecError
 from audit.kv.hints import sound_hints
+from audit.kv.selection import Selection, misfit
 from audit.policies import Policy
 
 FORMAT = 3
@@ -53,7 +55,7 @@ class Ledger:
     A model of M mixture-of-experts blocks has the k ``experts`` each chose per token: int16 [B, T, M, k], -1 for a
     token that never entered the cache. ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end;
     None: nobody said. ``hints`` are each row's codes at a border, as ``audit.kv.hints`` packs them; none where nobody
-    recorded them.
+    recorded them. Where queries attended to chosen keys only, ``selections`` has every row's (``Selection``).
     """
 
     evicted_at: Tensor
@@ -63,6 +65,7 @@ class Ledger:
     experts: Tensor | None = None
     ids: Tensor | None = None
     hints: tuple[Tensor, ...] = ()
+    selections: Sequence[Selection | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Rollout:
     entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
     names its ``codec`` (a canonical policy) and gives two more tables [T] int32 and the ``hints`` (uint16 words, None
     where nobody recorded them), else they are "" and None. ``experts`` [T, M, k] int16 are those of a
-    mixture-of-experts model, see ``Ledger``. ``row_keys`` are the numbers of the row that its prompt was prefilled in
-    and of its own, where the policy draws by them.
+    mixture-of-experts model, see ``Ledger``; ``selection`` says what queries attended to where they chose. ``row_keys``
+    are the numbers of the row that its prompt was prefilled in and of its own, where the policy draws by them.
     """
 
     ids: Tensor
@@ -93,6 +96,7 @@ class Rollout:
     experts: Tensor | None = None
     hints: Tensor | None = None
     row_keys: tuple[int, int] | None = None
+    selection: Selection | None = None
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
@@ -122,12 +126,21 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
         yield "experts", rollout.experts.to(small)  # -1, none, becomes the largest number
     if rollout.hints is not None:
         yield _HINTS, rollout.hints
+    if rollout.selection is not None:
+        chosen = rollout.selection.chosen
+        yield "choosing", rollout.selection.queries
+        yield "chosen", chosen.to(_SHORT) if int(chosen.max()) < _SHORT_NEVER else chosen
 
 
 def _scalars(rollout: Rollout) -> dict[str, Any]:
-    codec = {"codec": rollout.codec} if rollout.codec else {}
-    keys = {"row_keys": list(rollout.row_keys)} if rollout.row_keys else {}
-    return {name: getattr(rollout, name) for name in _SCALARS} | codec | keys
+    scalars = {name: getattr(rollout, name) for name in _SCALARS}
+    if rollout.codec:
+        scalars["codec"] = rollout.codec
+    if rollout.row_keys:
+        scalars["row_keys"] = list(rollout.row_keys)
+    if rollout.selection is not None:
+        scalars["selection"] = {"unit": rollout.selection.unit, "layers": list(rollout.selection.layers)}
+    return scalars
 
 
 def _shortened(times: Tensor) -> Tensor:
@@ -174,13 +187,19 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()
     if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
-        tensors["experts"] = _experts(file.get_tensor(f"{number}.experts"))
-    return Rollout(**tensors, **_checked_scalars(scalars))
+        tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
+    fields = _checked_scalars(scalars)
+    if "selection" in fields:
+        choosing, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
+        unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
+        fields |= {"selection": Selection(unit, layers, choosing, _signed(chosen).to(torch.int32))}
+    return Rollout(**tensors, **fields)
 
 
-def _experts(stored: Tensor) -> Tensor:
-    none, wide = torch.iinfo(stored.dtype).max, stored.to(torch.int32)
-    return torch.where(wide == none, -1, wide).to(torch.int16)
+def _signed(stored: Tensor) -> Tensor:
+    """The largest number of an unsigned type means none, -1."""
+    wide = stored.to(torch.int64)
+    return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)
 
 
 def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +209,10 @@ def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{', '.join(whole)} are whole numbers")
     if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
         raise TypeError("retention is a number and codec a text")
-    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys"}:
+    chosen = scalars.get("selection", {"unit": 1, "layers": []})
+    if type(chosen["unit"]) is not int or chosen["unit"] < 1 or any(type(n) is not int for n in chosen["layers"]):
+        raise TypeError("selection names its unit and its layers in whole numbers")
+    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "selection"}:
         raise TypeError(f"unknown entries {sorted(unknown)}")
     return scalars | ({"row_keys": _row_keys(scalars["row_keys"])} if "row_keys" in scalars else {})
 
@@ -226,6 +248,8 @@ def _check(path: Path, rollout: Rollout) -> None:
         )
     if rollout.hints is not None and not (rollout.codec and sound_hints(rollout.hints)):
         raise DataError(f"ledger {str(path)!r}: the codes at a border are not in order; the file is damaged")
+    if rollout.selection is not None and (fault := misfit(rollout.selection, rollout.evicted_at)):
+        raise DataError(f"ledger {str(path)!r} {fault}")
     loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()
     if len(loose):
         raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")

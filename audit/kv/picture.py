@@ -22,6 +22,7 @@ text { font: 12px system-ui, sans-serif; fill: #30363d; }
 .page { fill: #ffffff; }
 .seen { fill: #1f6fb2; }
 .coded { fill: #e09a3e; }
+.passed { fill: #b9d3e8; }
 .gone { fill: #e3e6ea; }
 .axis { stroke: #6b7480; fill: none; }
 .cut { stroke: #30363d; fill: none; stroke-dasharray: 4 3; }
@@ -31,6 +32,7 @@ text { font: 12px system-ui, sans-serif; fill: #30363d; }
   .page { fill: #14181d; }
   .seen { fill: #4fa3e3; }
   .coded { fill: #d98b2b; }
+  .passed { fill: #26435a; }
   .gone { fill: #2b323a; }
   .axis { stroke: #8b949e; }
   .cut { stroke: #d5dae0; }
@@ -44,15 +46,16 @@ class Entry(IntEnum):
 
     SEEN = 0
     CODED = 1  # seen as the quantiser stores it
-    GONE = 2
-    FUTURE = 3
+    PASSED = 2  # there, and not attended to by a query that chose
+    GONE = 3
+    FUTURE = 4
 
 
 @dataclass(frozen=True)
 class Picture:
     """One head's entries. ``evicted_at`` and ``coded_at`` give each key's first query that missed it or saw its code.
 
-    A time beyond the last token means never.
+    A time beyond the last token means never. ``chosen`` has the queries that attended to some keys only, and to which.
     """
 
     heading: str
@@ -60,6 +63,7 @@ class Picture:
     prompt_length: int
     evicted_at: tuple[int, ...]
     coded_at: tuple[int, ...]
+    chosen: tuple[tuple[int, frozenset[int]], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -68,13 +72,22 @@ class Picture:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything left or lost precision."""
-        return min(*self.evicted_at, *self.coded_at) < self.tokens
+        """Whether anything left, lost precision or was passed over."""
+        return min(*self.evicted_at, *self.coded_at) < self.tokens or any(map(self.passed, range(len(self.chosen))))
+
+    def passed(self, number: int) -> list[tuple[int, int]]:
+        """Half-open runs of keys that choosing query ``number`` did not attend to though they were there."""
+        query, keys = self.chosen[number]
+        there = [key not in keys and query < self.evicted_at[key] for key in range(query + 1)]
+        edges = [key for key in range(query + 2) if (key and there[key - 1]) != (key <= query and there[key])]
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
     @property
     def kept(self) -> int:
         """Entries that the last query still sees."""
-        return sum(time >= self.tokens for time in self.evicted_at)
+        last = [keys for query, keys in self.chosen if query == self.tokens - 1]
+        held = {key for key, time in enumerate(self.evicted_at) if time >= self.tokens}
+        return len(held.intersection(*last))
 
     @property
     def coded(self) -> int:
@@ -87,7 +100,11 @@ class Picture:
         key = torch.arange(self.tokens)
         query, gone, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)
         seen = torch.where(query < code, Entry.SEEN, Entry.CODED)
-        return torch.where(query < key, Entry.FUTURE, torch.where(query < gone, seen, Entry.GONE)).to(torch.uint8)
+        states = torch.where(query < key, Entry.FUTURE, torch.where(query < gone, seen, Entry.GONE)).to(torch.uint8)
+        for number, (row, _) in enumerate(self.chosen):
+            for start, stop in self.passed(number):
+                states[row, start:stop] = Entry.PASSED
+        return states
 
     def cells(self, most: int) -> list[list[Entry]]:
         """The triangle in at most ``most`` rows and columns, each cell what most of its block is."""
@@ -100,7 +117,12 @@ class Picture:
 
 
 def picture(
-    heading: str, place: str, prompt_length: int, evicted_at: Tensor, coded: tuple[Tensor | None, Tensor | None]
+    heading: str,
+    place: str,
+    prompt_length: int,
+    evicted_at: Tensor,
+    coded: tuple[Tensor | None, Tensor | None],
+    chosen: tuple[tuple[int, frozenset[int]], ...] = (),
 ) -> Picture:
     """One head's picture from its ledger row [T] and the times [T] at which keys and values were quantised, if any."""
     tokens = len(evicted_at)
@@ -109,7 +131,7 @@ def picture(
         if times is not None:
             earliest = torch.minimum(earliest, times[:tokens])
     gone, code = (tuple(times.clamp(max=tokens).tolist()) for times in (evicted_at, earliest))
-    return Picture(heading, place, prompt_length, gone, code)
+    return Picture(heading, place, prompt_length, gone, code, chosen)
 
 
 def svg(drawn: Picture) -> str:
@@ -180,8 +202,10 @@ def _head(drawn: Picture, lines: list[str]) -> list[str]:
 
 def legend(drawn: Picture) -> list[tuple[Entry, str]]:
     """What is in the picture, in words."""
-    words = [(Entry.SEEN, "seen"), (Entry.CODED, "seen in lower precision"), (Entry.GONE, "evicted")]
+    words = [(Entry.SEEN, "seen"), (Entry.CODED, "seen in lower precision")]
+    words += [(Entry.PASSED, "not attended to"), (Entry.GONE, "evicted")]
     there = {Entry.SEEN: True, Entry.CODED: min(drawn.coded_at) < drawn.tokens}
+    there[Entry.PASSED] = any(map(drawn.passed, range(len(drawn.chosen))))
     there[Entry.GONE] = min(drawn.evicted_at) < drawn.tokens
     return [(entry, text) for entry, text in words if there[entry]]
 
@@ -195,6 +219,11 @@ def _bars(drawn: Picture, cell: float) -> list[str]:
                 place = f'x="{key * cell:.2f}" y="{start * cell:.2f}"'
                 size = f'width="{cell:.2f}" height="{(stop - start) * cell:.2f}"'
                 parts.append(f'<rect class="{entry.name.lower()}" {place} {size}/>')
+    for number, (query, _) in enumerate(drawn.chosen):
+        for start, stop in drawn.passed(number):
+            place = f'x="{start * cell:.2f}" y="{query * cell:.2f}"'
+            size = f'width="{(stop - start) * cell:.2f}" height="{cell:.2f}"'
+            parts.append(f'<rect class="passed" {place} {size}/>')
     return parts
 
 

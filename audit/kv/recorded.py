@@ -12,6 +12,7 @@ from torch import Tensor
 from audit.errors import DataError
 from audit.kv.layers import kv_heads
 from audit.kv.ledger import Rollout
+from audit.kv.selection import blind, misfit
 from audit.policies import parse_policy
 
 ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
@@ -41,7 +42,8 @@ def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> Non
         raise DataError(f"rollouts {recorded.source!r} hold no rollout")
     for number, rollout in enumerate(recorded.rollouts):
         where, tokens = f"rollouts {recorded.source!r}: rollout {number}", len(rollout.ids)
-        if fault := _malformed(rollout) or _logprobs(rollout):
+        fault = _malformed(rollout) or _chosen(rollout, text.num_attention_heads) or _logprobs(rollout)
+        if fault:
             raise DataError(f"{where} {fault}")
         if (got := tuple(rollout.evicted_at.shape[:2])) != wanted:
             raise DataError(f"{where} has {_layers(got)}, the model {_layers(wanted)}: it is of another model")
@@ -64,13 +66,27 @@ def _malformed(rollout: Rollout) -> str | None:
     lengths = {*map(len, tables), len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
     if lengths != {tokens}:
         return f"has {tokens} tokens, but masks, log-probs or ledger of {sorted(lengths)}"
-    if rollout.experts is not None and (fault := _misrouted(rollout.experts, tokens)):
-        return fault
     if not 1 <= rollout.prompt_length < tokens:
         return f"has prompt_length {rollout.prompt_length}, wanted 1 to {tokens - 1}"
     if bool(rollout.sampled[: rollout.prompt_length].any()) or not bool(rollout.sampled.any()):
         return "has sampled tokens in its prompt, or none at all"
     return None
+
+
+def _chosen(rollout: Rollout, heads: int) -> str | None:
+    """What is wrong with experts and keys that were chosen, where the model has ``heads`` query heads."""
+    if rollout.experts is not None and (fault := _misrouted(rollout.experts, len(rollout.ids))):
+        return fault
+    made = rollout.selection
+    if made is None:
+        return None
+    if fault := misfit(made, rollout.evicted_at):
+        return fault
+    if (lists := made.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
+        return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
+    if rollout.codec:
+        return "lets queries choose among codes, which cannot be replayed"
+    return "lets a query choose only what had left" if blind(made, rollout.evicted_at) else None
 
 
 def _misrouted(experts: Tensor, tokens: int) -> str | None:

@@ -16,6 +16,7 @@ from audit.kv.hints import HintTable
 from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
 from audit.kv.routing import NOBODY, check_experts
+from audit.kv.selection import choices_of
 from audit.kv.shadow import Replay
 from audit.kv.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
 from audit.policies import parse_policy
@@ -50,7 +51,8 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         codes = _codes(ledger, positions, ids.device)
         experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
         gone = _along(ledger.evicted_at, positions, ids.device)
-        context = Replay(plans, at, at, gone, codes=codes, experts=experts)
+        chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
+        context = Replay(plans, at, at, gone, codes=codes, experts=experts, choices=chosen)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         return (), call | more | {"position_ids": at.clamp(min=0)}
 

@@ -23,6 +23,7 @@ from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.kv.linear import Run, States, advance
 from audit.kv.routing import NOBODY, ReplayedRoutes, check_experts
+from audit.kv.selection import Choices, Selection, choices_of
 from audit.policies import parse_policy
 
 LearnerView = Literal["dense", "shadow"]
@@ -34,7 +35,8 @@ class Replay:
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own;
     ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
     pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
-    were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token.
+    were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token,
+    ``choices`` which keys a query attended to where it chose.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Replay:
         *,
         codes: Codes | None = None,
         experts: Tensor | None = None,
+        choices: Choices | None = None,
         prefix: Replay | None = None,
         group: int = 1,
         last: bool = True,
     ) -> None:
-        self._codes = codes
+        self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
@@ -95,11 +98,13 @@ class Replay:
             before = [t.repeat_interleave(self._group, 0) for t in self._prefix.held[layer]]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         window = self._plans[layer].sliding_window
+        chosen = self._choices is not None and layer in self._choices.slots
         if self._codes and window is None:
             return self._quantised(layer, query, key, value, scaling, sink_logits)
-        if self._evicted_at is None and self._prefix is None and (window is None or query.shape[2] <= window):
+        plain = self._evicted_at is None and self._prefix is None and not chosen
+        if plain and (window is None or query.shape[2] <= window):
             return causal_attention(query, key, value, scaling, sink_logits)
-        heads = 1 if self._evicted_at is None else key.shape[1]
+        heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
         parts = [
             grouped_attention(query[:, :, part], key, value, self._visible(layer, part), scaling, sink_logits)
             for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
@@ -133,7 +138,7 @@ class Replay:
         return fake_keys(key, self._keys, gone, codes, keys), fake_values(value, codes, values)
 
     def _visible(self, layer: int, part: slice) -> Tensor:
-        """Bool [B, 1 or H, part, K]: j <= i < evicted_at[j], padding queries see everything."""
+        """Bool [B, 1, H or G*H, part, K]: j <= i < evicted_at[j] and chosen by i; padding queries see everything."""
         q, k = self._queries[:, None, part, None], self._keys[:, None, None]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
@@ -141,6 +146,10 @@ class Replay:
             visible = visible & (q - k < window)
         if self._evicted_at is not None:
             visible = visible & (q < self._evicted_at[:, layer, :, None])
+        if self._choices is not None and layer in self._choices.slots:
+            chosen = self._choices.visible(layer, self._queries[:, part], self._keys)
+            apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
+            visible = visible.repeat_interleave(apart, 1) & chosen
         return visible | (q < 0)
 
 
@@ -190,12 +199,13 @@ def suffix_logits(
     suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
     start = torch.tensor([r.prompt_length - 1 for r in rollouts])
     after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
-    prefix = None
+    prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = codes_of(leaders, before) if shadow else None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
-        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, last=False)
+        chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
+        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, choices=chosen, last=False)
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
@@ -205,7 +215,8 @@ def suffix_logits(
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
         gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
     experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
-    context = Replay(plans, after, keys, gone, codes=codes, experts=experts, prefix=prefix, group=group)
+    chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
+    context = Replay(plans, after, keys, gone, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group)
     output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
     context.settle()
     return output.logits, after >= 0
@@ -279,6 +290,8 @@ def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
     # times after the prompt's last query may differ: they are the suffix's own
     if not _same(leader.experts, rollout.experts, length - 1):
         raise DataError(f"rollout {number} sent its prompt to other experts than its group")
+    if not _chose_alike(leader.selection, rollout.selection, length - 1):
+        raise DataError(f"rollout {number} attended to other keys of its prompt than its group")
     theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
     if not torch.equal(theirs, own):
         raise DataError(
@@ -291,3 +304,14 @@ def _same(one: Tensor | None, other: Tensor | None, length: int) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one[:length], other[:length])
+
+
+def _chose_alike(one: Selection | None, other: Selection | None, length: int) -> bool:
+    """The same for what their first ``length`` queries attended to; no record is one of no choice."""
+    early = [None if s is None else s.until(length) for s in (one, other)]
+    some = [s for s in early if s is not None and len(s.queries)]
+    if len(some) < 2:
+        return not some
+    return (some[0].unit, some[0].layers) == (some[1].unit, some[1].layers) and all(
+        torch.equal(getattr(some[0], name), getattr(some[1], name)) for name in ("queries", "chosen")
+    )

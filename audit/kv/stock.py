@@ -113,7 +113,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         tokens = int(cache.seen.max())
         codec, times, experts = cache.policy.quantiser, cache.quantised_at(tokens), cache.experts(tokens)
         if codec is None or times is None:
-            return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts)
+            chosen = cache.selections()
+            return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts, selections=chosen)
         hints = tuple(cache.hints())
         return Ledger(cache.ledger(tokens), codec.canonical, *times, experts, self._ids(tokens), hints)
 

@@ -4,6 +4,7 @@ from audit.policies.base import POLICIES, Centres, Moments, Policy, View, softma
 from audit.policies.compose import Composed, Mixture
 from audit.policies.parse import parse_policy, policy_hash
 from audit.policies.quantiser import Quantiser
+from audit.policies.selector import Selector
 
 __all__ = [
     "POLICIES",
@@ -13,6 +14,7 @@ __all__ = [
     "Moments",
     "Policy",
     "Quantiser",
+    "Selector",
     "View",
     "parse_policy",
     "policy_hash",

@@ -22,6 +22,7 @@ from audit.registry import Registry
 
 if TYPE_CHECKING:
     from audit.policies.quantiser import Quantiser
+    from audit.policies.selector import Selector
 
 LARGEST = 2**30  # of any whole number in a policy
 PHASES = ("prefill", "decode", "both")
@@ -113,6 +114,7 @@ class Policy:
     keeps: ClassVar[str] = ""
     evicts: ClassVar[bool] = True
     quantises: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False  # wants `View.mass`
     moments: ClassVar[bool] = False  # wants `View.moments`
     centres: ClassVar[bool] = False  # wants `View.centres`
@@ -182,6 +184,11 @@ class Policy:
     @property
     def quantiser(self) -> Quantiser | None:
         """The part that decides how precisely it is stored, None for full precision."""
+        return None
+
+    @property
+    def selector(self) -> Selector | None:
+        """The part that decides what a query attends to, None where it attends to all there is."""
         return None
 
     @property

@@ -145,6 +145,8 @@ def part(draw: Draw, name: str, *, composed: bool) -> Part:
         return Part(_exact(kept or {"name": "none", "chunk": own["chunk"]}, own), own)
     if name == "none":
         return Part({"name": "none", "chunk": 1024}, None)
+    if RULES[name].select is not None:
+        return Part({**codec(draw, name), "chunk": draw(st.sampled_from((1000, 16, 5, 3)))}, None)
     own = codec(draw, draw(st.sampled_from(codecs))) if composed else None
     return Part(_exact(evictor(draw, name), own), own)
 
@@ -262,7 +264,7 @@ def _pinned(
     draw: Draw, family: str, parts: tuple[Part, ...], lengths: list[int], *, later: int
 ) -> tuple[tuple[Part, ...], tuple[frozenset[int], ...], int]:
     """Pin some tokens of every prompt, and one of each of ``later`` messages, as far as the smallest layer has room."""
-    evicting = [own for own in parts if own.evictor["name"] != "none" and not own.evictor.get("reposition")]
+    evicting = [own for own in parts if RULES[own.evictor["name"]].rank and not own.evictor.get("reposition")]
     room = min((_room(family, own.evictor) for own in evicting), default=0)
     if len(evicting) < len(parts) or room < 1 or not draw(st.booleans()):
         return parts, (frozenset(),) * len(lengths), 0

@@ -18,7 +18,7 @@ import pytest
 from audit.errors import SpecError
 from audit.policies import POLICIES, Composed, Policy
 
-SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8}
+SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8, "page": 4, "dense": 1}
 AT_MOST = {"window": 4, "interval": 3}
 # every evicting policy also plays under these; a field that a policy refuses with others is its own business
 SCHEDULES = {
@@ -85,7 +85,7 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
         "variant": [*varied, *pairs],
         "replayed": [p for p in under_test if p.replayable],
         "replayed_variant": [p for p in (*varied, *pairs) if p.replayable],
-        "lossy": [p for p in (*under_test, *pairs) if p.replayable and (p.evictor.evicts or p.quantiser)],
+        "lossy": [p for p in (*under_test, *pairs) if p.replayable and (p.evictor.evicts or p.quantiser or p.selector)],
     }
     return list(chosen[argument])
 

@@ -10,8 +10,9 @@ evicts is a ranking of what each head of a layer holds, higher stays::
 Fields of its own are named with the values that random plays take: ``@evicts("snapkv", kernel=(1, 3, 7))``;
 ``window=...`` and the like narrow what every policy has. Layers of unlike budgets: ``layer_budget``; heads of unlike
 budgets: ``shares``; layers that go by one ranking: ``agree``. One that quantises rewrites the keys and values that have
-become codes: ``@codes`` in ``codings.py``. A registered policy without a rule, or with a field that no rule draws,
-fails ``test_simulator.py``.
+become codes: ``@codes`` in ``codings.py``. One whose drawn tokens' queries choose what they attend to names the
+positions: ``@selects``. A registered policy without a rule, or with a field that no rule draws, fails
+``test_simulator.py``.
 
 Scores are float64 here and float32 in the product. Where two scores at the border of the budget differ by less than
 ROUNDING of their size, the rule does not decide and neither side can be wrong: ``Undetermined``, and the play is
@@ -113,6 +114,7 @@ class Rule(NamedTuple):
     code: Callable[[Layer, Fields], None] | None = None
     fitting: Callable[[dict[str, Any]], dict[str, Any]] = lambda fields: fields  # makes fields drawn one by one agree
     rotary: bool = False  # asks for a model whose positions are rotations
+    select: Callable[[Layer, Fields, int, int, int], set[int]] | None = None
 
 
 RULES: dict[str, Rule] = {"none": Rule({})}
@@ -138,6 +140,16 @@ def codes(name: str, fitting: Any = Rule({}).fitting, **draws: tuple[Any, ...]) 
     def register(code: Any) -> Any:
         RULES[name] = Rule(draws, code=code, fitting=fitting)
         return code
+
+    return register
+
+
+def selects(name: str, **draws: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Register what a query attends to: positions, from layer, policy, depth, query head and query."""
+
+    def register(select: Any) -> Any:
+        RULES[name] = Rule(draws, select=select)
+        return select
 
     return register
 
@@ -342,6 +354,25 @@ def from_further_on(layer: Layer, policy: Fields) -> Scores:
 def pairs(x: Array, half: int) -> Array:
     """Lengths [F] of the channel pairs that turn together."""
     return np.asarray(np.hypot(x[:half], x[half : 2 * half]))
+
+
+# --- policies whose queries choose ----------------------------------------------------------------------------------
+
+
+@selects("quest", budget=(4, 9, 20), page=(2, 3, 5), dense=(0, 0, 1))
+def likely_pages(layer: Layer, policy: Fields, depth: int, head: int, query: int) -> set[int]:
+    """The query's own page and those with the largest bound on q k, channel by channel; three pages at least."""
+    page, own = policy["page"], query // policy["page"]
+    if depth < policy["dense"]:
+        return set(range(query + 1))
+    bounds, looks = [], layer.queries[query][head]
+    for number in range(own):
+        keys = np.array(layer.keys[layer.kv_head(head)][number * page : (number + 1) * page])
+        bounds.append((-float(np.maximum(looks * keys.min(0), looks * keys.max(0)).sum()), number))
+    others = min(max(3, policy["budget"] // page), own + 1) - 1
+    decided([-bound for bound, _ in sorted(bounds)], others)
+    pages = {own, *(number for _, number in sorted(bounds)[:others])}
+    return {j for number in pages for j in range(number * page, (number + 1) * page)}
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------

@@ -125,6 +125,10 @@ class Row:
         visible = [j for j in layer.held[own] if j <= query]
         if layer.window is not None:
             visible = [j for j in visible if query - j < layer.window]
+        select = RULES[self.request.evictor["name"]].select
+        if select is not None and self.decoding and layer.window is None:
+            chosen = select(layer, self.request.evictor, self.governed.index(layer), head, query)
+            visible = [j for j in visible if j in chosen]
         keys = self.positioned(layer, own, visible, query)
         logits = np.array(keys) @ layer.queries[query][head] * layer.scaling
         weights = np.exp(logits - logits.max())

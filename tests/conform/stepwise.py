@@ -23,7 +23,7 @@ class Lists:
     """Keys and values of one row, layer by layer, and the record: what left when [L, H, T], what became codes when."""
 
     def __init__(self, rollout: Rollout, windows: list[int | None]) -> None:
-        self.evicted_at, self.windows = rollout.evicted_at.tolist(), windows
+        self.evicted_at, self.windows, self.selection = rollout.evicted_at.tolist(), windows, rollout.selection
         self.codec = parse_policy(rollout.codec).quantiser if rollout.codec else None
         tables = (rollout.keys_quantised_at, rollout.values_quantised_at)
         self.keys_at, self.values_at = ([] if t is None else t.tolist() for t in tables)
@@ -48,7 +48,7 @@ class Lists:
             for head in range(key.shape[1]):
                 self.quantise(layer, head, at, heads=key.shape[1])
         for head in range(query.shape[1]):
-            seen = self.visible(layer, head // group, at)
+            seen = self.chosen(layer, head, len(query[0]), self.visible(layer, head // group, at), at)
             keys = torch.stack([self.keys[layer][head // group][j] for j in seen])
             values = torch.stack([self.values[layer][head // group][j] for j in seen])
             logits = keys @ query[0, head, 0] * scaling
@@ -61,6 +61,15 @@ class Lists:
         """The keys that query ``query`` sees."""
         window, gone = self.windows[layer], self.evicted_at[layer][head]
         return [j for j in range(query + 1) if query < gone[j] and (window is None or query - j < window)]
+
+    def chosen(self, layer: int, head: int, heads: int, seen: list[int], query: int) -> list[int]:
+        """Those of the visible keys that query head ``head`` of ``heads`` attends to."""
+        made = self.selection
+        if made is None or layer not in made.layers or query not in made.queries.tolist():
+            return seen
+        lists = made.chosen[made.layers.index(layer)]
+        units = lists[head * len(lists) // heads, made.queries.tolist().index(query)].tolist()
+        return [j for j in seen if j // made.unit in units]
 
     def quantise(self, layer: int, head: int, query: int, *, heads: int) -> None:
         """Put codes where ``query`` is the first to see them."""

@@ -278,7 +278,8 @@ def ledger_of(rollout: Rollout) -> Ledger:
     codes = [None if t is None else t[None] for t in tables]
     experts = None if rollout.experts is None else rollout.experts[None]
     hints = () if rollout.hints is None else (rollout.hints,)
-    return Ledger(rollout.evicted_at[None], rollout.codec, *codes, experts=experts, hints=hints)
+    record = {"experts": experts, "hints": hints, "selections": [rollout.selection]}
+    return Ledger(rollout.evicted_at[None], rollout.codec, *codes, **record)
 
 
 def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> float:

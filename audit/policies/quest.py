@@ -1,0 +1,74 @@
+"""Pages of keys whose largest possible attention logit is largest, chosen anew by every query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from audit.policies.base import Policy, View
+from audit.policies.none import Dense
+from audit.policies.selector import Selector
+
+FEWEST = 3  # pages, as in the published evaluation
+
+
+@dataclass(frozen=True)
+class Quest(Selector):
+    """The page of the query itself, and the pages with the largest bound on q k (Tang 2024, arXiv:2406.10774).
+
+    A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
+    chooses ``budget`` / ``page`` pages, three at least. The first ``dense`` layers attend to everything, as do given
+    tokens. Departures: the published evaluation leaves the query's own page to its bound, the published kernels always
+    take it, as here; bounds are computed from the keys at every step, where an engine keeps them (1/``page`` of the
+    cache more); query heads that share a KV head choose apart, which the paper, without grouped queries, leaves open.
+    """
+
+    name: ClassVar[str] = "quest"
+    paper: ClassVar[str] = "2406.10774"
+    keeps: ClassVar[str] = "every entry; each query attends to the pages that may matter most to it"
+    uses: ClassVar[tuple[str, ...] | None] = ("budget", "page", "dense", "chunk")
+
+    page: int = 16
+    dense: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("page", 1)
+        self._at_least("dense", 0)
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
+        return Dense(chunk=self.chunk) if layer < self.dense else self
+
+    def units_at(self, seen: int) -> int:
+        return min(max(FEWEST, self.budget // self.page), -(-seen // self.page))
+
+    def choose(self, view: View) -> Tensor:
+        last = (view.seen - 1) // self.page  # [B] the page of the query itself
+        pages = torch.arange(int(last.max()) + 1, device=last.device)
+        bounds = self._bounds(view, len(pages))
+        bounds = bounds.masked_fill(pages == last[:, None, None], float("inf"))
+        bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
+        most = self.units_at(int(view.seen.max()))
+        best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        return torch.where(best > last[:, None, None], -1, best)
+
+    def _bounds(self, view: View, pages: int) -> Tensor:
+        """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
+        keys, positions = view.keys.float(), view.positions[..., None]
+        at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
+        low, high = (
+            keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
+            .scatter_reduce(2, at, keys, how, include_self=False)[:, :, :pages]
+            .transpose(2, 3)
+            for how in ("amin", "amax")
+        )
+        query = view.queries[:, :, -1].float().reshape(*keys.shape[:2], -1, keys.shape[3])  # [B, H, G, D]
+        bounds: Tensor = query.clamp(min=0) @ high + query.clamp(max=0) @ low
+        return bounds.flatten(1, 2)

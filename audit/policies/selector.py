@@ -1,0 +1,52 @@
+"""The contract of a selecting policy: nothing leaves, every drawn token's query attends to some of the entries.
+
+Which ones is the policy's ``choose``; the cache attends to them and writes them into the ledger, one list per query.
+Given tokens attend to everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from audit.policies.base import Policy, View
+from audit.policies.none import Dense
+
+
+@dataclass(frozen=True)
+class Selector(Policy):
+    """Entries are chosen in units of ``unit`` consecutive positions; memory is that of the dense cache."""
+
+    evicts: ClassVar[bool] = False
+    selects: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...] | None] = ("budget", "chunk")
+
+    @property
+    def evictor(self) -> Policy:
+        return Dense(chunk=self.chunk)
+
+    @property
+    def selector(self) -> Selector | None:
+        return self
+
+    @property
+    def unit(self) -> int:
+        """Positions that are chosen together: unit n holds positions n * unit to (n + 1) * unit - 1."""
+        return 1
+
+    def units_at(self, seen: int) -> int:
+        """How many units a query attends to whose row has seen ``seen`` tokens, its own included."""
+        raise NotImplementedError
+
+    def choose(self, view: View) -> Tensor:
+        """Units that each row's newest query attends to: int64 [B, A, k], no unit twice, -1 = none, in any order.
+
+        A is 1 for one set that all heads share, or the number of KV heads or of query heads. ``view.queries`` holds the
+        newest query alone. A row's list must not depend on other rows.
+        """
+        raise NotImplementedError
+
+    def importance(self, view: View) -> Tensor:
+        raise AssertionError(f"a selector never evicts (layer {view.layer})")

@@ -1,0 +1,228 @@
+"""Queries that choose what they attend to: recorded, replayed, held to the policy, read from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conform.stepwise import stepwise_logits
+from conform.world import feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
+from safetensors.torch import save_file
+from torch import Tensor
+
+from audit import CompressedCache, shadow
+from audit.errors import DataError, SpecError
+from audit.kv.interchange import read_rollouts, write_rollouts
+from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.kv.recorded import Recorded, check_replayable
+from audit.kv.selection import Selection
+from audit.kv.shadow import suffix_logits
+from audit.policies import parse_policy
+from audit.verify import verify
+
+QUEST = "quest:budget=16,page=4,dense=1,chunk=16"
+
+
+def played(text: str = QUEST, **options: Any) -> Any:
+    return two_turns(shared(), text, **options)
+
+
+def test_drawn_tokens_choose_and_given_ones_see_everything() -> None:
+    for rollout, length in zip(played().rollouts, (40, 23, 9), strict=True):
+        made = rollout.selection
+        assert made is not None
+        assert (made.unit, made.layers, made.chosen.shape[1]) == (4, (1, 2), 4)  # per query head
+        queries = made.queries.tolist()
+        assert queries[:11] == list(range(length, length + 11))  # the twelfth drawn token enters with the message
+        assert all(rollout.sampled[query] for query in queries)
+        assert (rollout.evicted_at == NEVER).all()
+        assert ((made.chosen >= 0).sum(-1) == torch.tensor([min(4, query // 4 + 1) for query in queries])).all()
+        assert (made.chosen.amax(-1) == made.queries // 4).all(), "the query's own page is always among them"
+
+
+def test_memory_is_that_of_the_dense_cache() -> None:
+    caches = [new_cache(shared(), parse_policy(text)) for text in (QUEST, "none")]
+    for evicting in caches:
+        feed(shared(), evicting, prompts(40))
+        feed(shared(), evicting, [[9]], decoding=True)
+    assert caches[0].bytes == caches[1].bytes
+    assert caches[0].retention().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_sets_may_be_shared_by_all_heads_or_by_a_group(heads: int) -> None:
+    """Sparse indexers name single keys for all heads, other rules for each KV head: all are as written out."""
+    (rollout,) = two_turns(shared(), QUEST, lengths=(22,), short=True).rollouts
+    generator = torch.Generator().manual_seed(heads)
+    queries = torch.tensor([3, 9, 24, 25], dtype=torch.int32)  # of the prompt too
+    lists = [[[sorted({int(q), *torch.randint(0, int(q) + 1, (2,), generator=generator).tolist()}) for q in queries]
+              for _ in range(heads)] for _ in range(2)]  # fmt: skip
+    chosen = torch.tensor([[[[*own, -1, -1][:3] for own in head] for head in layer] for layer in lists])
+    rollout = replace(rollout, selection=Selection(1, (0, 2), queries, chosen.to(torch.int32)))
+    model = shared().model
+    with torch.no_grad():
+        expected = stepwise_logits(model, rollout)
+        with shadow(model, ledger_of(rollout)):
+            torch.testing.assert_close(model(rollout.ids[None]).logits[0], expected, rtol=0, atol=1e-12)
+        logits, _ = suffix_logits(model, [rollout, rollout], group=2, view="shadow")
+    torch.testing.assert_close(logits[1], expected[21:-1], rtol=0, atol=1e-12)
+
+
+def moved(rollout: Rollout, n: int = 5) -> Rollout:
+    """The rollout with one head of one query attending to another page."""
+    made = rollout.selection
+    assert made is not None
+    chosen = made.chosen.clone()
+    free = sorted({*range(int(made.queries[n]) // 4)} - {*chosen[1, 2, n].tolist()})
+    chosen[1, 2, n, 0] = free[-1]
+    chosen[1, 2, n] = chosen[1, 2, n].sort().values
+    return replace(rollout, selection=replace(made, chosen=chosen))
+
+
+def test_one_page_off_is_seen_in_the_log_probs() -> None:
+    history = played(lengths=(40,))
+    assert gap(shared(), history, "shadow") < 1e-12
+    assert gap(shared(), history._replace(rollouts=[moved(history.rollouts[0])]), "shadow") > 1e-3
+
+
+def verified(rollout: Rollout, policy: str | None = QUEST) -> Any:
+    loaded = SimpleNamespace(**vars(shared()), dtype=torch.float64)
+    return verify(loaded, Recorded("here", (rollout,), policy))
+
+
+def test_verify_counts_what_was_chosen() -> None:
+    (rollout,) = played(lengths=(40,)).rollouts
+    made = rollout.selection
+    assert made is not None
+    assert verified(rollout).explained
+    assert not verified(moved(rollout)).token_explained
+    fewer = made.chosen.clone()
+    fewer[0, 1, 3, -1] = -1
+    for change, words in (
+        ({"selection": replace(made, chosen=fewer)}, "layer 1, head 1: query 43 chooses 3 units, due are 4"),
+        ({"selection": made.until(60)}, "query 73 attends to everything"),
+        ({"selection": None}, "query 40 attends to everything"),
+        ({"selection": replace(made, layers=(0, 2))}, "layers [0, 2] choose 4 entries at once"),
+    ):
+        assert words in verified(replace(rollout, **change)).breach
+    assert "the policy has them see everything" in verified(rollout, "none").breach
+    assert verified(rollout, None).breach is None
+
+
+def test_members_of_a_group_agree_on_what_their_prompt_attended_to() -> None:
+    rollouts = played(group=2, lengths=(40,)).rollouts
+    early = Selection(4, (1,), torch.tensor([7], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
+    with pytest.raises(DataError, match="rollout 1 attended to other keys of its prompt"):
+        suffix_logits(shared().model, [rollouts[0], replace(rollouts[1], selection=early)], group=2, view="shadow")
+
+
+def test_files_keep_what_was_chosen(tmp_path: Path) -> None:
+    (rollout,) = played(only=0).rollouts
+    save_ledgers(tmp_path / "r.safetensors", [rollout], parse_policy(QUEST))
+    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), QUEST))
+    (kept,), policy = load_ledgers(tmp_path / "r.safetensors")
+    assert policy == QUEST
+    same(kept.selection, rollout.selection)
+    same(read_rollouts(tmp_path / "r.json").rollouts[0].selection, rollout.selection)
+    same(read_rollouts(as_tensors(tmp_path, rollout)).rollouts[0].selection, rollout.selection)
+
+
+def same(one: Selection | None, other: Selection | None) -> None:
+    assert one is not None
+    assert other is not None
+    assert (one.unit, one.layers) == (other.unit, other.layers)
+    assert torch.equal(one.queries, other.queries)
+    assert torch.equal(one.chosen, other.chosen)
+
+
+def as_tensors(folder: Path, rollout: Rollout) -> Path:
+    """The safetensors interchange form of one rollout, written by hand."""
+    made, tokens = rollout.selection, len(rollout.ids)
+    assert made is not None
+    row = {"prompt_length": rollout.prompt_length, "selection": {"unit": made.unit, "layers": list(made.layers)}}
+    head = {"format": "kvaudit.rollouts", "version": 1, "layers": 3, "kv_heads": 2, "rollouts": [row]}
+    tensors: dict[str, Tensor] = {
+        "0.ids": rollout.ids,
+        "0.sampled": rollout.sampled,
+        "0.logprobs": rollout.sampler_logprobs[rollout.sampled],
+        "0.query": torch.zeros(0, dtype=torch.int32),
+        "0.kept": torch.zeros(0, 3, 2, tokens, dtype=torch.bool),
+        "0.choosing": made.queries,
+        "0.chosen": made.chosen.contiguous(),
+    }
+    save_file(tensors, folder / "x.safetensors", metadata={"kvaudit": json.dumps(head)})
+    return folder / "x.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda made: made["queries"][0]["chosen"][0][0].append(50), "comes after it"),
+        (lambda made: made["queries"][0]["chosen"][0].pop(), "other layers or heads"),
+        (lambda made: made["queries"][0]["chosen"][0][0].clear(), "or nothing"),
+        (lambda made: made["queries"][0]["chosen"][0][0].insert(0, 10), "twice, or not in order"),
+        (lambda made: made["queries"][0].update(query=400), "do not rise"),
+        (lambda made: made.update(layers=[1, 7]), "choices in layers [1, 7]"),
+        (lambda made: made.update(unit=0), "greater than or equal to 1"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused_in_one_line(change: Any, words: str, tmp_path: Path) -> None:
+    (rollout,) = played(only=0).rollouts
+    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), None))
+    table = json.loads((tmp_path / "r.json").read_text())
+    change(table["rollouts"][0]["selection"])
+    (tmp_path / "r.json").write_text(json.dumps(table))
+    with pytest.raises(DataError) as caught:
+        read_rollouts(tmp_path / "r.json")
+    assert words in str(caught.value)
+
+
+def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
+    (rollout,) = played(only=0).rollouts
+    gone = rollout.evicted_at.clone()
+    gone[1, :, 0] = 30
+    early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
+    recorded = Recorded("here", (replace(rollout, evicted_at=gone, selection=early),), None)
+    with pytest.raises(DataError, match="choose only what had left"):
+        check_replayable(recorded, shared().model.config, 512)
+
+
+def test_generate_with_left_padding_is_replayed() -> None:
+    model = served("gemma3").model
+    ids = torch.tensor([[0] * 13 + prompts(17)[0], prompts(30)[0]])
+    mask = (ids > 0).long()
+    past = CompressedCache.for_model(model, QUEST)
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None, attention_mask=mask)
+    out = model.generate(ids, past_key_values=past, return_dict_in_generate=True, output_logits=True, **options)
+    whole = torch.cat([mask, torch.ones(2, 12, dtype=torch.int64)], 1)
+    with torch.no_grad(), shadow(model, past.ledger):
+        replayed = model(out.sequences, attention_mask=whole).logits[:, 29:-1]
+    torch.testing.assert_close(torch.stack(out.logits, 1).double(), replayed, rtol=1e-6, atol=1e-6)
+
+
+def test_masks_of_a_long_replay_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = played()
+    whole = gap(shared(), history, "shadow")
+    monkeypatch.setattr("audit.kv.attention.MASK_ELEMENTS", 1 << 10)
+    assert max(whole, gap(shared(), history, "shadow")) < 1e-12
+
+
+def test_quest_takes_no_partner() -> None:
+    for text in (f"{QUEST}+int8", f"streaming:budget=64+{QUEST}"):
+        with pytest.raises(SpecError, match="a composition is one evicting policy and one quantising policy"):
+            parse_policy(text)
+
+
+def test_a_row_that_is_fed_nothing_chooses_nothing() -> None:
+    evicting = new_cache(shared(), parse_policy(QUEST), [0, 1])
+    feed(shared(), evicting, prompts(20, 20))
+    feed(shared(), evicting, [[9], []], decoding=True)
+    first, second = evicting.selections() or ()
+    assert first is not None
+    assert second is not None
+    assert (first.queries.tolist(), second.queries.tolist()) == ([20], [])
