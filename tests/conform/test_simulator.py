@@ -128,7 +128,7 @@ def conversation(*, family: str = "llama", codec: dict[str, Any] | None = None, 
 
 
 LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
-CODES = {"name": "int8", "residual": 3, "chunk": 8}
+CODES = {"name": "int8", "residual": 3, "scale": "token", "chunk": 8}
 SEES_ALL = LayerPlan(parse_policy("none"), None)
 NOTHING = {"name": "none"}
 OFF_BY_ONE = [
