@@ -25,6 +25,12 @@ class Served:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     chat: Any = field(default_factory=lambda: SimpleNamespace(stop_ids=frozenset()))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
 
 def random_llama(
     width: int,

@@ -32,7 +32,7 @@ OWN_CHOICE: Mapping[torch.dtype, float] = {
     torch.float16: 0.97,
     torch.bfloat16: 0.97,
 }
-ROUGH_CHOICE = 0.9  # with codes in two bytes, where rounding is of the size of a code
+ROUGH_CHOICE = 0.85  # with codes in two bytes, where rounding is of the size of a code
 
 
 class Choices(NamedTuple):
