@@ -1,0 +1,85 @@
+"""What walking the grid costs beside evaluating it: CPU seconds for the quickstart's units, and for many more.
+
+Run: python -m bench.bookkeeping [UNITS ...]. Units are claimed, sealed and counted as in a run, by an evaluator that
+asks nothing, so what is left is bookkeeping. The grid is the quickstart's, with more budgets for more units.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from rich.console import Console
+
+from audit import pipeline
+from audit.evaluate import Progress, Unit, UnitFiles, grid
+from audit.pipeline import Pipeline, Prepared
+from audit.runs import PROVENANCE, RunFolder, open_run, write_json
+from audit.spec import BASE_ARM, RunSpec
+from audit.spec_file import load_spec
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+MODEL = SimpleNamespace(name="none", sha256="0" * 64, device="cpu", dtype="float32")
+
+
+class Sealer:
+    """Stands for the evaluator: an empty record file and its seal."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
+        files = UnitFiles.of(run.records, unit)
+        progress(unit, 0, 1)
+        files.records.touch()
+        write_json(files.seal, {"records": 0, "sha256": "", "checkpoint": MODEL.sha256})
+        progress(unit, 1, 1)
+
+
+def spec_of(units: int | None = None) -> RunSpec:
+    """The quickstart's spec, or one with so many policies that its grid has about ``units`` units."""
+    spec = load_spec(QUICKSTART)
+    if units is None:
+        return spec
+    policies = max(2, round(units * len(spec.evaluate.policies) / len(grid(spec))))
+    row = spec.written()
+    row["evaluate"]["policies"] = ["none", *(f"streaming:budget={64 + n},sink=40" for n in range(policies - 1))]
+    row["gate"] = {"margins": {}, "reference": "dense"}
+    return RunSpec.model_validate(row)
+
+
+def walked(folder: Path, spec: RunSpec) -> None:
+    """A run's evaluation phase in a folder whose checkpoints are names only."""
+    run = open_run(folder, spec, resume=True)
+    for arm, seed in spec.arms:
+        if arm != BASE_ARM:
+            run.checkpoint(arm, seed).mkdir(parents=True)
+            write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
+    with (
+        mock.patch.object(pipeline, "Evaluator", Sealer),
+        mock.patch.object(pipeline, "load_model", return_value=MODEL),
+    ):
+        Pipeline(run, Console(quiet=True), 1, Prepared(MODEL, {})).evaluate()
+
+
+def main() -> None:
+    """Print one line for the quickstart and one for every size asked for."""
+    for units in (None, *map(int, sys.argv[1:] or (2_500, 5_000, 10_000))):
+        spec = spec_of(units)
+        with tempfile.TemporaryDirectory() as folder:
+            started, cpu = time.perf_counter(), time.process_time()
+            walked(Path(folder) / "run", spec)
+            seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        count = len(grid(spec))
+        print(
+            f"{count:6} units: {cpu:6.2f} s of CPU, {1000 * cpu / count:.2f} ms a unit; {seconds:.1f} s in all",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
