@@ -23,7 +23,7 @@ from audit.spec import BASE_ARM, RunSpec
 from audit.spec_file import load_spec
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
-MODEL = SimpleNamespace(name="none", sha256="0" * 64, device="cpu", dtype="float32")
+MODEL = SimpleNamespace(name="none", sha256="0" * 64, device="cpu", dtype="float32", files={})
 
 
 class Sealer:
@@ -63,7 +63,7 @@ def walked(folder: Path, spec: RunSpec) -> None:
         mock.patch.object(pipeline, "Evaluator", Sealer),
         mock.patch.object(pipeline, "load_model", return_value=MODEL),
     ):
-        Pipeline(run, Console(quiet=True), 1, Prepared(MODEL, {})).evaluate()
+        Pipeline(run, Console(quiet=True), 1, Prepared(MODEL, {}, {})).evaluate()
 
 
 def main() -> None:

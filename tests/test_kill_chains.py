@@ -29,7 +29,8 @@ def killed(kills: int, seed: int) -> dict[str, Any]:
     return found
 
 
-def test_a_run_of_two_processes_survives_a_handful_of_kills() -> None:
+@pytest.mark.slow
+def test_runs_survive_a_handful_of_kills() -> None:
     found = killed(3, 1)
     assert found["kills"] >= 3
     assert {kind: found[kind] for kind in LIMITS} == LIMITS
