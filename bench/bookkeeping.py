@@ -17,13 +17,13 @@ from rich.console import Console
 
 from audit import pipeline
 from audit.evaluate import Progress, Unit, UnitFiles, grid
-from audit.pipeline import Pipeline, Prepared
+from audit.pipeline import Pipeline
 from audit.runs import PROVENANCE, RunFolder, open_run, write_json
 from audit.spec import BASE_ARM, RunSpec
 from audit.spec_file import load_spec
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
-MODEL = SimpleNamespace(name="none", sha256="0" * 64, device="cpu", dtype="float32", files={})
+MODEL = SimpleNamespace(sha256="0" * 64)
 
 
 class Sealer:
@@ -62,8 +62,9 @@ def walked(folder: Path, spec: RunSpec) -> None:
     with (
         mock.patch.object(pipeline, "Evaluator", Sealer),
         mock.patch.object(pipeline, "load_model", return_value=MODEL),
+        mock.patch.object(Pipeline, "_load_base", return_value=MODEL),
     ):
-        Pipeline(run, Console(quiet=True), 1, Prepared(MODEL, {}, {})).evaluate()
+        Pipeline(run, Console(quiet=True), 1).evaluate()
 
 
 def main() -> None:
