@@ -23,6 +23,7 @@ from audit.policies import parse_policy
 from audit.progress import Meter
 from audit.runs import RunFolder, read_json, utc_now, versions_line
 from audit.spec import BASE_ARM, RunSpec
+from audit.training.checkpoint import drop_state
 from audit.training.grpo import train
 from suites.base import SUITES
 from suites.sources import watched
@@ -104,12 +105,16 @@ class Pipeline:
 
                 self._train_one(pair, progress)
 
+            def finished_one(pair: Pair) -> None:
+                before.append(pair)
+                drop_state(self._run.checkpoint(*pair))
+
             work_through(
                 pairs,
                 done=self._is_trained,
                 lock=self._train_lock,
                 work=work,
-                finished=before.append,
+                finished=finished_one,
                 waiting=self._say,
                 takeover=self._takeover,
             )

@@ -138,8 +138,14 @@ class Chains:
             self._attempt(run, "finish.log", resume=True)
             self.slowest = round(max(self.slowest, time.monotonic() - started), 1)
             self._compared(run, before)
-        self.found["different"] += _outcome(run) != self._whole
+        self._judge(_outcome(run))
         shutil.rmtree(run, ignore_errors=True)
+
+    def _judge(self, outcome: dict[str, object]) -> None:
+        names = {name for name in outcome.keys() | self._whole.keys() if outcome.get(name) != self._whole.get(name)}
+        self.found["different"] += bool(names)
+        if names:
+            print(f"different: {', '.join(sorted(names))}", file=sys.stderr)
 
     def _one(self, run: Path) -> tuple[int, bool]:
         """Number of kills, and whether the run came through before."""

@@ -120,6 +120,15 @@ def _die_at_provenance(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint, "write_json", stop)
 
 
+def _die_after_provenance(patch: pytest.MonkeyPatch) -> None:
+    """Killed when the checkpoint is whole and the state it was resumed from is not gone yet."""
+
+    def stop(_: Path) -> None:
+        raise Killed
+
+    patch.setattr(checkpoint, "drop_state", stop)
+
+
 def _die_while_moving(patch: pytest.MonkeyPatch) -> None:
     """Killed with some of the finished files moved into place."""
 
@@ -144,7 +153,15 @@ def _die_at_final_ledger(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "death", [_die_at_final_ledger, _die_at_state, _die_at_telemetry, _die_at_provenance, _die_while_moving]
+    "death",
+    [
+        _die_at_final_ledger,
+        _die_at_state,
+        _die_at_telemetry,
+        _die_at_provenance,
+        _die_after_provenance,
+        _die_while_moving,
+    ],
 )
 def test_a_run_killed_while_writing_ends_with_the_same_bits(
     death: Callable[[pytest.MonkeyPatch], None], base: LoadedModel, whole: Path, tmp_path: Path

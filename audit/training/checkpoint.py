@@ -144,7 +144,7 @@ class CheckpointFolder:
             "versions": _versions(),
         }
         write_json(self.path / PROVENANCE, provenance)
-        shutil.rmtree(self.path / "state", ignore_errors=True)
+        drop_state(self.path)
 
     def _check_claim(self, found: dict[str, Any]) -> None:
         if found == self._claim:
@@ -186,6 +186,11 @@ class CheckpointFolder:
                 raise DataError(
                     f"ledger {str(path)!r} is missing or was changed; delete {str(self.path)!r} to start over"
                 )
+
+
+def drop_state(folder: Path) -> None:
+    """Forget what a finished checkpoint was resumed from; a kill right after its end leaves that behind."""
+    shutil.rmtree(folder / "state", ignore_errors=True)
 
 
 def _save_model(learner: LoadedModel, folder: Path) -> None:

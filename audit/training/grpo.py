@@ -31,7 +31,7 @@ from audit.policies import Policy, parse_policy
 from audit.records import Outcome
 from audit.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect
-from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position
+from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import TrainConfig
 from audit.training.learner import Learned, View, learn, view_logprobs
 from audit.training.losses import NORMALISES_BY_STD, group_advantages
@@ -53,6 +53,7 @@ def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress
     """
     folder = CheckpointFolder(out, config, model.sha256)
     if folder.finished:
+        drop_state(out)
         return out
     run = _Run(config, model)
     position = folder.resume(run.optimiser)
