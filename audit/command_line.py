@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from audit.errors import AuditError
+from audit.provenance import MOST_THREADS
 from audit.text import clip, inline
 
 USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -33,6 +34,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=MOST_THREADS,
         help="Threads of this process; default: what the run began with, or the idle cores. Above 1: no other workers.",
         show_default=False,
     ),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError, RunError
+from audit.provenance import check_provenance
 from audit.spec import RunSpec
 from audit.spec_file import dump_spec, load_spec
 
@@ -47,7 +48,7 @@ class RunFolder:
 
     def provenance(self) -> dict[str, Any]:
         """What is known so far about where the numbers come from."""
-        return read_json(self.path / PROVENANCE)
+        return read_provenance(self.path)
 
     def note(self, **entries: Any) -> None:
         """Add entries to provenance.json; mappings are merged one level deep. Safe between processes."""
@@ -178,6 +179,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted an object")
     return value
+
+
+def read_provenance(run: Path) -> dict[str, Any]:
+    """What is known of the run in a folder; raises DataError where that is of another kind than a run writes."""
+    return check_provenance(read_json(run / PROVENANCE), run / PROVENANCE)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) -> None:

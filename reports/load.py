@@ -20,6 +20,7 @@ import pandas as pd
 
 from audit.errors import DataError, SpecError
 from audit.inputs import TABLE
+from audit.provenance import check_provenance
 from audit.records import Message, Record
 from audit.yaml_file import parse_yaml
 from reports.columns import Columns
@@ -71,7 +72,8 @@ def load_run(run: Path) -> RunData:
     run = Path(run)
     spec = _mapping(run / "spec.yaml", lambda text: parse_yaml(text, "spec.yaml", "spec").table)
     problems: list[Problem] = []
-    provenance = _mapping(run / "provenance.json", json.loads)
+    path = run / "provenance.json"
+    provenance = check_provenance(_mapping(path, json.loads), path)
     _check_spec(run / "spec.yaml", spec, provenance)
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)

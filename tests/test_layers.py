@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A room may import itself and the rooms of lower rank. Suites and reports stand aside: only the spine is below them.
 RANK = {
-    "audit.errors": 0, "audit.records": 1, "audit.registry": 1,
+    "audit.errors": 0, "audit.provenance": 1, "audit.records": 1, "audit.registry": 1,
     "audit.text": 1, "audit.inputs": 1, "audit.yaml_file": 1, "audit.spec": 2, "audit.spec_file": 2, "audit.runs": 2,
     "suites": 2, "reports": 2, "audit.draws": 2, "audit.degenerate": 2, "audit.progress": 2, "audit.intact": 2,
     "audit.gguf_header": 2,
@@ -23,7 +23,10 @@ RANK = {
     "audit.verify": 9, "audit.displacement": 9, "audit.launchers": 9, "audit.commands": 10,
     "audit.command_line": 10, "audit.cli_verdicts": 10, "audit.cli": 11,
 }  # fmt: skip
-SPINE = {"audit", "audit.errors", "audit.records", "audit.registry", "audit.text", "audit.yaml_file", "audit.inputs"}
+SPINE = {
+    "audit", "audit.errors", "audit.records", "audit.registry", "audit.text", "audit.yaml_file", "audit.inputs",
+    "audit.provenance",
+}  # fmt: skip
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))
 

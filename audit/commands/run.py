@@ -15,7 +15,7 @@ from audit.errors import SpecError
 from audit.launchers.local import companions, idle_cores
 from audit.model import EMBEDDED
 from audit.pipeline import Pipeline, prepare
-from audit.runs import PROVENANCE, SPEC, RunFolder, check_folder, open_run, read_json
+from audit.runs import PROVENANCE, SPEC, RunFolder, check_folder, open_run, read_provenance
 from audit.spec import RunSpec, expand
 from audit.spec_file import load_spec
 
@@ -61,8 +61,7 @@ def share(options: Options, spec: RunSpec, begun: int | None) -> tuple[int, int 
 
 def _begun_with(folder: Path) -> int | None:
     """The threads that the run in ``folder`` began with, None for a new one."""
-    known = read_json(folder / PROVENANCE).get("threads") if os.path.isfile(folder / PROVENANCE) else None
-    return None if known is None else int(known)
+    return read_provenance(folder).get("threads") if os.path.isfile(folder / PROVENANCE) else None
 
 
 def join_run(path: Path, options: Options) -> None:

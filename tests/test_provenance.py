@@ -1,0 +1,60 @@
+"""provenance.json is read as a stranger's: a value of another kind is one line, for a run that goes on and a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports_synthetic import build, tiny
+
+from audit.errors import DataError
+from audit.provenance import check_provenance
+from audit.runs import RunFolder, read_provenance
+from audit.spec_file import load_spec
+from reports.load import load_run
+
+DAMAGES: list[dict[str, Any]] = [
+    *(
+        {table: {"x": value}}
+        for table in ("policies", "suite_versions", "checkpoints")
+        for value in (["a"], {"a": ["b"]})
+    ),
+    {"reference_sha256": {"1": ["a"]}},
+    {"policies": ["a"]},
+    {"worked_with": ["a"]},
+    {"inputs": {"rows": {"a": ["b"]}}},
+    *({"threads": value} for value in ("x", ["a"], {}, -1, 0, True, 1.5, 10**30)),
+    *({"base_sha256": value} for value in ({"a": "b"}, 10**30)),
+    {"host": {"system": "\ud800"}},
+    {"mine": float("nan")},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_value_of_another_kind_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(json.dumps(damage))
+    with pytest.raises(DataError, match=r"provenance\.json'.*start another run with --out$"):
+        read_provenance(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [{"policies": {"none": ["a"]}}, {"checkpoints": {"dense/1": {"a": ["b"]}}}], ids=str)
+def test_a_report_refuses_it_too(damage: dict[str, Any], tmp_path: Path) -> None:
+    run = build(tmp_path / "run", tiny())
+    known = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps(known | damage))
+    with pytest.raises(DataError, match="wanted names and texts"):
+        load_run(run)
+
+
+def test_a_run_notes_nothing_beside_damage(tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text('{"policies": ["a"]}')
+    (tmp_path / "spec.yaml").write_text("name: x\nevaluate: {policies: [none], suites: {math: {items: 2}}}\n")
+    with pytest.raises(DataError, match="policies holds a list"):
+        RunFolder(tmp_path, load_spec(tmp_path / "spec.yaml")).note(policies={"none": "x"})
+
+
+def test_what_is_absent_or_not_known_yet_is_no_damage(tmp_path: Path) -> None:
+    story = {"finished": None, "threads": None, "inputs": {}, "gate_pin": {"format": 1}}
+    assert check_provenance(story, tmp_path) is story
