@@ -6,7 +6,6 @@ Weights come from safetensors or GGUF only, never from pickles, and no code from
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
 from audit.kv.layers import GOVERNED, layer_kinds
 from audit.kv.linear import carry_states
+from audit.weights import INDEX, file_sha256, weight_files, weights_sha256
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -37,8 +37,9 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # What transformers reads of a folder besides weights.
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
-_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja"]
+_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 _CODE = "auto_map"  # the key under which a config names Python of its checkpoint
+_WEIGHTS = "transformers_weights"  # the key under which a config names other weights than those of its folder
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
 # What transformers raises for a folder that is not a usable checkpoint.
 _LOAD_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError)
@@ -48,8 +49,8 @@ _LOAD_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, At
 class LoadedModel:
     """A causal language model in evaluation mode, attending through ``kvaudit``, with its chat.
 
-    ``sha256`` identifies the weights: the file's own hash, or that of the sorted list of shard hashes. ``files`` has
-    the sha256 of whatever else was read, by name.
+    ``sha256`` identifies the weights that were loaded (weights.weights_sha256). ``files`` has the sha256 of whatever
+    else was read, by name.
     """
 
     model: Any
@@ -75,11 +76,12 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
             folder = path.parent
             refuse_code(folder)
             model, tokenizer = _load_gguf(path, dtype)
-            digest = _file_sha256(path)
+            digest = file_sha256(path)
         else:
             folder = locate(name_or_path)
             refuse_code(folder)
             verify_folder(folder)
+            _refuse_other_weights(folder)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
         chat = Chat(tokenizer, _generation_stops(model))
@@ -124,15 +126,14 @@ def verify_folder(folder: Path) -> None:
     """
     if not (folder / "config.json").is_file():
         raise DataError(f"checkpoint {str(folder)!r} holds no config.json; give a folder in Hugging Face format")
-    if not list(folder.glob("*.safetensors")):
-        raise DataError(f"checkpoint {str(folder)!r} holds no .safetensors weights; pickled weights are not loaded")
+    weight_files(folder)
     for name, wanted in _manifest(folder).items():
         path = folder / name
         if not path.is_file():
             raise DataError(
                 f"checkpoint {str(folder)!r} lacks {name}, which its manifest lists; train or copy it again"
             )
-        if (got := _file_sha256(path)) != wanted:
+        if (got := file_sha256(path)) != wanted:
             raise DataError(
                 f"checkpoint {str(folder)!r}: {name} has sha256 {got[:12]}, its manifest says {wanted[:12]}; "
                 "the file was changed or cut short"
@@ -156,23 +157,21 @@ def refuse_code(folder: Path) -> None:
             )
 
 
+def _refuse_other_weights(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if isinstance(config, dict) and config.get(_WEIGHTS) is not None:
+        raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights ({_WEIGHTS}); take that out")
+
+
 def _names_code(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_names_code, value))
     return isinstance(value, dict) and (bool(value.get(_CODE)) or any(map(_names_code, value.values())))
 
 
-def weights_sha256(folder: Path) -> str:
-    """The identity of a folder's weights (see LoadedModel)."""
-    digests = {path.name: _file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
-    if len(digests) == 1:
-        return next(iter(digests.values()))
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
 def _files_read(folder: Path) -> dict[str, str]:
     found = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): _file_sha256(path) for path in sorted(found)}
+    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(found)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:
@@ -264,8 +263,3 @@ def _device(name: str) -> torch.device:
         line = str(error).partition("\n")[0]
         raise RunError(f"device {name!r} cannot be used here ({line}); try 'cpu' or 'auto'") from None
     return device
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import CHATML, byte_tokenizer
+from safetensors.torch import load_file
 from test_cli import refused
 
 from audit import model, rendering
@@ -20,6 +21,7 @@ from audit.intact import check_checkpoint
 from audit.model import load_model, verify_folder
 from audit.records import Message, Role
 from audit.rendering import renderer
+from audit.weights import INDEX, file_sha256
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of no bytes
 USER = Message(Role.USER, "Hello.")
@@ -103,6 +105,59 @@ def test_a_manifest_entry_outside_its_folder_is_refused(name: str, folder: Path)
     (folder / "manifest.json").write_text(json.dumps({name: EMPTY}))
     with pytest.raises(DataError, match=r"manifest\.json' lists .*, no file of that folder"):
         verify_folder(folder)
+
+
+def sharded(folder: Path, *shards: str, named: str | None = None) -> None:
+    """The weights under these names, each tensor in every shard; the index names one of them, or ``named``."""
+    whole = folder / "model.safetensors"
+    names = list(load_file(whole))
+    for shard in shards:
+        shutil.copy(whole, folder / shard)
+    whole.unlink()
+    weight_map = {name: shards[0] if named is None else named for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/dev/zero", "a/b.safetensors", "none.safetensors", "", 1])
+def test_an_index_names_files_of_its_folder_only(name: Any, folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    sharded(folder, "a.safetensors", named=name)
+    with pytest.raises(DataError, match=r"names .*, no \.safetensors file of that folder"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
+def test_an_index_without_a_map_is_one_line(text: str, folder: Path) -> None:
+    sharded(folder, "a.safetensors")
+    (folder / INDEX).write_text(text)
+    assert INDEX in refused("generate", "Hello.", "--model", folder)
+
+
+def test_weights_are_identified_by_the_shards_that_the_index_names(folder: Path) -> None:
+    whole = file_sha256(folder / "model.safetensors")
+    sharded(folder, "a.safetensors", "b.safetensors")
+    (folder / "b.safetensors").write_bytes(b"")  # would not load
+    loaded = load_model(str(folder))
+    assert loaded.sha256 == whole
+    assert loaded.files[INDEX] == file_sha256(folder / INDEX)
+
+
+def test_one_file_of_weights_goes_before_an_index(folder: Path) -> None:
+    (folder / INDEX).write_text("[1]")
+    (folder / "other.safetensors").write_bytes(b"")
+    assert load_model(str(folder)).sha256 == file_sha256(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_files_that_would_bring_other_weights_are_refused(name: str, folder: Path) -> None:
+    (folder / name).write_text("{}")
+    assert f"{name} is " in refused("generate", "Hello.", "--model", folder)
+
+
+def test_a_config_that_names_other_weights_is_refused(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    rewritten(folder / "config.json", transformers_weights="other.safetensors")
+    assert "config.json names other weights" in refused("generate", "Hello.", "--model", folder)
 
 
 @pytest.mark.parametrize("table", ["files", "ledgers"])

@@ -11,6 +11,7 @@ from audit.errors import DataError, RunError
 from audit.intact import check_checkpoint
 from audit.runs import PROVENANCE, read_json
 from audit.spec import BASE_ARM
+from audit.weights import weights_sha256
 from reports.pin import Pin, Pinned
 from reports.write import write_whole
 
@@ -45,7 +46,7 @@ def _pinned(folder: Path) -> Iterator[Pinned]:
 
 def _trained(folder: Path) -> Pinned:
     check_checkpoint(folder)
-    story, weights = read_json(folder / PROVENANCE), _weights(folder)
+    story, weights = read_json(folder / PROVENANCE), weights_sha256(folder)
     arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
     policy = config.get("policy") if isinstance(config, dict) else None
     texts = all(isinstance(value, str) for value in (arm, base, policy))
@@ -64,11 +65,5 @@ def _untrained(folder: Path) -> Pinned:
             f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
-    weights = _weights(folder)
+    weights = weights_sha256(folder)
     return Pinned(BASE_ARM, 0, weights, weights, "none")
-
-
-def _weights(folder: Path) -> str:
-    from audit.model import weights_sha256  # with it comes torch
-
-    return weights_sha256(folder)
