@@ -50,7 +50,9 @@ def test_a_report_refuses_it_too(damage: dict[str, Any], tmp_path: Path) -> None
 
 def test_a_run_notes_nothing_beside_damage(tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text('{"policies": ["a"]}')
-    (tmp_path / "spec.yaml").write_text("name: x\nevaluate: {policies: [none], suites: {math: {items: 2}}}\n")
+    (tmp_path / "spec.yaml").write_text(
+        "{name: x, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
+    )
     with pytest.raises(DataError, match="policies holds a list"):
         RunFolder(tmp_path, load_spec(tmp_path / "spec.yaml")).note(policies={"none": "x"})
 
