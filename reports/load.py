@@ -29,6 +29,7 @@ from reports.rows import Problem, columns_of, one_line, read_unit
 from reports.spec_hash import spec_sha256
 
 KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
+LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,18 @@ def _steps(path: Path, name: str, problems: list[Problem]) -> list[dict[str, Any
     for number, raw in _lines(path):
         try:
             row = json.loads(raw)
-            steps[int(row["step"])] = row
+            steps[_step(row)] = row
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problems.append(Problem(name, number, f"telemetry line is unreadable: {one_line(error)}"))
     return [steps[step] for step in sorted(steps)]
+
+
+def _step(row: Mapping[str, Any]) -> int:
+    """The step of a telemetry row whose numbers can be drawn; raises ValueError otherwise."""
+    step = row["step"]
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ValueError(f"step is {str(step)[:40]}, wanted a whole number from 0 to {LAST_STEP}")
+    wild = [key for key, value in row.items() if isinstance(value, int | float) and not abs(value) <= LARGEST]
+    if wild:
+        raise ValueError(f"{wild[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")
+    return step

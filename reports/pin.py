@@ -81,6 +81,11 @@ def parse_pin(table: Any, name: str) -> Pin:
     return Pin(tuple(_pinned(row, name) for row in rows), date, name)
 
 
+def is_sha256(value: Any) -> bool:
+    """Whether it is the 64 hex digits of a sha256, in lower case."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
 def pin_from(provenance: Mapping[str, Any]) -> Pin:
     """The pin that was kept when the run began; raises DataError where none was."""
     kept = provenance.get("gate_pin")
@@ -94,6 +99,6 @@ def _pinned(row: Any, name: str) -> Pinned:
     whole = isinstance(fields.get("seed"), int) and not isinstance(fields.get("seed"), bool)
     if not whole or not all(isinstance(fields.get(key), str) for key in _TEXT):
         raise DataError(f"pin {name!r} holds a checkpoint without {', '.join(_TEXT)} or seed; {_REMEDY}")
-    if not all(_SHA256.fullmatch(fields[key]) for key in ("sha256", "base_sha256")):
+    if not all(is_sha256(fields[key]) for key in ("sha256", "base_sha256")):
         raise DataError(f"pin {name!r} holds a sha256 that is not 64 hex digits; {_REMEDY}")
     return Pinned(fields["arm"], fields["seed"], fields["sha256"], fields["base_sha256"], fields["policy"])

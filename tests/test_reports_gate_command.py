@@ -143,6 +143,23 @@ def test_pin_holds_provenance_to_the_weights(tmp_path):
     )
 
 
+@pytest.mark.parametrize("base", ["\x1b[2J", "b" * 63, "B" * 64])
+def test_pin_takes_no_base_that_is_no_sha256(base, tmp_path):
+    folder = checkpoint(tmp_path / "seed-1")
+    story = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({**story, "base_sha256": base}))
+    one_line(call("pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base")
+
+
+def test_pin_shows_control_characters_of_a_checkpoint(tmp_path):
+    folder = checkpoint(tmp_path / "seed-1")
+    story = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({**story, "arm": "a\x1b[2J", "config": {"policy": "\x1b]0;p"}}))
+    out = call("pin", folder, "--out", tmp_path / "pin.json").stdout
+    assert "\x1b" not in out
+    assert "a␛[2J seed 1" in out
+
+
 def test_pin_of_a_model_that_was_not_trained_here(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -116,6 +116,26 @@ def test_telemetry_keeps_the_last_line_of_a_step(tmp_path):
     assert [(p.file, p.line) for p in data.problems] == [("checkpoints/dense/seed-3/telemetry.jsonl", 6)]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1e400}',
+        '{"step": 1e308}',
+        '{"step": true}',
+        '{"step": 1, "reward_mean": NaN}',
+        '{"step": 1, "reward_mean": 1e308}',
+        '{"step": 1, "reward_mean": 1' + "0" * 400 + "}",
+    ],
+)
+def test_telemetry_of_no_use_is_a_problem_and_left_out(tmp_path, line):
+    design = Design(arms=("dense",), seeds=(3,), suites=("math",), items=6, clusters=6, telemetry=4)
+    run = build(tmp_path / "run", design)
+    (run / "checkpoints" / "dense" / "seed-3" / "telemetry.jsonl").write_text(line + "\n")
+    data = load_run(run)
+    assert data.telemetry["dense", 3] == []
+    assert [problem.line for problem in data.problems] == [1]
+
+
 @pytest.mark.parametrize("missing", ["spec.yaml", "records"])
 def test_a_folder_that_is_no_run_is_one_line(run, missing):
     target = run / missing

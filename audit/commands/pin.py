@@ -11,8 +11,9 @@ from audit.errors import DataError, RunError
 from audit.intact import check_checkpoint
 from audit.runs import PROVENANCE, read_json
 from audit.spec import BASE_ARM
+from audit.text import inline
 from audit.weights import weights_sha256
-from reports.pin import Pin, Pinned
+from reports.pin import Pin, Pinned, is_sha256
 from reports.write import write_whole
 
 
@@ -29,7 +30,8 @@ def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
     write_whole(out, pin.to_json())
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
-        say(console, f"{name}: weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}")
+        weights = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}"
+        say(console, inline(f"{name}: {weights}, policy {entry.policy}"))
     say(console, f"pin: {out} ({pin.sha256[:12]})")
 
 
@@ -49,8 +51,8 @@ def _trained(folder: Path) -> Pinned:
     story, weights = read_json(folder / PROVENANCE), weights_sha256(folder)
     arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
     policy = config.get("policy") if isinstance(config, dict) else None
-    texts = all(isinstance(value, str) for value in (arm, base, policy))
-    if not texts or not isinstance(seed, int) or story.get("sha256") != weights:
+    texts = is_sha256(base) and isinstance(arm, str) and isinstance(policy, str)
+    if not texts or type(seed) is not int or story.get("sha256") != weights:
         raise DataError(
             f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "
             "give a checkpoint that kvaudit finished"
