@@ -20,7 +20,7 @@ from conform.world import (
     two_turns,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from audit import CompressedCache, shadow
 from audit.errors import DataError, RunError
@@ -258,3 +258,50 @@ def test_the_dense_cache_and_the_compressed_one_agree_about_holes() -> None:
         past = DynamicCache(config=model.config)
         theirs = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
     assert worst(ours[mask.bool()], theirs[mask.bool()]) < 1e-12
+
+
+# --- what a forward does to all of its rows -------------------------------------------------------------------------
+
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+TURNS = {
+    "dynamic": {"max_position_embeddings": 24, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "longrope": {"rope_parameters": {**LONG, "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("kind", TURNS)
+def test_rows_that_would_be_turned_by_the_longest_of_a_forward_are_refused(kind: str) -> None:
+    """Within the original length the turns are a row's own; beyond it the whole forward changes, silently 7 nats."""
+    fields = TURNS[kind] | {"rope_parameters": {"rope_theta": 10000.0, **TURNS[kind]["rope_parameters"]}}  # type: ignore[dict-item]
+    config = LlamaConfig(**{**CONFIGS["llama-gqa"].to_dict(), **fields})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    exact_norms(model)
+    past, (ids,) = CompressedCache.for_model(model, "streaming:budget=12,sink=2"), prompts(24)
+    with torch.no_grad():
+        first = model(torch.tensor([ids[:20]]), past_key_values=past).logits
+        more = model(torch.tensor([ids[20:]]), past_key_values=past).logits
+        with shadow(model, past.ledger):
+            assert worst(model(torch.tensor([ids])).logits, torch.cat([first, more], 1)) < 1e-12
+        with pytest.raises(RunError, match="a row of 25 tokens cannot be replayed; stay within 24"):
+            model(torch.tensor([ids[:1]]), past_key_values=past)
+        with shadow(model, past.ledger), pytest.raises(RunError, match="stay within 24"):
+            model(torch.tensor([[*ids, 9]]))
+
+
+def test_any_dropout_is_refused_under_shadow() -> None:
+    model, ids = random_model("gpt2"), torch.tensor(prompts(30))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    model.config.attn_pdrop = 0.0
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    with shadow(model.train(), past.ledger), pytest.raises(RunError, match=r"dropout of 0\.1 in transformer\.drop"):
+        model(ids)
+    model.eval()

@@ -76,7 +76,7 @@ def attention(
     if kwargs.get("dropout"):
         raise RunError(
             f"attention dropout of {kwargs['dropout']} would make the pass another policy than the sampler's; "
-            "set attention_dropout to 0 in the model's config, or call model.eval()"
+            "set it to 0 in the model's config, or call model.eval()"
         )
     if "is_causal" in vars(module) and not module.is_causal:
         raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")

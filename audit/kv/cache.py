@@ -29,7 +29,7 @@ from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
 from audit.kv.linear import Run, States, advance
 from audit.kv.quantised import QuantisedStore
-from audit.kv.rotary import Rotary
+from audit.kv.rotary import Rotary, require_steady
 from audit.kv.routing import RecordedRoutes
 from audit.kv.schedule import Pins, Times
 from audit.kv.selection import RecordedChoices, Selection
@@ -51,7 +51,7 @@ class EvictingCache:
         if policy.drawn(0) is not policy:
             raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
         assert rotary or not policy.evictor.needs_rotary, policy.canonical
-        self.policy, self.row_keys = policy, row_keys
+        self.policy, self.row_keys, self._config = policy, row_keys, config
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
@@ -77,6 +77,7 @@ class EvictingCache:
         new = (positions >= 0).sum(1)
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
+        require_steady(self._config, int((self.seen + new).max()))
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended: set[int] = set()
         self._carried: set[int] = set()

@@ -60,7 +60,8 @@ def forwards(rollout: Rollout, chunk: int) -> list[Forward]:
     end = len(sampled) - sampled[-1]
     found, start = [], 0
     while start < end:
-        most = min(end, start + chunk)
+        # the prompt enters by itself, also where more is given before anything is drawn
+        most = min(end, start + chunk, rollout.prompt_length if start < rollout.prompt_length else end)
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         drawn_next = start + 1 < len(sampled) and sampled[start + 1]
         found.append(Forward(stop, sampled[start] and drawn_next))

@@ -177,7 +177,9 @@ class HintTable:
         row = torch.repeat_interleave(torch.tensor([len(own) for own, _ in unpacked])).to(device)
         token, place = index // (self._layers * 2 * heads * width), index // (heads * width) % (self._layers * 2)
         column = _columns(self._positions, row, token)
-        self._enter_strays(row[column < 0], place[column < 0] // 2)
+        # what was given last is in the sampler's cache already, and no query of a replay follows it
+        within = (column < 0) & (token <= self._positions.amax(1)[row])
+        self._enter_strays(row[within], place[within] // 2)
         order = place.argsort(stable=True)
         order = order[column[order] >= 0]
         every = Hints(row[order], (index // width % heads)[order], column[order], (index % width)[order], low[order])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Dropout
 
 from audit.errors import DataError, RunError
 from audit.kv.attention import unwrapped
@@ -15,6 +16,7 @@ from audit.kv.fake import Codes, codec_named
 from audit.kv.hints import HintTable
 from audit.kv.layers import kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Ledger
+from audit.kv.rotary import require_steady
 from audit.kv.routing import NOBODY, check_experts
 from audit.kv.selection import choices_of
 from audit.kv.shadow import Replay
@@ -45,6 +47,8 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         zeros = torch.zeros(len(ids), dtype=torch.int64)
         positions = row_positions(call.get("attention_mask"), zeros, ids.shape[1])
         require_positions(call.get("position_ids"), positions)
+        require_steady(model.config, int(positions.max()) + 1)
+        _refuse_dropout(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
         at = positions.to(ids.device)
@@ -69,6 +73,16 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _refuse_dropout(model: Any) -> None:
+    """Raise RunError where some layer would drop activations that the sampler had."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout) and module.training and module.p > 0:
+            raise RunError(
+                f"dropout of {module.p} in {name} would make the pass another policy than the sampler's; call "
+                "model.eval(), or set it to 0"
+            )
 
 
 def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:

@@ -33,6 +33,7 @@ OWN_CHOICE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 0.97,
 }
 ROUGH_CHOICE = 0.85  # with codes in two bytes, where rounding is of the size of a code
+FLIPS = 2  # choices of a rollout that rounding may change in two bytes, however few there are
 
 
 class Choices(NamedTuple):
@@ -45,7 +46,8 @@ class Choices(NamedTuple):
 class Ranked(NamedTuple):
     """Of the entries that left, the share that the named policy chooses again; ``least`` is that of the worst rollout.
 
-    ``wanted`` is what a rollout of the policy's own has.
+    ``wanted`` is what a rollout of the policy's own has; ``least`` is 1 where no rollout has more than ``FLIPS`` others
+    in two bytes.
     """
 
     evicted: int
@@ -58,17 +60,27 @@ class Ranked(NamedTuple):
 def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | str:
     """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
     evictor = policy.evictor
+    if evictor.selects:
+        return "which keys queries chose is held by number and place only"
     if not evictor.evicts:
         return "the policy keeps every entry"
+    if evictor.shares_heads and evictor.pinned_roles:
+        return f"roles are not recorded, and pins move what heads share under {evictor.name}"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
     rotary = rotary_for(model, policy)
     made = [choices(model, rollout, policy, rotary) for rollout in rollouts]
-    shares = {number: one.again / one.evicted for number, one in enumerate(made) if one.evicted}
+    narrow = model.dtype.itemsize < torch.float32.itemsize
+    forgiven = FLIPS if narrow and not evictor.blind else 0
+    shares = {
+        number: 1.0 if one.evicted - one.again <= forgiven else one.again / one.evicted
+        for number, one in enumerate(made)
+        if one.evicted
+    }
     if not shares:
         return "nothing left the cache"
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
-    rough = policy.quantiser is not None and model.dtype.itemsize < torch.float32.itemsize
+    rough = policy.quantiser is not None and narrow
     wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
     return Ranked(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
 

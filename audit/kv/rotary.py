@@ -14,6 +14,7 @@ from audit.policies import Policy, parse_policy
 
 # how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
 ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_ORIGINAL = "original_max_position_embeddings"
 _FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with length
 
 
@@ -58,6 +59,33 @@ def _is_fixed(config: Any) -> bool:
     table = config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
     table = table.get("full_attention", table)
     return table.get("rope_type", "default") in _FIXED
+
+
+def steady_positions(config: Any) -> int | None:
+    """How long a row may be before its turns depend on the longest row of a forward; None for any length.
+
+    ``dynamic`` and ``longrope`` frequencies change for a whole forward once a position exceeds the original length:
+    then neither the rows of a batch nor the steps of one row are turned alike.
+    """
+    text = config.get_text_config(decoder=True).to_dict()
+    table = text.get("rope_parameters") or {}
+    parts = [part for part in (table, *table.values()) if isinstance(part, dict) and "rope_type" in part]
+    limits = [
+        part.get(_ORIGINAL) or text.get(_ORIGINAL) or text["max_position_embeddings"]
+        for part in parts
+        if part["rope_type"] not in _FIXED
+    ]
+    return min(limits, default=None)
+
+
+def require_steady(config: Any, tokens: int) -> None:
+    """Raise RunError for rows of ``tokens`` tokens beyond ``steady_positions``."""
+    most = steady_positions(config)
+    if most is not None and tokens > most:
+        raise RunError(
+            f"model {config.model_type!r} has rotary positions that beyond {most} tokens depend on the longest row of "
+            f"a forward, so a row of {tokens} tokens cannot be replayed; stay within {most}"
+        )
 
 
 class _Probe:

@@ -77,7 +77,7 @@ class RecordedChoices:
 
     def rows(self, count: int) -> list[Selection | None]:
         """Every row's record; None where no query has chosen yet."""
-        if not self._steps:
+        if not any(step for _, step in self._steps):  # nothing drawn yet, or no layer that chooses
             return [None] * count
         layers = tuple(self._steps[0][1])
         widest = max(units.shape[-1] for _, step in self._steps for units in step.values())
@@ -87,6 +87,8 @@ class RecordedChoices:
         ).cpu()  # [B, S, A, N, k]
         return [
             Selection(self._unit, layers, own[own >= 0].to(torch.int32), lists[:, :, own >= 0])
+            if bool((own >= 0).any())
+            else None
             for own, lists in zip(at, chosen, strict=True)
         ]
 

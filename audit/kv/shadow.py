@@ -22,6 +22,7 @@ from audit.kv.hints import KEYS, VALUES, HintTable, Place, Strays
 from audit.kv.layers import LayerPlan, kv_heads, layer_plans
 from audit.kv.ledger import NEVER, Rollout
 from audit.kv.linear import Run, States, advance
+from audit.kv.rotary import require_steady
 from audit.kv.routing import NOBODY, ReplayedRoutes, check_experts
 from audit.kv.selection import Choices, Selection, choices_of
 from audit.policies import parse_policy
@@ -270,6 +271,7 @@ def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
     assert len(rollouts) % group == 0, (len(rollouts), group)
+    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)
     wanted = (len(plans), kv_heads(model.config))
     for n, rollout in enumerate(rollouts):
         got = tuple(rollout.evicted_at.shape[:2])
