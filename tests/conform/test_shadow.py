@@ -39,7 +39,7 @@ def test_shadow_pass_is_exact_in_float32(replayed: Policy) -> None:
 
 def test_bfloat16_rounds_and_the_gap_is_printed(lossy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = shared(dtype=torch.bfloat16, spread=0.1)
-    played = two_turns(loaded, lossy)
+    played = two_turns(loaded, lossy, lengths=(40, 9), short=True)
     exact, dense = gap(loaded, played, "shadow"), gap(loaded, played, "dense")
     with capsys.disabled():
         print(f"\n{policy_id(lossy)}: bfloat16 max |log p_sampler - log p_shadow| {exact:.4f} nats, dense {dense:.4f}")
@@ -47,7 +47,7 @@ def test_bfloat16_rounds_and_the_gap_is_printed(lossy: Policy, capsys: pytest.Ca
 
 
 def test_a_dense_pass_or_a_record_off_by_one_is_caught(lossy: Policy) -> None:
-    played = two_turns(shared(), lossy)
+    played = two_turns(shared(), lossy, lengths=(40, 9))
     assert gap(shared(), played, "dense") > (1e-2 if lossy.evictor.evicts else 1e-5)
     tables = [("evicted_at", 1e-4)] if lossy.evictor.evicts else []
     tables += [("keys_quantised_at", 1e-6), ("values_quantised_at", 1e-6)] if lossy.quantiser else []
@@ -107,7 +107,7 @@ def shadow_logits(model: Any, rollout: Rollout) -> Tensor:
 
 def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
     together = two_turns(shared(), variant)
-    for row in range(3) if variant.name else (1,):  # a composition adds no ranking of its own
+    for row in (0, 2) if variant.name else (1,):  # a composition adds no ranking of its own
         alone = two_turns(shared(), variant, only=row)
         assert together.rollouts[row].ids.tolist() == alone.rollouts[0].ids.tolist()
         assert torch.equal(together.rollouts[row].evicted_at, alone.rollouts[0].evicted_at)
@@ -116,8 +116,8 @@ def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
 
 def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
     random_state = torch.get_rng_state()
-    first = two_turns(shared(), policy)
-    again = two_turns(shared(), policy)
+    first = two_turns(shared(), policy, short=True)
+    again = two_turns(shared(), policy, short=True)
     assert first.logprobs == again.logprobs
     for a, b in zip(first.rollouts, again.rollouts, strict=True):
         assert torch.equal(a.evicted_at, b.evicted_at)
