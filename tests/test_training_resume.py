@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training_world import config, play_for_parity, rows, sha256, sharp, silent
 
 from audit.errors import DataError, RunError
@@ -222,6 +223,55 @@ def test_a_state_of_another_make_is_refused(base: LoadedModel, halfway: Path) ->
     (halfway / "state" / "step-000002" / "state.json").write_text('{"step": 2}')
     with pytest.raises(DataError, match="other keys than a state"):
         grpo.train(config(), base, halfway, silent)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("step", value) for value in ("x", -1, 10**30, None, 1.5, [2])),
+        *(("updates", value) for value in ("x", -1, 3, ["a"], True)),
+        *(("telemetry_bytes", value) for value in ("x", -1, None, 1.5)),
+        *(("ledgers", value) for value in (["a"], None, {"../../x": "y"}, {"a": ["b"]})),
+        ("config_hash", "0" * 12),
+    ],
+)
+def test_a_state_that_no_step_left_is_refused(key: str, value: Any, base: LoadedModel, halfway: Path) -> None:
+    changed_state(halfway, **{key: value})
+    with pytest.raises(DataError, match=r"state\.json'"):
+        grpo.train(config(), base, halfway, silent)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"step": "\\xff"'])
+def test_a_state_that_is_not_json_is_refused(text: str, base: LoadedModel, halfway: Path) -> None:
+    (halfway / "state" / "step-000002" / "state.json").write_text(text)
+    with pytest.raises(DataError, match="is not readable JSON"):
+        grpo.train(config(), base, halfway, silent)
+
+
+def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> None:
+    path = halfway / "state" / "step-000002" / "tensors.safetensors"
+    path.write_bytes(b"\xff" * 64)
+    changed_state(halfway, sha256=sha256(path))
+    with pytest.raises(DataError, match=r"tensors\.safetensors' holds no tensors"):
+        grpo.train(config(), base, halfway, silent)
+
+
+@pytest.mark.parametrize("change", [lambda moment: moment * float("nan"), lambda moment: moment.to(torch.float64)])
+def test_a_moment_that_training_cannot_leave_is_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], base: LoadedModel, halfway: Path
+) -> None:
+    path = halfway / "state" / "step-000002" / "tensors.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.startswith("exp_avg/"))
+    save_file(tensors | {name: change(tensors[name])}, path)
+    changed_state(halfway, sha256=sha256(path))
+    with pytest.raises(DataError, match="training state does not fit the model at 'exp_avg/"):
+        grpo.train(config(), base, halfway, silent)
+
+
+def changed_state(folder: Path, **values: Any) -> None:
+    path = folder / "state" / "step-000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_a_claim_of_another_make_is_refused(base: LoadedModel, halfway: Path) -> None:

@@ -148,3 +148,10 @@ def test_reading_nothing_or_no_json_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{oops\n")
     with pytest.raises(DataError, match="not JSON"):
         read_telemetry(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
+def test_a_line_that_is_no_row_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match="holds a line that is no"):
+        read_telemetry(tmp_path / "bad.jsonl")

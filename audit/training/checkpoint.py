@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from audit import __version__
 from audit.errors import DataError, RunError
+from audit.intact import own_files
 from audit.kv.ledger import Rollout, save_ledgers
 from audit.model import LoadedModel, verify_folder
 from audit.policies import Policy
@@ -92,7 +94,7 @@ class CheckpointFolder:
     def save_state(self, position: Position, optimiser: Optimiser) -> None:
         """Save everything that the next step needs, then drop the state before it."""
         older = self._states()
-        target = self.path / "state" / f"step-{position.step:06d}"
+        target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
             save_file(optimiser.tensors(), folder / _TENSORS)
@@ -176,9 +178,36 @@ class CheckpointFolder:
                 f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with; "
                 f"delete {str(self.path)!r} to start over"
             )
-        optimiser.load(load_file(folder / _TENSORS), state["updates"])
-        ledgers = tuple(sorted(state["ledgers"].items()))
-        return Position(state["step"], state["updates"], state["telemetry_bytes"], ledgers)
+        position = self._position(state, folder)
+        optimiser.load(self._tensors(folder / _TENSORS), position.updates)
+        return position
+
+    def _position(self, state: dict[str, Any], folder: Path) -> Position:
+        """Where a state says that it stands; raises DataError for what no step of this run leaves."""
+        step, updates, size = (state[key] for key in ("step", "updates", "telemetry_bytes"))
+        numbers = all(type(number) is int and number >= 0 for number in (step, updates, size))
+        if (
+            not numbers
+            or folder.name != _state_name(step)
+            or not step <= self._config.steps
+            or updates > step * self._config.updates_per_batch
+            or state["config_hash"] != self._config.hash
+        ):
+            raise DataError(
+                f"{str(folder / STATE)!r} holds what no step of this run leaves (step, updates, telemetry_bytes or "
+                f"config_hash); delete {str(self.path)!r} to start over"
+            )
+        ledgers = own_files(state["ledgers"], folder / STATE)
+        return Position(step, updates, size, tuple(sorted(ledgers.items())))
+
+    def _tensors(self, path: Path) -> dict[str, torch.Tensor]:
+        try:
+            tensors: dict[str, torch.Tensor] = load_file(path)
+        except SafetensorError as error:
+            raise DataError(
+                f"{str(path)!r} holds no tensors ({error}); delete {str(self.path)!r} to start over"
+            ) from None
+        return tensors
 
     def _check_ledgers(self, position: Position) -> None:
         for name, digest in position.ledgers:
@@ -187,6 +216,10 @@ class CheckpointFolder:
                 raise DataError(
                     f"ledger {str(path)!r} is missing or was changed; delete {str(self.path)!r} to start over"
                 )
+
+
+def _state_name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def drop_state(folder: Path) -> None:

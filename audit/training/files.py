@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in ``path``; raises DataError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not readable JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted an object")

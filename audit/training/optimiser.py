@@ -81,8 +81,9 @@ def _master(weight: Tensor) -> Tensor:
 
 
 def _fitting(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
-    if name not in tensors or tensors[name].shape != like.shape:
+    found = tensors.get(name)
+    if found is None or (found.shape, found.dtype) != (like.shape, like.dtype) or not found.isfinite().all():
         raise DataError(
             f"training state does not fit the model at {name!r}; delete the checkpoint folder to start over"
         )
-    return tensors[name].to(like.device, like.dtype).clone()
+    return found.to(like.device).clone()

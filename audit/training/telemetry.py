@@ -74,10 +74,15 @@ def _named(step: Any) -> str:
 
 
 def read_telemetry(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; raises DataError for a missing file or a line that is not JSON."""
+    """All complete rows; raises DataError for a missing file or a line that is no JSON object."""
     if not path.is_file():
         raise DataError(f"telemetry {str(path)!r} does not exist; was this folder trained?")
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, RecursionError) as error:
         raise DataError(f"telemetry {str(path)!r} holds a line that is not JSON ({error})") from None
+    if not all(isinstance(row, dict) for row in found):
+        raise DataError(
+            f"telemetry {str(path)!r} holds a line that is no row; delete the checkpoint folder to train again"
+        )
+    return found
