@@ -17,18 +17,18 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from audit.chat import Chat
-from audit.errors import DataError, RunError
+from audit.errors import AuditError, DataError, RunError
 from audit.gguf_header import check_gguf
 from audit.intact import own_files
 from audit.kv.attention import NAME as ATTENTION
 from audit.kv.attention import require_interface
 from audit.kv.layers import GOVERNED, layer_kinds
 from audit.kv.linear import carry_states
+from audit.loading import check_complete, check_numbers, check_sizes, headers
 from audit.weights import INDEX, file_sha256, weight_files, weights_sha256
 
 EMBEDDED = "embedded"
@@ -39,10 +39,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 _CODE = "auto_map"  # the key under which a config names Python of its checkpoint
-_WEIGHTS = "transformers_weights"  # the key under which a config names other weights than those of its folder
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
-# What transformers raises for a folder that is not a usable checkpoint.
-_LOAD_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError)
 
 
 @dataclass
@@ -81,7 +78,6 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
             folder = locate(name_or_path)
             refuse_code(folder)
             verify_folder(folder)
-            _refuse_other_weights(folder)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
         chat = Chat(tokenizer, _generation_stops(model))
@@ -157,12 +153,6 @@ def refuse_code(folder: Path) -> None:
             )
 
 
-def _refuse_other_weights(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if isinstance(config, dict) and config.get(_WEIGHTS) is not None:
-        raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights ({_WEIGHTS}); take that out")
-
-
 def _names_code(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_names_code, value))
@@ -188,9 +178,19 @@ def _manifest(folder: Path) -> dict[str, str]:
 
 
 def _load_folder(folder: Path, dtype: DtypeName) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=_dtype(dtype), attn_implementation=ATTENTION, use_safetensors=True, **_LOCAL
+    found = headers(weight_files(folder))
+    check_sizes(folder, found)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=_dtype(dtype),
+        attn_implementation=ATTENTION,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+        **_LOCAL,
     )
+    check_complete(str(folder), model, info)
+    check_numbers(str(folder), model, found)
     return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
@@ -212,6 +212,7 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
         config, dtype=wanted, attn_implementation=ATTENTION, trust_remote_code=False
     )
     plain.load_state_dict(loaded.state_dict())
+    check_numbers(str(path), plain)
     return plain, tokenizer
 
 
@@ -222,12 +223,20 @@ def _quiet(name: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except _LOAD_ERRORS as error:
-        line = next(iter(str(error).strip().splitlines()), "")
+    except AuditError:
+        raise
+    except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
+        line = _first_line(error)
         raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of a message, and the next where the first only introduces it."""
+    first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
+    return f"{first} {second}".strip() if first.endswith(":") else first
 
 
 def _generation_stops(model: Any) -> list[int]:

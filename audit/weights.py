@@ -14,6 +14,7 @@ from typing import Any
 from audit.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMED = "transformers_weights"  # the key under which a config names weights
 _ELSEWHERE = {  # files that would make transformers load others than those
     "adapter_config.json": "an adapter of another model; merge it into that model and save the whole",
     "shard-*-model-*.safetensors": "weights of a distributed checkpoint; save the model with save_pretrained",
@@ -25,6 +26,8 @@ def weight_files(folder: Path) -> list[Path]:
     for pattern, what in _ELSEWHERE.items():
         for path in sorted(folder.glob(pattern)):
             raise DataError(f"checkpoint {str(folder)!r}: {path.name} is {what}")
+    if (folder / "config.json").is_file() and _table(folder / "config.json").get(_NAMED) is not None:
+        raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights ({_NAMED}); take that out")
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -48,11 +51,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{str(index)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
-    shards = table.get("weight_map") if isinstance(table, dict) else None
+    shards = _table(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise DataError(f"{str(index)!r} has no weight_map of tensors and files; copy the checkpoint again")
     for name in shards.values():
@@ -67,3 +66,13 @@ def _own_file(folder: Path, name: Any) -> bool:
     if not (isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and len(name) < 256):
         return False
     return Path(name).name == name and (folder / name).is_file()
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
+    if not isinstance(table, dict):
+        raise DataError(f"{str(path)!r} holds a {type(table).__name__}, wanted names and values; copy it again")
+    return table

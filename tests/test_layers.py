@@ -15,7 +15,7 @@ RANK = {
     "audit.errors": 0, "audit.provenance": 1, "audit.records": 1, "audit.registry": 1,
     "audit.text": 1, "audit.inputs": 1, "audit.yaml_file": 1, "audit.spec": 2, "audit.spec_file": 2, "audit.runs": 2,
     "suites": 2, "reports": 2, "audit.draws": 2, "audit.degenerate": 2, "audit.progress": 2, "audit.intact": 2,
-    "audit.gguf_header": 2, "audit.weights": 2,
+    "audit.gguf_header": 2, "audit.weights": 2, "audit.loading": 2,
     "audit.claims": 2,
     "audit.policies": 3, "audit.kv": 4, "audit.rendering": 3, "audit.chat": 4, "audit.embedded": 4, "audit.model": 5,
     "audit.decoding": 5, "audit.decoder": 5, "audit.sampler": 6,

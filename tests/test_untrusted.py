@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import CHATML, byte_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_cli import refused
 
 from audit import model, rendering
@@ -158,6 +159,70 @@ def test_a_config_that_names_other_weights_is_refused(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
     rewritten(folder / "config.json", transformers_weights="other.safetensors")
     assert "config.json names other weights" in refused("generate", "Hello.", "--model", folder)
+
+
+def with_tensors(folder: Path, **changes: Any) -> Path:
+    """The weights with some tensors replaced, or left out where the change is None."""
+    weights = folder / "model.safetensors"
+    tensors = {**load_file(weights), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, weights, metadata={"format": "pt"})
+    return folder
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (None, f"its weights lack {NORM};"),
+        (torch.ones(31), f"{NORM} has shape (31,), its config wants (32,);"),
+        (torch.full((32,), float("nan")), f"{NORM} holds NaN or infinity"),
+        (torch.full((32,), float("-inf")), f"{NORM} holds NaN or infinity"),
+        (torch.ones(32, dtype=torch.int32), f"{NORM} is of type I32, weights are floats"),
+        (torch.ones(32, dtype=torch.complex64), f"{NORM} is of type C64, weights are floats"),
+    ],
+    ids=["missing", "shape", "nan", "inf", "integer", "complex"],
+)
+@pytest.mark.filterwarnings("ignore:Casting complex")
+def test_a_tensor_that_is_no_weight_is_refused_by_name(tensor: Any, said: str, folder: Path) -> None:
+    assert said in refused("generate", "Hello.", "--model", with_tensors(folder, **{NORM: tensor}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"), [(3, r"its weights lack model\.layers\.2\..* and 8 more"), (1, r"leaves out .* and 8 more")]
+)
+def test_a_config_of_more_or_fewer_layers_is_refused(layers: int, said: str, folder: Path) -> None:
+    rewritten(folder / "config.json", num_hidden_layers=layers)
+    with pytest.raises(DataError, match=said):
+        load_model(str(folder))
+
+
+def test_a_tied_head_is_not_missing(folder: Path) -> None:
+    rewritten(folder / "config.json", tie_word_embeddings=True)
+    model = load_model(str(with_tensors(folder, **{"lm_head.weight": None}))).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_buffers_of_old_checkpoints_are_no_weights_of_another_model(folder: Path) -> None:
+    with_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert load_model(str(folder)).max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_hidden_layers", 100_000, "asks for num_hidden_layers 100000, its weights have 21 tensors"),
+        ("hidden_size", 10**9, "asks for hidden_size 1000000000, its weights have"),
+        ("num_hidden_layers", "x", "Field 'num_hidden_layers' expected int, got str"),
+        ("num_attention_heads", 0, "integer modulo by zero"),
+        ("dtype", ["a"], "list index out of range"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "requires"),
+    ],
+)
+def test_a_config_that_no_model_has_is_one_line(key: str, value: Any, said: str, folder: Path) -> None:
+    rewritten(folder / "config.json", **{key: value})
+    assert said in refused("generate", "Hello.", "--model", folder)
 
 
 @pytest.mark.parametrize("table", ["files", "ledgers"])
