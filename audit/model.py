@@ -201,10 +201,13 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     check_gguf(path)
     wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=wanted, **_LOCAL)
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=wanted, output_loading_info=True, **_LOCAL
+        )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     except ImportError as error:
         raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
+    check_complete(str(path), loaded, info)
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
         del config.quantization_config

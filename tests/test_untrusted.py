@@ -198,6 +198,24 @@ def test_a_config_of_more_or_fewer_layers_is_refused(layers: int, said: str, fol
         load_model(str(folder))
 
 
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers reports of such a file; reading one takes a package that the tests do without."""
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    parts = (
+        load_model(str(folder)).model,
+        {"missing_keys": {NORM}, "mismatched_keys": set(), "unexpected_keys": set()},
+    )
+    monkeypatch.setattr(model, "check_gguf", lambda _: None)
+    monkeypatch.setattr(
+        model.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *_, output_loading_info=False, **__: parts if output_loading_info else parts[0],
+    )
+    monkeypatch.setattr(model.AutoTokenizer, "from_pretrained", lambda *_, **__: byte_tokenizer())
+    with pytest.raises(DataError, match=f"its weights lack {NORM}"):
+        load_model(str(folder / "model.gguf"))
+
+
 def test_a_tied_head_is_not_missing(folder: Path) -> None:
     rewritten(folder / "config.json", tie_word_embeddings=True)
     model = load_model(str(with_tensors(folder, **{"lm_head.weight": None}))).model
