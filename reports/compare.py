@@ -21,6 +21,7 @@ from reports.panel import panels
 from reports.plan import DENSE_POLICY, read_plan, short_names
 from reports.readers.base import Log
 from reports.report import Report
+from reports.rules import margin_of
 from reports.stats.kappa import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
@@ -91,7 +92,7 @@ class TwoJudges:
 
 def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha: float = DEFAULT_ALPHA) -> Comparison:
     """Compare one metric; ``margin`` in pp. Raises SpecError for a margin or level that cannot be."""
-    _check("--margin", margin, 100.0)
+    margin_of(margin, "--margin")
     _check("--alpha", alpha, 0.5)
     pairs = paired(
         sides.reference,

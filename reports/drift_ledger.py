@@ -72,6 +72,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def read_ledger(path: Path) -> list[Entry]:
     """Every line of a ledger, none for a file that is not there yet; raises DataError naming a line that is broken."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"ledger {str(path)!r} is no regular file; give another --ledger")
     try:
         text = path.read_bytes() if path.exists() else b""
     except OSError as error:

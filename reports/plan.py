@@ -12,7 +12,7 @@ import pandas as pd
 from audit.errors import SpecError, UnknownName
 from audit.yaml_file import clipped, known_keys, name_of, shown
 from reports.policy_names import match_policies, policy_text, short_names
-from reports.rules import Rules, estimand_margins, estimands, number, read_rules
+from reports.rules import Rules, estimand_margins, estimands, margin_of, read_rules
 
 __all__ = ["DENSE_POLICY", "Plan", "Unit", "match_policies", "read_plan", "short_names"]
 DENSE_POLICY = "none"
@@ -220,4 +220,4 @@ def _margins(gate: Mapping[str, Any], suites: Sequence[str]) -> dict[str, float]
         raise SpecError(f"gate.margins is {shown(declared)}, wanted suite: percentage points")
     known_keys(declared, suites, "gate.margins", kind="suite")
     merged = {**DEFAULT_MARGINS, **declared}
-    return {s: number(merged[s], f"gate.margins.{s}", 100.0) / 100 for s in suites if s in merged}
+    return {s: margin_of(merged[s], f"gate.margins.{s}") for s in suites if s in merged}

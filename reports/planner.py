@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from audit.errors import SpecError
+from reports.rules import margin_of
 from reports.stats import power as kernels
 from reports.stats.blindspot import blind_spot, clusters_required
 
@@ -186,6 +187,7 @@ def _check(design: Design) -> None:
         value, scale = getattr(design, name), 100 if name == "margin" else 1
         if not 0 < value < 1:
             raise SpecError(f"{option} is {scale * value:g}, wanted a number above 0 and below {scale}")
+    margin_of(100 * design.margin, "--margin")
     if not 0 < design.alpha < 0.5:
         raise SpecError(f"--alpha is {design.alpha:g}, wanted a number above 0 and below 0.5")
     for value, option in ((design.correlation, "--icc"), (design.sampling_share, "--sampling-share")):

@@ -37,6 +37,7 @@ class Profile(NamedTuple):
 
 
 PROFILES = {"pr": Profile(0.05, WARN), "release": Profile(0.025, BLOCK)}
+LEAST_MARGIN = 0.01  # percentage points: no sample shows less
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,15 @@ def estimand_margins(gate: Mapping[str, Any]) -> dict[str, float]:
         raise SpecError(f"gate.estimand_margins is {shown(given)}, wanted estimand: percentage points")
     known_keys(given, OWN_MARGINS, "gate.estimand_margins")
     merged = {"selectivity": DEFAULT_SELECTIVITY, **given}
-    return {name: number(value, f"gate.estimand_margins.{name}", 100.0) / 100 for name, value in merged.items()}
+    return {name: margin_of(value, f"gate.estimand_margins.{name}") for name, value in merged.items()}
+
+
+def margin_of(value: Any, name: str) -> float:
+    """A margin given in percentage points, in score units."""
+    points = number(value, name, 100.0)
+    if points < LEAST_MARGIN:
+        raise SpecError(f"{name} is {points:g}, wanted at least {LEAST_MARGIN} (percentage points)")
+    return points / 100
 
 
 def number(value: Any, name: str, below: float) -> float:

@@ -20,7 +20,7 @@ from audit.model import DtypeName, LoadedModel, load_model
 from audit.policies import Policy, parse_policy
 from audit.records import Message, Role
 from audit.sampler import Completion, Decoding, Sampler
-from audit.text import visible
+from audit.text import is_text, visible
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
     check_seed(question.seed)
+    _check(question)
     load_plugins(plugins)
     set_verbosity_error()  # transformers warns of long texts where _sample refuses those that do not fit
     chosen = parse_policy(policy)
@@ -59,6 +60,13 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
         facts.append(f"layers      {words}")
     for line in facts:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check(question: Question) -> None:
+    if question.temperature != 0 and not 1e-3 <= question.temperature <= 100:  # as in specs
+        raise SpecError(f"--temperature is {question.temperature:g}, wanted 0, or 0.001 to 100")
+    if not all(is_text(text) for text in (question.text, question.system or "")):
+        raise SpecError("the text is not UTF-8; give it in UTF-8")
 
 
 def _sample(question: Question, model: LoadedModel, policy: Policy) -> tuple[Completion, Rollout]:

@@ -42,6 +42,8 @@ def verify_recorded(asked: Asked) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
     if asked.dtype not in get_args(DtypeName):
         raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
+    if asked.tolerance is not None and not math.isfinite(asked.tolerance):
+        raise SpecError(f"--tolerance is {asked.tolerance:g}, wanted a finite number of nats")
     load_plugins(asked.plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
     recorded, name = _sources(asked)

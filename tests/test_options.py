@@ -1,0 +1,38 @@
+"""Options at the edge of what floats and files can be are one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_cli import refused
+
+from audit.errors import DataError, SpecError
+from reports.drift_ledger import read_ledger
+from reports.rules import margin_of
+
+
+def test_a_margin_that_no_sample_could_show_is_refused() -> None:
+    assert "--margin is 0.001, wanted at least 0.01" in refused("plan", "--margin=0.001")
+    with pytest.raises(SpecError, match=r"wanted at least 0\.01"):
+        margin_of(0.009, "gate.margins.math")
+    assert margin_of(0.01, "gate.margins.math") == 0.0001
+
+
+@pytest.mark.parametrize("value", ["inf", "1e-320", "101"])
+def test_a_temperature_that_a_spec_refuses_is_refused(value: str) -> None:
+    assert "wanted 0, or 0.001 to 100" in refused("generate", "x", f"--temperature={value}")
+
+
+def test_text_that_is_no_utf_8_is_refused() -> None:
+    assert "is not UTF-8" in refused("generate", "\udcff x")
+
+
+@pytest.mark.parametrize("value", ["inf"])
+def test_a_tolerance_that_explains_everything_is_refused(value: str) -> None:
+    assert "--tolerance is" in refused("verify", "x", f"--tolerance={value}")
+
+
+def test_a_ledger_is_a_file_of_bounded_size() -> None:
+    with pytest.raises(DataError, match="is no regular file"):
+        read_ledger(Path("/dev/zero"))
