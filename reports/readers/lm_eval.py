@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.errors import DataError
+from audit.text import inline
 from reports.readers.base import (
     Log,
     Problems,
@@ -77,7 +78,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, wh
     own = str(row.get("filter", "none"))[:80]
     fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row
     cluster = request.cluster(fields, item) if request.cluster else None
-    asked = " ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash"))
+    asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
     for metric in metrics:
         name = metric_name(metric if own == "none" else f"{metric},{own}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
