@@ -37,6 +37,7 @@ def test_shadow_pass_is_exact_in_float32(replayed: Policy) -> None:
     assert gap(loaded, played, "shadow") < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_and_the_gap_is_printed(lossy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = shared(dtype=torch.bfloat16, spread=0.1)
     played = two_turns(loaded, lossy, lengths=(40, 9), short=True)
@@ -107,7 +108,7 @@ def shadow_logits(model: Any, rollout: Rollout) -> Tensor:
 
 def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
     together = two_turns(shared(), variant)
-    for row in (0, 2) if variant.name else (1,):  # a composition adds no ranking of its own
+    for row in range(3) if variant.name else (1,):  # a composition adds no ranking of its own
         alone = two_turns(shared(), variant, only=row)
         assert together.rollouts[row].ids.tolist() == alone.rollouts[0].ids.tolist()
         assert torch.equal(together.rollouts[row].evicted_at, alone.rollouts[0].evicted_at)
