@@ -70,7 +70,9 @@ def with_worker(folder: Path) -> tuple[subprocess.Popen[str], int]:
     while not (log.exists() and "model: embedded" in log.read_text()):
         assert run.poll() is None
         time.sleep(0.05)
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(maxsplit=2) for line in table.splitlines()]
     (worker,) = (int(pid) for pid, parent, words in rows if int(parent) == run.pid and "tie()" in words)
     return run, worker
