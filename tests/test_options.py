@@ -33,6 +33,6 @@ def test_a_tolerance_that_explains_everything_is_refused(value: str) -> None:
     assert "--tolerance is" in refused("verify", "x", f"--tolerance={value}")
 
 
-def test_a_ledger_is_a_file_of_bounded_size() -> None:
+def test_a_ledger_is_a_regular_file() -> None:
     with pytest.raises(DataError, match="is no regular file"):
         read_ledger(Path("/dev/zero"))

@@ -29,7 +29,7 @@ from audit.kv.layers import LayerPlan, layer_plans
 from audit.kv.ledger import NEVER
 from audit.kv.linear import Run, States, advance
 from audit.kv.quantised import QuantisedStore
-from audit.kv.rotary import Rotary, require_steady
+from audit.kv.rotary import Rotary, require_steady, steady_positions
 from audit.kv.routing import RecordedRoutes
 from audit.kv.schedule import Pins, Times
 from audit.kv.selection import RecordedChoices, Selection
@@ -52,6 +52,7 @@ class EvictingCache:
             raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
         assert rotary or not policy.evictor.needs_rotary, policy.canonical
         self.policy, self.row_keys, self._config = policy, row_keys, config
+        self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self._shared: tuple[Tensor, Tensor] | None = None  # key and length of the prompt that a group shares
         self.plans: list[LayerPlan] = layer_plans(config, policy)
@@ -77,7 +78,8 @@ class EvictingCache:
         new = (positions >= 0).sum(1)
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
-        require_steady(self._config, int((self.seen + new).max()))
+        if self._steady is not None and int((self.seen + new).max()) > self._steady:
+            require_steady(self._config, int((self.seen + new).max()))
         self._decoding, self._new, self.seen = decoding, new, self.seen + new
         self._attended: set[int] = set()
         self._carried: set[int] = set()

@@ -222,6 +222,8 @@ def require_positions(given: Tensor | None, own: Tensor) -> None:
 
 def prepare(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
+    require_interface(model)
+    carry_states(model)
     use_attention(model)
     # a copy of a prepared model is prepared too, so the model itself has to say it
     if _hand_over not in model._forward_pre_hooks.values():
@@ -231,8 +233,6 @@ def prepare(model: Any) -> None:
 
 def use_attention(model: Any) -> None:
     """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
-    require_interface(model)
-    carry_states(model)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 
