@@ -11,11 +11,11 @@ __all__ = ["CompressedCache", "shadow"]
 
 def __getattr__(name: str) -> Any:
     if name == "CompressedCache":
-        from audit.kv.stock import CompressedCache
+        from audit.cache.stock import CompressedCache
 
         return CompressedCache
     if name == "shadow":
-        from audit.kv.replayed import shadow
+        from audit.replay.replayed import shadow
 
         return shadow
     raise AttributeError(f"module 'audit' has no attribute {name!r}")

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from audit import __version__
-from audit.cli_verdicts import verdicts
-from audit.command_line import (
+from audit.commands.command_line import (
     Limit,
     Out,
     Plugins,
@@ -29,6 +28,7 @@ from audit.command_line import (
     resume_hint,
     user_errors,
 )
+from audit.commands.verdicts import verdicts
 
 app = typer.Typer(
     name="kvaudit",

@@ -15,12 +15,14 @@ from unittest import mock
 
 from rich.console import Console
 
-from audit import pipeline
-from audit.evaluate import Progress, Unit, UnitFiles, grid
-from audit.pipeline import Pipeline
-from audit.runs import PROVENANCE, RunFolder, open_run, write_json
-from audit.spec import BASE_ARM, RunSpec
-from audit.spec_file import load_spec
+from audit.core.files import write_json
+from audit.core.provenance import PROVENANCE
+from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.spec_file import load_spec
+from audit.runs import pipeline
+from audit.runs.evaluate import Progress, Unit, UnitFiles, grid
+from audit.runs.folder import RunFolder, open_run
+from audit.runs.pipeline import Pipeline
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 MODEL = SimpleNamespace(sha256="0" * 64)

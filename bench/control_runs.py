@@ -10,16 +10,17 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from audit.draws import derive_seed
-from audit.episodes import Played, play
-from audit.evaluate import Batches, Evaluator, Unit, UnitFiles
-from audit.model import LoadedModel
-from audit.pipeline import Pipeline, prepare
-from audit.records import Item, Outcome, Record
-from audit.runs import RunFolder, open_run, write_json
-from audit.sampler import Decoding, Sampler
-from audit.spec import EvaluateSpec, RunSpec
-from audit.spec_file import parse_spec
+from audit.core.files import write_json
+from audit.core.records import Item, Outcome, Record
+from audit.core.spec import EvaluateSpec, RunSpec
+from audit.core.spec_file import parse_spec
+from audit.policies.draws import derive_seed
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles
+from audit.runs.folder import RunFolder, open_run
+from audit.runs.pipeline import Pipeline, prepare
+from audit.sampling.episodes import Played, play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES, Suite
 
 SUITE_NAMES = ("refusal", "agent", "math")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from audit.runs import RunFolder
+from audit.runs.folder import RunFolder
 from bench.control_draws import Shares, gated, halves, limit, losses, planned_pass, shares, some, swaps, templates_of
 from bench.control_runs import (
     AGAIN,

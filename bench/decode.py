@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from transformers import GenerationConfig
 
-from audit.kv.attention import NAME
+from audit.cache.attention import NAME
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
 
 BATCH, CONTEXT, NEW, REPEATS = 8, 1024, 32, 2

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from audit.kv.hints import unpack_hints
-from audit.kv.ledger import Rollout
-from audit.kv.shadow import LearnerView, suffix_logits
-from audit.model import load_model
+from audit.cache.ledger import Rollout
+from audit.cache.quantised.hints import unpack_hints
 from audit.policies import Composed, Policy, parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.shadow import LearnerView, suffix_logits
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
 
 PROMPT, NEW, GROUP, MESSAGE = 200, 48, 4, 30

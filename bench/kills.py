@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from audit import rendering
 from audit.cli import main as kvaudit
-from audit.errors import DataError
-from audit.intact import check_checkpoints
-from audit.records import Record
-from audit.runs import read_json
+from audit.core.errors import DataError
+from audit.core.files import read_json
+from audit.core.intact import check_checkpoints
+from audit.core.records import Record
+from audit.sampling import rendering
 from reports.write import formats
 
 SPEC = """\
@@ -275,7 +275,7 @@ def main() -> None:
     """Print the figures; exit code 1 where one of them is not what it has to be."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    for name in ("audit.pipeline", "audit.commands.run", "audit.commands.report", "reports.analysis.analyse"):
+    for name in ("audit.runs.pipeline", "audit.commands.run", "audit.commands.report", "reports.analysis.analyse"):
         importlib.import_module(name)
     formats()  # imports them
     rendering.renderer._answer = _render

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from audit.kv.ledger import Rollout
-from audit.kv.shadow import suffix_logits
+from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.shadow import suffix_logits
+from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
 
 PROMPTS, GROUP, PROMPT, NEW, REPEATS = 4, 8, 256, 32, 5

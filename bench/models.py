@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from audit.errors import DataError
-from audit.kv.attention import NAME
-from audit.model import load_model
+from audit.cache.attention import NAME
+from audit.core.errors import DataError
+from audit.sampling.model import load_model
 
 
 @dataclass

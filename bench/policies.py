@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from audit.errors import DataError
-from audit.kv.attention import NAME
-from audit.kv.cache import EvictingCache
-from audit.kv.quantised import QuantisedStore
-from audit.model import load_model
+from audit.cache.attention import NAME
+from audit.cache.cache import EvictingCache
+from audit.cache.quantised.quantised import QuantisedStore
+from audit.core.errors import DataError
 from audit.policies import POLICIES, Policy, parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 from bench.exactness import gaps
 from bench.models import Served, random_llama
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from audit.kv.attention import NAME
-from audit.kv.layers import layer_plans
-from audit.kv.ledger import Rollout
-from audit.kv.routing import RecordedRoutes, watched_blocks
-from audit.kv.shadow import Replay, suffix_logits
+from audit.cache.attention import NAME
+from audit.cache.layers import layer_plans
+from audit.cache.ledger import Rollout
+from audit.cache.routing import RecordedRoutes, watched_blocks
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.shadow import Replay, suffix_logits
+from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served
 
 PROMPT, NEW, ROWS, POLICY = 200, 200, 8, "snapkv:budget=64,window=8,chunk=64,interval=16"

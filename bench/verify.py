@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from audit.kv.ledger import NEVER, Rollout
-from audit.kv.recorded import Recorded
-from audit.kv.reranking import Ranked
+from audit.cache.ledger import NEVER, Rollout
 from audit.policies import POLICIES, Policy, parse_policy
-from audit.sampler import Decoding, Sampler
-from audit.verify import Verification, verify
+from audit.replay.recorded import Recorded
+from audit.replay.reranking import Ranked
+from audit.runs.verify import Verification, verify
+from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.advice import short_suites
 from reports.gate import AT_FLOOR, FLOOR, Decision, Status, Verdict
 from reports.plain import drift, percent, points

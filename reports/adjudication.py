@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.errors import SpecError, UnknownName
+from audit.core.errors import SpecError, UnknownName
 from reports.contrast import ESTIMANDS
 from reports.drift import seed_pairs
 from reports.gate import Decision, Verdict

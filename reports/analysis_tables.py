@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from audit.text import clip, inline
+from audit.core.text import clip, inline
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.plain import drift, percent, points, pvalue
 from reports.report import Report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from audit.text import inline
+from audit.core.text import inline
 from reports import analysis_tables as tables
 from reports.analysis.safe import sentence
 from reports.gate import Status, Verdict

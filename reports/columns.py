@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.records import Record, Role
+from audit.core.records import Record, Role
 
 ROLES = (*(role.value for role in Role), "format")
 COPIED = (

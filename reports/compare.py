@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from reports.calibration.stamp import stamp
 from reports.drift import contrasts
 from reports.gate import EXIT_CODES, Status, Verdict, decide, worst

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.about import churn
 from reports.advice import note
 from reports.compare import Comparison, TwoJudges

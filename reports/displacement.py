@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from reports.stats.signflip import FEWEST_CLUSTERS
 from reports.stats.swap import swap_test
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from audit.records import Outcome
-from audit.yaml_file import name_of
+from audit.core.records import Outcome
+from audit.core.yaml_file import name_of
 from reports.columns import ROLES
 from reports.contrast import SeedPair, contrast
 from reports.curves import curves

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError, RunError
-from audit.text import inline
+from audit.core.errors import DataError, RunError
+from audit.core.text import inline
 from reports.pin import Pin, weights_identity
 from reports.plain import drift_of
 from reports.plan import Plan

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from audit.records import Message, Role
-from audit.text import clip
+from audit.core.records import Message, Role
+from audit.core.text import clip
 from reports.contrast import ESTIMANDS
 from reports.drift import seed_pairs
 from reports.gate import Decision, Verdict

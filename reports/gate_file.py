@@ -15,8 +15,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError, SpecError, UnknownName
-from audit.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
+from audit.core.errors import DataError, SpecError, UnknownName
+from audit.core.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
 from reports.load import RunData
 from reports.pin import Pin
 from reports.plan import Plan, read_plan

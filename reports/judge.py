@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
 from reports.gate import decide
 from reports.judge_labels import FILE, REMEDY, CellLabels, CellName, load_labels

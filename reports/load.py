@@ -18,11 +18,11 @@ from typing import Any
 
 import pandas as pd
 
-from audit.errors import DataError, SpecError
-from audit.inputs import TABLE
-from audit.provenance import check_provenance
-from audit.records import Message, Record
-from audit.yaml_file import parse_yaml
+from audit.core.errors import DataError, SpecError
+from audit.core.inputs import TABLE
+from audit.core.provenance import check_provenance
+from audit.core.records import Message, Record
+from audit.core.yaml_file import parse_yaml
 from reports.columns import Columns
 from reports.panel import Panel, panels
 from reports.rows import Problem, columns_of, one_line, read_unit

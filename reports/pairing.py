@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from audit.errors import SpecError, UnknownName
+from audit.core.errors import SpecError, UnknownName
 from reports.contrast import UNSCORED_LIMIT
 from reports.plain import percent
 from reports.plan import DENSE_POLICY

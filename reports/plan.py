@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from audit.errors import SpecError, UnknownName
-from audit.yaml_file import clipped, known_keys, name_of, shown
+from audit.core.errors import SpecError, UnknownName
+from audit.core.yaml_file import clipped, known_keys, name_of, shown
 from reports.policy_names import match_policies, policy_text, short_names
 from reports.rules import Rules, estimand_margins, estimands, margin_of, read_rules
 

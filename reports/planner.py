@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from reports.rules import margin_of
 from reports.stats import power as kernels
 from reports.stats.blindspot import blind_spot, clusters_required

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from math import gcd
 from typing import Any
 
-from audit.yaml_file import shown
+from audit.core.yaml_file import shown
 
 DEEPEST = 3  # a mixture of compositions of policies
 LONGEST = 12  # digits of a share, that a file may mean harm with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from audit.inputs import WORKED_WITH
+from audit.core.inputs import WORKED_WITH
 from reports.report import OtherRules, Report
 from reports.rules import AFTER_RUN, WARN, Rules
 from reports.verdict import JUDGE_DIFF, Decision, Status, Verdict

@@ -18,9 +18,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
-from audit.records import CONTRADICTED, FORMAT, Outcome, Record, Role
-from audit.text import is_text
+from audit.core.errors import DataError
+from audit.core.records import CONTRADICTED, FORMAT, Outcome, Record, Role
+from audit.core.text import is_text
 from reports.columns import COPIED, ROLES, Columns
 
 BLOCK = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from audit.errors import SpecError, UnknownName
-from audit.yaml_file import clipped, known_keys, shown
+from audit.core.errors import SpecError, UnknownName
+from audit.core.yaml_file import clipped, known_keys, shown
 from reports.stats.looks import alpha_per_look
 
 GATED_ESTIMANDS = ("E1", "E2", "E3", "selectivity", "parity")

@@ -18,9 +18,9 @@ from unicodedata import normalize
 
 import numpy as np
 
-from audit.errors import DataError
-from audit.records import Message, Role
-from audit.text import clip, visible
+from audit.core.errors import DataError
+from audit.core.records import Message, Role
+from audit.core.text import clip, visible
 from reports.sheet_key import Key
 
 COLUMNS = ("row", "suite", "conversation", "answer", "label")

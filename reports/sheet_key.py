@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 
 FORMAT = 1
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 
 LARGEST = 1_000_000  # characters; aliases can make a few lines of YAML stand for more than a machine holds
 ELSEWHERE = "data"  # where the data lies does not change what is measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from audit.text import inline
+from audit.core.text import inline
 from reports import beside, run_tables, tables
 from reports.about import about, asides
 from reports.gate import Status, Verdict

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from audit.text import clip, inline
+from audit.core.text import clip, inline
 from reports.advice import note
 from reports.gate import Decision, Status, Verdict
 from reports.plain import drift, percent, points, pvalue

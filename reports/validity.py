@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from audit.inputs import TABLE, inputs_sha256
-from audit.records import Outcome
+from audit.core.inputs import TABLE, inputs_sha256
+from audit.core.records import Outcome
 from reports.load import RunData
 from reports.pin import Pin, pin_from
 from reports.plan import Plan

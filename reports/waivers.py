@@ -18,8 +18,8 @@ from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from audit.errors import SpecError, UnknownName
-from audit.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
+from audit.core.errors import SpecError, UnknownName
+from audit.core.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 from reports.plan import Plan, match_policies
 from reports.rules import GATED_ESTIMANDS
 

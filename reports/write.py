@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import reports.formats
-from audit.errors import DataError, RunError
+from audit.core.errors import DataError, RunError
 from reports.calibration.stamp import stamp
 from reports.displacement import load_displacement
 from reports.examples import largest_losses

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from audit.records import Grade, Item, Message, Outcome, Role
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import PLACEMENTS, fit, put, scatter
 from suites.templates import Slot, Template, slot, templates

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
-from audit.records import Grade, Item, Message
-from audit.registry import Registry
+from audit.core.records import Grade, Item, Message
+from audit.core.registry import Registry
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from suites.base import CountTokens
 from suites.words import CLERKS, NOUNS, PLACES, STATES, VERBS
 

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from audit.records import Grade, Item, Message, Outcome, Role
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import PLACEMENTS, fit, put, scatter
 from suites.templates import Slot, slot, templates

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError, SpecError
+from audit.core.errors import DataError, SpecError
 from suites.base import CountTokens
 
 VARIABLE = "KVAUDIT_DATA"

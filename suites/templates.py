@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from suites.base import Split
 
 

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.errors import DataError
-from audit.records import Grade, Item, Message, Outcome, Role
+from audit.core.errors import DataError
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, fit_prose, json_lines
 

@@ -31,7 +31,7 @@ from reports_synthetic import Design, build, policy
 from test_gguf_header import header as gguf_header
 from test_reports_displacement import FLOOR, row
 
-from audit.errors import AuditError
+from audit.core.errors import AuditError
 
 SECONDS = 10  # of this process: beyond them an input hangs
 REPORTS = 40  # a mutant that reports a whole run stands for so many others
@@ -201,7 +201,7 @@ ROLLOUTS: dict[str, Any] = {
 
 
 def _spec(path: Path) -> object:
-    from audit.spec_file import load_spec
+    from audit.core.spec_file import load_spec
 
     return load_spec(path).sha256
 
@@ -244,11 +244,11 @@ def _log(path: Path) -> object:
 def _rollouts(path: Path) -> object:
     from transformers import LlamaConfig
 
-    from audit.kv.consistency import breach
-    from audit.kv.interchange import read_rollouts
-    from audit.kv.layers import layer_plans
-    from audit.kv.recorded import check_replayable
+    from audit.cache.layers import layer_plans
     from audit.policies import parse_policy
+    from audit.replay.consistency import breach
+    from audit.replay.interchange import read_rollouts
+    from audit.replay.recorded import check_replayable
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)
@@ -264,7 +264,7 @@ def _rollouts(path: Path) -> object:
 
 
 def _gguf(path: Path) -> object:
-    from audit.gguf_header import check_gguf
+    from audit.sampling.gguf_header import check_gguf
 
     return check_gguf(path)
 
@@ -316,7 +316,7 @@ def _small_eval(home: Path) -> bytes:
 def _ledger(home: Path) -> bytes:
     from test_kv_ledger import POLICY, rollout
 
-    from audit.kv.ledger import save_ledgers
+    from audit.cache.ledger import save_ledgers
 
     save_ledgers(home / "l.safetensors", [rollout(80, 2, 1)], POLICY)
     return (home / "l.safetensors").read_bytes()

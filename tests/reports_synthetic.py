@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from audit.inputs import inputs_sha256
-from audit.records import Message, Outcome, Record, Role
+from audit.core.inputs import inputs_sha256
+from audit.core.records import Message, Outcome, Record, Role
 from reports.spec_hash import spec_sha256
 
 INPUTS = {"rows": {}, "model": {"config.json": "c" * 64}, "plug-ins": {}}

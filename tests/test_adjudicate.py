@@ -13,8 +13,8 @@ from reports_synthetic import TEXTS, Design, build, policy, write_unit
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.errors import AuditError, DataError
-from audit.records import Message, Role
+from audit.core.errors import AuditError, DataError
+from audit.core.records import Message, Role
 from reports.adjudication import chosen, digest, paired_answers
 from reports.drift import drift_report
 from reports.gate import Status, decide

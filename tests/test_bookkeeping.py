@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from audit.evaluate import grid
+from audit.core.spec import RunSpec
 from audit.policies import parse
-from audit.spec import RunSpec
+from audit.runs.evaluate import grid
 from bench.bookkeeping import spec_of, walked
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from conftest import CHATML, byte_tokenizer
 
-from audit.chat import Chat
-from audit.errors import SpecError
-from audit.records import Message, Role
+from audit.core.errors import SpecError
+from audit.core.records import Message, Role
+from audit.sampling.chat import Chat
 
 SYSTEM = Message(Role.SYSTEM, "Never say zebra.")
 USER = Message(Role.USER, "  Hé 你好? ")

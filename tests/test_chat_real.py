@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from audit.episodes import play
-from audit.model import LoadedModel, load_model
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
-from audit.records import Grade, Item, Message, Outcome, Role
-from audit.sampler import Decoding, Sampler
+from audit.sampling.episodes import play
+from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import Suite
 
 pytestmark = [

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from audit import claims
-from audit.claims import SILENCE_SECONDS, Claims, kernel, work_through
-from audit.errors import RunError
+from audit.core.errors import RunError
+from audit.runs import claims
+from audit.runs.claims import SILENCE_SECONDS, Claims, kernel, work_through
 
 HOLD = """
 import socket, sys, time
 from pathlib import Path
-from audit.claims import Claims
+from audit.runs.claims import Claims
 socket.gethostname = lambda: "elsewhere"
 with Claims().claim(Path(sys.argv[1])) as mine:
     print(mine is not None, flush=True)

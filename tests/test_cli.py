@@ -17,9 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.command_line import end_on_sigterm
+from audit.commands.command_line import end_on_sigterm
 from audit.commands.run import Options, share
-from audit.spec_file import load_spec
+from audit.core.spec_file import load_spec
 
 ROOT = Path(__file__).parent.parent
 SPEC = """\
@@ -354,7 +354,7 @@ def test_a_disk_that_takes_nothing_is_one_line(
     def refuse(source: Any, target: Any) -> None:
         raise OSError(code, os.strerror(code), str(target))
 
-    monkeypatch.setattr("audit.runs.os.replace", refuse)
+    monkeypatch.setattr("audit.core.files.os.replace", refuse)
     message = refused("run", spec, "--out", tmp_path / "run")
     assert words in message
     assert f"kvaudit run {spec} --out {tmp_path / 'run'} --resume" in message
@@ -371,7 +371,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
 
     before = signal.getsignal(signal.SIGTERM)
     end_on_sigterm()
-    monkeypatch.setattr("audit.pipeline.Pipeline.train", interrupt)
+    monkeypatch.setattr("audit.runs.pipeline.Pipeline.train", interrupt)
     try:
         got, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
     finally:
@@ -386,7 +386,7 @@ def test_a_crash_is_not_dressed_up_as_the_users_fault(
     def crash(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("audit.pipeline.Pipeline.train", crash)
+    monkeypatch.setattr("audit.runs.pipeline.Pipeline.train", crash)
     with pytest.raises(ZeroDivisionError):
         kvaudit("run", spec, "--out", tmp_path / "run")
 
@@ -406,7 +406,7 @@ def test_generate_shows_what_compression_kept(tiny_folder: Path) -> None:
 def test_generate_shows_control_characters_instead_of_sending_them(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audit.chat.Chat.text", lambda *_: "a\x1b[31m\u202eb")
+    monkeypatch.setattr("audit.sampling.chat.Chat.text", lambda *_: "a\x1b[31m\u202eb")
     _, out, _ = kvaudit("generate", "x", "--model", tiny_folder, "--max-new-tokens", 1)
     assert out.splitlines()[0] == "a␛[31m⟨U+202E⟩b"
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from audit import runs
-from audit.errors import DataError, RunError
-from audit.runs import mutex, open_run, read_json, write_json
-from audit.spec import RunSpec
-from audit.spec_file import parse_spec
+from audit.core import files as runs
+from audit.core.errors import DataError, RunError
+from audit.core.files import mutex, read_json, write_json
+from audit.core.spec import RunSpec
+from audit.core.spec_file import parse_spec
+from audit.runs.folder import open_run
 
 SPEC = "{name: a, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
 

@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.errors import AuditError, SpecError
+from audit.core.errors import AuditError, SpecError
 from reports.compare import Sides, compare, two_judges
 from reports.compare_page import comparison_banner, pages
 from reports.drift import drift_report

@@ -10,7 +10,7 @@ import pytest
 
 from audit.commands.gate import decide_run
 from audit.commands.gate_options import GateOptions
-from audit.runs import RunFolder
+from audit.runs.folder import RunFolder
 from bench.control_draws import halves, limit, losses, paired, shares, some, spoilt, swaps, templates_of
 from bench.control_runs import (
     AGAIN,

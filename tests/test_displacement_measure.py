@@ -10,17 +10,17 @@ import torch
 from conftest import byte_tokenizer
 from training_world import sharp
 
-from audit.chat import Chat, Rendered
-from audit.displacement.forced import ForcedEpisode, Seen, again, dense_logits, served_logits
-from audit.displacement.measure import Refusal, Tally, distances, log_odds
-from audit.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
-from audit.episodes import play
-from audit.errors import DataError
-from audit.evaluate import row_seed
-from audit.model import LoadedModel, load_model
+from audit.core.errors import DataError
+from audit.core.records import Message, Outcome, Record, Role
 from audit.policies import parse_policy
-from audit.records import Message, Outcome, Record, Role
-from audit.sampler import Decoding, Sampler
+from audit.runs.displacement.forced import ForcedEpisode, Seen, again, dense_logits, served_logits
+from audit.runs.displacement.measure import Refusal, Tally, distances, log_odds
+from audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
+from audit.runs.evaluate import row_seed
+from audit.sampling.chat import Chat, Rendered
+from audit.sampling.episodes import play
+from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES
 
 TIGHT = "streaming:budget=32,sink=4,window=8"

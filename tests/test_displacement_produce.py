@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.displacement.produce import Producer
-from audit.displacement.units import units
-from audit.model import load_model
-from audit.runs import RunFolder
-from audit.spec_file import load_spec, parse_spec
+from audit.core.spec_file import load_spec, parse_spec
+from audit.runs.displacement.produce import Producer
+from audit.runs.displacement.units import units
+from audit.runs.folder import RunFolder
+from audit.sampling.model import load_model
 from reports.displacement import load_displacement
 from reports.write import write_report
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from audit.draws import derive_seed
+from audit.core.records import Role
+from audit.embedded.pretrain import EMBEDDED, FILES, pretrain
 from audit.embedded.tokenizer import build_tokenizer, played
-from audit.episodes import play
-from audit.model import load_model
 from audit.policies import parse_policy
-from audit.pretrain import EMBEDDED, FILES, pretrain
-from audit.records import Role
-from audit.sampler import Decoding, Sampler
+from audit.policies.draws import derive_seed
+from audit.sampling.episodes import play
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES
 
 

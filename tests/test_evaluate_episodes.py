@@ -11,14 +11,14 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 
-from audit.chat import Chat
-from audit.episodes import play, survival
-from audit.errors import SpecError
-from audit.kv.ledger import NEVER, Rollout
-from audit.model import load_model
+from audit.cache.ledger import NEVER, Rollout
+from audit.core.errors import SpecError
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
-from audit.records import Grade, Item, Message, Outcome, Role
-from audit.sampler import Completion, Decoding, Sampler
+from audit.sampling.chat import Chat
+from audit.sampling.episodes import play, survival
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Completion, Decoding, Sampler
 from suites.base import Suite
 
 GREEDY = Decoding(1, temperature=0.0)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from audit.errors import DataError, SpecError
-from audit.evaluate import Evaluator, Unit, UnitFiles, batched, check_contexts, grid, row_seed
-from audit.model import LoadedModel, load_model
-from audit.records import Item, Message, Record, Role
-from audit.runs import RunFolder, open_run
-from audit.spec import RunSpec
-from audit.spec_file import parse_spec
+from audit.core.errors import DataError, SpecError
+from audit.core.records import Item, Message, Record, Role
+from audit.core.spec import RunSpec
+from audit.core.spec_file import parse_spec
+from audit.runs.evaluate import Evaluator, Unit, UnitFiles, batched, check_contexts, grid, row_seed
+from audit.runs.folder import RunFolder, open_run
+from audit.sampling.model import LoadedModel, load_model
 
 SPEC = """
 name: grid

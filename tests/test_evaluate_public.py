@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from audit.errors import DataError, SpecError
-from audit.records import Item, Message, Outcome, Role
+from audit.core.errors import DataError, SpecError
+from audit.core.records import Item, Message, Outcome, Role
 from suites.base import Suite
 from suites.gsm8k import Gsm8k, extract_number
 from suites.tensortrust import TensorTrust

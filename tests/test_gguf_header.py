@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from audit.errors import DataError
-from audit.gguf_header import check_gguf
+from audit.core.errors import DataError
+from audit.sampling.gguf_header import check_gguf
 
 
 def text(value: bytes) -> bytes:

@@ -12,12 +12,13 @@ from rich.console import Console
 from test_cli import kvaudit, refused
 from test_evaluate_public import data  # noqa: F401
 
-from audit import runs
 from audit.commands.plugins import load_plugins
-from audit.errors import RunError, SpecError
-from audit.pipeline import Pipeline
-from audit.runs import RunFolder, read_json
-from audit.spec_file import load_spec
+from audit.core.errors import RunError, SpecError
+from audit.core.files import read_json
+from audit.core.spec_file import load_spec
+from audit.runs import folder as runs
+from audit.runs.folder import RunFolder
+from audit.runs.pipeline import Pipeline
 from reports.drift import drift_report
 from reports.gate import decide
 from reports.load import load_run

@@ -15,15 +15,15 @@ from conform.world import served, two_turns
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
+from audit.cache.history import Event, history, ledger_of
+from audit.cache.ledger import NEVER, save_ledgers
 from audit.cli import app
-from audit.errors import DataError, SpecError
-from audit.kv.history import Event, history, ledger_of
-from audit.kv.interchange import read_rollouts, write_rollouts
-from audit.kv.ledger import NEVER, save_ledgers
-from audit.kv.recorded import Recorded, check_replayable
-from audit.model import load_model
+from audit.core.errors import DataError, SpecError
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.interchange import read_rollouts, write_rollouts
+from audit.replay.recorded import Recorded, check_replayable
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 
 POLICIES = ["none", "streaming:budget=12,sink=2,chunk=16", "snapkv:budget=14,window=4,interval=5,chunk=16"]
 Table = dict[str, Any]

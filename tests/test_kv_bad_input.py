@@ -16,11 +16,11 @@ from test_cli import refused
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from audit import CompressedCache, shadow
-from audit.errors import AuditError, DataError, RunError, SpecError
-from audit.kv.cache import EvictingCache
-from audit.kv.ledger import Rollout, save_ledgers
-from audit.kv.shadow import suffix_logits
+from audit.cache.cache import EvictingCache
+from audit.cache.ledger import Rollout, save_ledgers
+from audit.core.errors import AuditError, DataError, RunError, SpecError
 from audit.policies import parse_policy
+from audit.replay.shadow import suffix_logits
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import torch
 from conform.policies import small_policies
 from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
 
-from audit.errors import SpecError
-from audit.kv.ledger import NEVER
-from audit.kv.shadow import replay_logits, suffix_logits
+from audit.cache.ledger import NEVER
+from audit.core.errors import SpecError
 from audit.policies import Mixture, parse_policy
-from audit.sampler import Decoding, Sampler, nucleus
+from audit.replay.shadow import replay_logits, suffix_logits
+from audit.sampling.sampler import Decoding, Sampler, nucleus
 
 __all__ = ["CONFIGS", "left_padded", "prompts"]
 

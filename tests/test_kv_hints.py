@@ -10,10 +10,20 @@ import torch
 from conform.world import gap, ledger_of, prompts, random_model, shared, two_turns
 
 from audit import CompressedCache, shadow
-from audit.kv.codes import encode_tokens
-from audit.kv.hints import BAND, KEYS, VALUES, HintRecorder, HintTable, Place, pack_hints, ranks, unpack_hints
-from audit.kv.shadow import suffix_logits
+from audit.cache.quantised.codes import encode_tokens
+from audit.cache.quantised.hints import (
+    BAND,
+    KEYS,
+    VALUES,
+    HintRecorder,
+    HintTable,
+    Place,
+    pack_hints,
+    ranks,
+    unpack_hints,
+)
 from audit.policies import Quantiser, parse_policy
+from audit.replay.shadow import suffix_logits
 
 CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
 WIDE = dict(dtype=torch.float32, spread=0.2)

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from audit.errors import DataError
-from audit.kv.hints import pack_hints
-from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.cache.quantised.hints import pack_hints
+from audit.core.errors import DataError
 from audit.policies import parse_policy
 
 POLICY = parse_policy("streaming:budget=64")

@@ -33,12 +33,12 @@ from transformers import (
 )
 
 from audit import CompressedCache, shadow
-from audit.errors import RunError
-from audit.kv.consistency import breach
-from audit.kv.layers import governed_words, layer_plans
-from audit.kv.ledger import NEVER
-from audit.kv.shadow import suffix_logits
+from audit.cache.layers import governed_words, layer_plans
+from audit.cache.ledger import NEVER
+from audit.core.errors import RunError
 from audit.policies import parse_policy
+from audit.replay.consistency import breach
+from audit.replay.shadow import suffix_logits
 
 if not hasattr(transformers.Cache, "get_conv_state"):
     pytest.skip("this transformers keeps states of linear attention in caches of its own", allow_module_level=True)

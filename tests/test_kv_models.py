@@ -38,9 +38,9 @@ from transformers import (
 )
 
 from audit import CompressedCache, shadow
-from audit.errors import RunError
-from audit.kv.cache import EvictingCache
-from audit.kv.layers import kv_heads
+from audit.cache.cache import EvictingCache
+from audit.cache.layers import kv_heads
+from audit.core.errors import RunError
 from audit.policies import parse_policy
 
 TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)

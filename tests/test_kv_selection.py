@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from audit import CompressedCache, shadow
-from audit.errors import DataError, SpecError
-from audit.kv.interchange import read_rollouts, write_rollouts
-from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from audit.kv.recorded import Recorded, check_replayable
-from audit.kv.selection import Selection
-from audit.kv.shadow import suffix_logits
+from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.cache.selection import Selection
+from audit.core.errors import DataError, SpecError
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
-from audit.verify import verify
+from audit.replay.interchange import read_rollouts, write_rollouts
+from audit.replay.recorded import Recorded, check_replayable
+from audit.replay.shadow import suffix_logits
+from audit.runs.verify import verify
+from audit.sampling.sampler import Decoding, Sampler
 
 QUEST = "quest:budget=16,page=4,dense=1,chunk=16"
 
@@ -209,7 +209,7 @@ def test_generate_with_left_padding_is_replayed() -> None:
 def test_masks_of_a_long_replay_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     history = played()
     whole = gap(shared(), history, "shadow")
-    monkeypatch.setattr("audit.kv.attention.MASK_ELEMENTS", 1 << 10)
+    monkeypatch.setattr("audit.cache.attention.MASK_ELEMENTS", 1 << 10)
     assert max(whole, gap(shared(), history, "shadow")) < 1e-12
 
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import audit.kv.attending
-import audit.kv.attention
+import audit.cache.attending
+import audit.cache.attention
 from audit import CompressedCache, shadow
-from audit.episodes import play
-from audit.errors import DataError, RunError, SpecError
-from audit.kv.ledger import save_ledgers
-from audit.kv.shadow import suffix_logits
-from audit.model import load_model
+from audit.cache.ledger import save_ledgers
+from audit.core.errors import DataError, RunError, SpecError
 from audit.policies import Mixture, parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.shadow import suffix_logits
+from audit.sampling.episodes import play
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training.config import TrainConfig
 from suites.base import SUITES
 
@@ -40,7 +40,7 @@ def tiny(layers: int = 2) -> Any:
         max_position_embeddings=512,
         initializer_range=0.3,
     )
-    config._attn_implementation = audit.kv.attention.NAME
+    config._attn_implementation = audit.cache.attention.NAME
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -348,11 +348,11 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = audit.kv.attending.visibility
+    plain = audit.cache.attending.visibility
     monkeypatch.setattr(
-        audit.kv.attending, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
+        audit.cache.attending, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
     )  # fmt: skip
-    monkeypatch.setattr(audit.kv.attention, "MASK_ELEMENTS", 4000)
+    monkeypatch.setattr(audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)
     ids = torch.tensor([long, [0] * 80 + short])
     mask = (torch.arange(200) >= torch.tensor([[0], [80]])).long()

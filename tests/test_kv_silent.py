@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from audit import CompressedCache, shadow
-from audit.errors import DataError, RunError
-from audit.kv.ledger import NEVER
-from audit.kv.shadow import suffix_logits
+from audit.cache.ledger import NEVER
+from audit.core.errors import DataError, RunError
 from audit.policies import parse_policy
+from audit.replay.shadow import suffix_logits
 
 EVERY_RANKING = ["streaming:budget=12,sink=2", "snapkv:budget=14,window=4,interval=3", "h2o:budget=12", "tova:budget=9"]
 

@@ -10,7 +10,7 @@ from test_kv_exact import CONFIGS, left_padded, prompts
 from transformers import AutoModelForCausalLM
 
 from audit import CompressedCache, shadow
-from audit.errors import RunError, SpecError
+from audit.core.errors import RunError, SpecError
 
 
 def stock(name: str = "llama-gqa") -> torch.nn.Module:

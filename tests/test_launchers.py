@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from audit.launchers import local
-from audit.launchers.local import Companion, companions, idle_cores
+from audit.runs.launchers import local
+from audit.runs.launchers.local import Companion, companions, idle_cores
 
-TIED = "from audit.launchers.local import tie; tie(); import sys, time; print('here', flush=True); time.sleep(600)"
+TIED = "from audit.runs.launchers.local import tie; tie(); import sys, time; print('here', flush=True); time.sleep(600)"
 PARENT = """
 import sys, time
 from pathlib import Path
-from audit.launchers import local
+from audit.runs.launchers import local
 local.PROGRAM = (sys.executable, "-c", sys.argv[1])
 with local.companions(2, [], Path(sys.argv[2]), print) as started:
     print(*(one.process.pid for one in started), flush=True)

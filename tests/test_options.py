@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_cli import refused
 
-from audit.errors import DataError, SpecError
+from audit.core.errors import DataError, SpecError
 from reports.drift_ledger import read_ledger
 from reports.rules import margin_of
 

@@ -9,7 +9,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from reports.planner import Design, plan_sizes, snippet
 
 

@@ -10,9 +10,9 @@ import torch
 from test_policies_oracles import view
 from transformers import LlamaConfig
 
-from audit.errors import SpecError, UnknownName
-from audit.kv.cache import EvictingCache
-from audit.kv.evict import retained
+from audit.cache.cache import EvictingCache
+from audit.cache.evict import retained
+from audit.core.errors import SpecError, UnknownName
 from audit.policies import POLICIES, parse_policy
 
 

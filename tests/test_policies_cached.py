@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from audit.errors import SpecError
-from audit.kv.cache import EvictingCache
-from audit.kv.ledger import NEVER
-from audit.kv.rotary import Rotary
+from audit.cache.cache import EvictingCache
+from audit.cache.ledger import NEVER
+from audit.cache.rotary import Rotary
+from audit.core.errors import SpecError
 from audit.policies import parse_policy
 
 Array = np.ndarray[Any, Any]

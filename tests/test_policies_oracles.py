@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from audit.kv.evict import only_victim, retained
+from audit.cache.evict import only_victim, retained
 from audit.policies import Policy, View, parse_policy
 
 Array = np.ndarray[Any, Any]

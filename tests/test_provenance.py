@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from reports_synthetic import build, tiny
 
-from audit.errors import DataError
-from audit.provenance import check_provenance
-from audit.runs import RunFolder, read_provenance
-from audit.spec_file import load_spec
+from audit.core.errors import DataError
+from audit.core.provenance import check_provenance, read_provenance
+from audit.core.spec_file import load_spec
+from audit.runs.folder import RunFolder
 from reports.load import load_run
 
 DAMAGES: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, build, policy
 
-from audit.errors import AuditError, DataError, SpecError
+from audit.core.errors import AuditError, DataError, SpecError
 from reports.readers import archive
 from reports.readers.base import Request, score_of
 from reports.readers.clusters import cluster_rule

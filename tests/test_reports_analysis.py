@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, policy
 from test_reports_drift import data_of, scored, small, spec_of
 
-from audit.records import Outcome
+from audit.core.records import Outcome
 from reports.about import about
 from reports.analysis.analyse import analyse
 from reports.analysis.cells import Sides

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import build, policy, tiny
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from reports.displacement import bootstrap_mean, load_displacement
 from reports.write import write_report
 

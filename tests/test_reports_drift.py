@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from reports_synthetic import Design, pins, policy, records_of, spec_of
 
-from audit.errors import SpecError
-from audit.records import Outcome
+from audit.core.errors import SpecError
+from audit.core.records import Outcome
 from reports.drift import drift_report
 from reports.load import RunData, frame_of
 from reports.plan import match_policies, read_plan, short_names

@@ -13,8 +13,8 @@ import yaml
 from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, tiny, write_unit
 
-from audit.errors import DataError, RunError
-from audit.text import clip, inline, visible
+from audit.core.errors import DataError, RunError
+from audit.core.text import clip, inline, visible
 from reports.adjudication import cell_name, chosen, digest, pairs_of, texts_of
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp

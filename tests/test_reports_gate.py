@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reports_synthetic import Design, build, policy, records_of, write_unit
 
-from audit.records import Outcome
+from audit.core.records import Outcome
 from reports.advice import note
 from reports.drift import drift_report
 from reports.gate import EXIT_CODES, Status, decide, decide_cell, worst

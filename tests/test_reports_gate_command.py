@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.commands.gate_options import kept_gate
-from audit.errors import DataError, SpecError
-from audit.runs import open_run
-from audit.spec_file import parse_spec
+from audit.core.errors import DataError, SpecError
+from audit.core.spec_file import parse_spec
+from audit.runs.folder import open_run
 from reports.drift_ledger import append, read_ledger
 from reports.pin import load_pin
 

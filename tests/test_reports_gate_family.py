@@ -305,7 +305,7 @@ def test_selectivity_without_a_number_in_one_suite_is_invalid_and_names_it(tmp_p
 
 
 def test_estimands_of_capability_need_suites_of_both_kinds(tmp_path):
-    from audit.errors import SpecError
+    from audit.core.errors import SpecError
 
     for estimand, suites in (("selectivity", ("refusal",)), ("selectivity", ("math",)), ("parity", ("refusal",))):
         with pytest.raises(SpecError, match=f"gate.estimands asks {estimand}, but no suite"):

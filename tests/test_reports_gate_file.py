@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reports_synthetic import Design, build, policy
 
-from audit.errors import AuditError, DataError, SpecError
+from audit.core.errors import AuditError, DataError, SpecError
 from reports.drift import drift_report
 from reports.formats import json as json_format
 from reports.formats import markdown

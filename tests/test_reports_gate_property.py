@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, pins, policy, records_of, spec_of, write_unit
 
-from audit.errors import AuditError
-from audit.records import Outcome
-from audit.yaml_file import parse_yaml
+from audit.core.errors import AuditError
+from audit.core.records import Outcome
+from audit.core.yaml_file import parse_yaml
 from reports.drift import drift_report
 from reports.gate import Status, decide
 from reports.gate_file import Asked

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from reports_synthetic import Design, build, policy, write_unit
 
-from audit.errors import DataError
-from audit.runs import open_run
-from audit.spec_file import parse_spec
+from audit.core.errors import DataError
+from audit.core.spec_file import parse_spec
+from audit.runs.folder import open_run
 from reports.drift import drift_report
 from reports.load import load_run
 from reports.spec_hash import spec_sha256

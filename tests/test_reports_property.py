@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, policy, records_of, spec_of
 
-from audit.errors import SpecError
-from audit.records import Outcome
+from audit.core.errors import SpecError
+from audit.core.records import Outcome
 from reports.analysis.analyse import analyse
 from reports.drift import drift_report
 from reports.formats import json as json_format

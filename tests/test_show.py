@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from audit.cache.ledger import NEVER
 from audit.cli import app
+from audit.commands.picture import Entry, Picture, picture, svg, ticks, wrapped
 from audit.commands.show import terminal
-from audit.kv.ledger import NEVER
-from audit.kv.picture import Entry, Picture, picture, svg, ticks, wrapped
 
 SEEN, CODED, PASSED, GONE, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from audit.errors import AuditError, DataError
+from audit.core.errors import AuditError, DataError
+from audit.core.spec import RunSpec, TrainSpec
+from audit.core.spec_file import dump_spec, load_spec, parse_spec
 from audit.policies import parse_policy
-from audit.spec import RunSpec, TrainSpec
-from audit.spec_file import dump_spec, load_spec, parse_spec
 from audit.training.config import TrainConfig
 
 SPEC = """\

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.errors import SpecError
-from audit.records import Grade, Item, Message, Outcome, Role
+from audit.core.errors import SpecError
+from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import SUITES, Suite
 
 NAMES = ["agent", "math", "refusal"]  # the procedural ones; suites that read files have tests of their own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from audit.records import Item, Message, Outcome, Role
+from audit.core.records import Item, Message, Outcome, Role
 from suites.agent import Agent
 from suites.math import Math
 from suites.refusal import Refusal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training_world import config
 
-from audit.errors import SpecError, UnknownName
+from audit.core.errors import SpecError, UnknownName
 
 
 @pytest.mark.parametrize(

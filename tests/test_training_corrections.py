@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from audit.errors import UnknownName
+from audit.core.errors import UnknownName
 from audit.training.arms import ARMS, Arm, get_arm
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction, token_ratios
 

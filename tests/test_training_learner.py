@@ -12,11 +12,11 @@ import pytest
 import torch
 from training_world import config, parity, sharp
 
-from audit.episodes import play
-from audit.kv.ledger import Rollout
-from audit.model import LoadedModel
+from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.sampling.episodes import play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect, microbatches
 from audit.training.learner import learn, read_view, view_logprobs
 from audit.training.losses import group_advantages

@@ -12,11 +12,11 @@ import torch
 from training_world import config, play_for_parity, rows, sha256, sharp, silent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from audit.episodes import play
-from audit.kv.ledger import NEVER, load_ledgers
-from audit.model import LoadedModel, load_model, locate
-from audit.records import Grade, Outcome
-from audit.sampler import Decoding, Sampler
+from audit.cache.ledger import NEVER, load_ledgers
+from audit.core.records import Grade, Outcome
+from audit.sampling.episodes import play
+from audit.sampling.model import LoadedModel, load_model, locate
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.training.arms import ARMS
 from audit.training.learner import read_view

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_world import config, play_for_parity, rows, sha256, sharp, silent
 
-from audit.errors import DataError, RunError
-from audit.kv.ledger import load_ledgers
-from audit.model import LoadedModel
+from audit.cache.ledger import load_ledgers
+from audit.core.errors import DataError, RunError
+from audit.sampling.model import LoadedModel
 from audit.training import checkpoint, files, grpo
 from audit.training.telemetry import TelemetryLog
 

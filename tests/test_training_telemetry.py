@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from audit.errors import DataError, RunError
+from audit.core.errors import DataError, RunError
 from audit.training.mismatch import mismatch_panel
 from audit.training.telemetry import TelemetryLog, clean, read_telemetry
 

@@ -18,19 +18,19 @@ from conform.world import prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
+from audit.cache.layers import LayerPlan, layer_plans
+from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from audit.cache.quantised.hints import pack_hints, unpack_hints
+from audit.cache.rotary import rotary_for
 from audit.cli import app
-from audit.kv.consistency import breach, quantisation_breach
-from audit.kv.hints import pack_hints, unpack_hints
-from audit.kv.layers import LayerPlan, layer_plans
-from audit.kv.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from audit.kv.recorded import Recorded
-from audit.kv.reranking import OWN_CHOICE, Choices, choices
-from audit.kv.rotary import rotary_for
-from audit.model import load_model
 from audit.policies import Policy, parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.consistency import breach, quantisation_breach
+from audit.replay.recorded import Recorded
+from audit.replay.reranking import OWN_CHOICE, Choices, choices
+from audit.runs.verify import checkpoint_rollouts, verify
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
-from audit.verify import checkpoint_rollouts, verify
 
 FINAL = Path("ledgers", "final.safetensors")
 

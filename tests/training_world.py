@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from audit.episodes import Played
-from audit.model import LoadedModel, load_model
-from audit.records import Grade, Outcome
+from audit.core.records import Grade, Outcome
+from audit.sampling.episodes import Played
+from audit.sampling.model import LoadedModel, load_model
 from audit.training import grpo
 from audit.training.config import TrainConfig
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from audit.commands.compare import selectors
 from audit.commands.console import check_seed, say, wide_console
 from audit.commands.report import print_verdict
-from audit.errors import DataError, RunError
-from audit.intact import check_checkpoints
+from audit.core.errors import DataError, RunError
+from audit.core.intact import check_checkpoints
 from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
 from reports.drift import drift_report
 from reports.gate import decide

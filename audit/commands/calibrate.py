@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from audit.commands.console import check_seed, say, wide_console
-from audit.errors import SpecError
-from audit.launchers.local import idle_cores
-from audit.progress import Meter
+from audit.core.errors import SpecError
+from audit.runs.launchers.local import idle_cores
+from audit.runs.progress import Meter
 from reports.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
 from reports.calibration.table import TIMES, Calibration, all_cases, as_json, calibrate
 

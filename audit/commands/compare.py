@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from audit.commands.console import say, wide_console
-from audit.errors import SpecError
-from audit.intact import check_checkpoints
-from audit.text import inline
+from audit.core.errors import SpecError
+from audit.core.intact import check_checkpoints
+from audit.core.text import inline
 from reports.compare import Comparison, Sides, TwoJudges, compare, two_judges
 from reports.compare_page import agreement, cells, comparison_banner, judges, pages
 from reports.pairing import chosen_metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 
 _WIDTH_OF_A_PIPE = 200
 _MOST_SEED = 2**63 - 1  # what torch takes

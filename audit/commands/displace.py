@@ -14,17 +14,17 @@ from transformers.utils.logging import disable_progress_bar
 from audit.commands.console import say, wide_console
 from audit.commands.plugins import load_plugins
 from audit.commands.run import set_data
-from audit.displacement.produce import Producer
-from audit.displacement.units import Measured
-from audit.errors import DataError
-from audit.inputs import PLUGINS, TABLE, check_same
-from audit.intact import check_checkpoints
-from audit.launchers.local import idle_cores
-from audit.progress import Meter
-from audit.runs import SPEC, RunFolder
-from audit.spec import RunSpec
-from audit.spec_file import load_spec
-from audit.text import inline
+from audit.core.errors import DataError
+from audit.core.inputs import PLUGINS, TABLE, check_same
+from audit.core.intact import check_checkpoints
+from audit.core.spec import RunSpec
+from audit.core.spec_file import load_spec
+from audit.core.text import inline
+from audit.runs.displacement.produce import Producer
+from audit.runs.displacement.units import Measured
+from audit.runs.folder import SPEC, RunFolder
+from audit.runs.launchers.local import idle_cores
+from audit.runs.progress import Meter
 from reports.displacement import Displacement, load_displacement
 from reports.plain import percent
 

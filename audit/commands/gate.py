@@ -8,7 +8,7 @@ from pathlib import Path
 from audit.commands.console import say, wide_console
 from audit.commands.gate_options import GateOptions
 from audit.commands.report import print_verdict
-from audit.intact import check_checkpoints
+from audit.core.intact import check_checkpoints
 from reports.drift_ledger import append, entries_of, history, read_ledger
 from reports.gate import Status, Verdict, decide
 from reports.gate_file import Asked

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from audit.errors import SpecError
-from audit.spec import RunSpec, expand
-from audit.spec_file import parse_spec
+from audit.core.errors import SpecError
+from audit.core.spec import RunSpec, expand
+from audit.core.spec_file import parse_spec
 from reports.gate_file import Asked, load_gate_file, overlay
 from reports.pin import load_pin
 from reports.rules import BLOCK, WARN

@@ -11,16 +11,16 @@ from typing import get_args
 from rich.console import Console
 from transformers.utils.logging import set_verbosity_error
 
+from audit.cache.layers import governed_words
+from audit.cache.ledger import NEVER, Rollout
 from audit.commands.console import check_seed
 from audit.commands.plugins import load_plugins
-from audit.errors import SpecError, UnknownName
-from audit.kv.layers import governed_words
-from audit.kv.ledger import NEVER, Rollout
-from audit.model import DtypeName, LoadedModel, load_model
+from audit.core.errors import SpecError, UnknownName
+from audit.core.records import Message, Role
+from audit.core.text import is_text, visible
 from audit.policies import Policy, parse_policy
-from audit.records import Message, Role
-from audit.sampler import Completion, Decoding, Sampler
-from audit.text import is_text, visible
+from audit.sampling.model import DtypeName, LoadedModel, load_model
+from audit.sampling.sampler import Completion, Decoding, Sampler
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from audit.commands.console import say, wide_console
-from audit.errors import DataError, RunError
-from audit.intact import check_checkpoint
-from audit.runs import PROVENANCE, read_json
-from audit.spec import BASE_ARM
-from audit.text import inline
-from audit.weights import weights_sha256
+from audit.core.errors import DataError, RunError
+from audit.core.files import read_json
+from audit.core.intact import check_checkpoint
+from audit.core.provenance import PROVENANCE
+from audit.core.spec import BASE_ARM
+from audit.core.text import inline
+from audit.sampling.weights import weights_sha256
 from reports.pin import Pin, Pinned, is_sha256
 from reports.write import write_whole
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from audit.commands.console import say, wide_console
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from reports.plain import percent
 from reports.planner import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
 from reports.write import write_whole

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from audit.errors import AuditError, DataError, SpecError
+from audit.core.errors import AuditError, DataError, SpecError
 from audit.policies import POLICIES
 from suites.base import SUITES
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from audit.commands.console import check_seed
-from audit.errors import RunError
-from audit.pretrain import Recipe, pretrain
-from audit.progress import Meter
-from audit.runs import make_folder
+from audit.core.errors import RunError
+from audit.embedded.pretrain import Recipe, pretrain
+from audit.runs.folder import make_folder
+from audit.runs.progress import Meter
 
 
 def pretrain_model(out: Path, *, seed: int, steps: int | None) -> None:

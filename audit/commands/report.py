@@ -9,7 +9,7 @@ from rich.table import Table
 
 from audit.commands.console import say, wide_console
 from audit.commands.gate_options import GateOptions
-from audit.intact import check_checkpoints
+from audit.core.intact import check_checkpoints
 from reports.gate import Verdict, decide
 from reports.gate_file import Asked
 from reports.report import Report

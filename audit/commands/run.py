@@ -11,13 +11,14 @@ from rich.console import Console
 
 from audit.commands.gate_options import kept_gate
 from audit.commands.plugins import load_plugins
-from audit.errors import SpecError
-from audit.launchers.local import companions, idle_cores
-from audit.model import EMBEDDED
-from audit.pipeline import Pipeline, prepare
-from audit.runs import PROVENANCE, SPEC, RunFolder, check_folder, open_run, read_provenance
-from audit.spec import RunSpec, expand
-from audit.spec_file import load_spec
+from audit.core.errors import SpecError
+from audit.core.provenance import PROVENANCE, read_provenance
+from audit.core.spec import RunSpec, expand
+from audit.core.spec_file import load_spec
+from audit.runs.folder import SPEC, RunFolder, check_folder, open_run
+from audit.runs.launchers.local import companions, idle_cores
+from audit.runs.pipeline import Pipeline, prepare
+from audit.sampling.model import EMBEDDED
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from audit.cache.layers import layer_plans
+from audit.cache.ledger import Rollout
 from audit.commands.console import say
+from audit.commands.picture import Entry, Picture, legend, picture, summary, svg, ticks
 from audit.commands.plugins import load_plugins
-from audit.errors import RunError, SpecError
-from audit.kv.layers import layer_plans
-from audit.kv.ledger import Rollout
-from audit.kv.picture import Entry, Picture, legend, picture, summary, svg, ticks
-from audit.model import LoadedModel, load_model
+from audit.core.errors import RunError, SpecError
+from audit.core.text import inline
 from audit.policies import Policy, parse_policy
-from audit.sampler import Decoding, Sampler
-from audit.text import inline
+from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES
 
 _SUITE, _SEED = "refusal", 0

@@ -12,13 +12,13 @@ from transformers.utils.logging import set_verbosity_error
 
 from audit.commands.console import say, wide_console
 from audit.commands.plugins import load_plugins
-from audit.errors import SpecError, UnknownName
-from audit.kv.interchange import read_rollouts
-from audit.kv.recorded import Recorded
-from audit.kv.reranking import Ranked
-from audit.model import DtypeName, LoadedModel, load_model
-from audit.text import inline
-from audit.verify import Gaps, Verification, checkpoint_rollouts, verify
+from audit.core.errors import SpecError, UnknownName
+from audit.core.text import inline
+from audit.replay.interchange import read_rollouts
+from audit.replay.recorded import Recorded
+from audit.replay.reranking import Ranked
+from audit.runs.verify import Gaps, Verification, checkpoint_rollouts, verify
+from audit.sampling.model import DtypeName, LoadedModel, load_model
 from reports.plain import scientific
 
 NOT_EXPLAINED = 3

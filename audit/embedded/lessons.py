@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from audit.core.records import Item, Message, Role
 from audit.embedded.tokenizer import END, ROLE_TOKENS, played
-from audit.records import Item, Message, Role
 from suites.agent import KINDS, Agent, errand
 from suites.math import QUESTIONS, Math, draw_terms, spoken
 from suites.refusal import REQUESTS, Refusal

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from audit.records import Item, Message, Role
+from audit.core.records import Item, Message, Role
 from suites.agent import Agent
 from suites.base import Suite
 from suites.math import Math

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.snapkv import SnapKV
 
 INF = float("inf")

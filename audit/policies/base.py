@@ -1,7 +1,8 @@
 """The contract of a compression policy: which KV entries stay when the cache is over budget.
 
-A policy ranks; the template around it (audit/kv/cache.py) protects sink and window, cuts to budget, moves the tensors
-and writes the ledger. A policy object is frozen and holds no state: what it needs to remember lives in the cache.
+A policy ranks; the template around it (audit/cache/cache.py) protects sink and window, cuts to budget, moves the
+tensors and writes the ledger. A policy object is frozen and holds no state: what it has to remember lives in the
+cache.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError, UnknownName
-from audit.records import Role
-from audit.registry import Registry
+from audit.core.errors import SpecError, UnknownName
+from audit.core.records import Role
+from audit.core.registry import Registry
 
 if TYPE_CHECKING:
     from audit.policies.quantiser import Quantiser

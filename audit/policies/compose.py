@@ -7,9 +7,9 @@ from itertools import accumulate
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from audit.draws import derive_seed
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import LARGEST, Policy
+from audit.policies.draws import derive_seed
 
 if TYPE_CHECKING:
     from audit.policies.quantiser import Quantiser

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import Policy, View
 
 MOST_FUTURE = 65536

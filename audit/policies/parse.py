@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, get_type_hints
 
-from audit.errors import SpecError, UnknownName
+from audit.core.errors import SpecError, UnknownName
 from audit.policies.base import LARGEST, POLICIES, Policy
 from audit.policies.compose import Composed, Mixture
 

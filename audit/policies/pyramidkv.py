@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.snapkv import SnapKV
 
 FUNNEL = 20  # the uppermost layer keeps a twentieth of the mean budget beyond the window

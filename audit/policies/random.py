@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.draws import mix
 from audit.policies.base import Policy, View
+from audit.policies.draws import mix
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import Policy, View
 
 ALIKE = 0.5  # cosine above which two keys count as the same content

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import Policy, View
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import Policy, View
 
 

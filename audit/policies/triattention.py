@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies.base import Policy, View
 
 MODES = ("union", "per_head", "per_layer_perhead")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from audit.errors import UnknownName
+from audit.core.errors import UnknownName
 
 Rollout = Literal["dense", "compressed"]
 View = Literal["dense", "shadow"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from audit.kv.ledger import Rollout
+from audit.cache.ledger import Rollout
 
 
 @dataclass(frozen=True)

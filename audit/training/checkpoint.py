@@ -25,16 +25,16 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from audit import __version__
-from audit.errors import DataError, RunError
-from audit.intact import own_files
-from audit.kv.ledger import Rollout, save_ledgers
-from audit.model import LoadedModel, verify_folder
+from audit.cache.ledger import Rollout, save_ledgers
+from audit.core.errors import DataError, RunError
+from audit.core.intact import own_files
 from audit.policies import Policy
+from audit.sampling.model import LoadedModel, verify_folder
+from audit.sampling.weights import weights_sha256
 from audit.training.config import TrainConfig
 from audit.training.files import PARTIAL, guarded, move_into, read_json, sha256_file, write_folder, write_json
 from audit.training.optimiser import Optimiser
 from audit.training.telemetry import TelemetryLog
-from audit.weights import weights_sha256
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from audit.errors import SpecError, UnknownName
+from audit.core.errors import SpecError, UnknownName
 from audit.policies import parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES

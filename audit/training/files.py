@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from audit.errors import DataError, RunError
+from audit.core.errors import DataError, RunError
 
 PARTIAL = ".partial"
 

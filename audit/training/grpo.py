@@ -24,12 +24,12 @@ from typing import Any
 
 from torch import Tensor
 
-from audit.episodes import Played, play
-from audit.kv.ledger import Rollout
-from audit.model import LoadedModel
+from audit.cache.ledger import Rollout
+from audit.core.records import Outcome
 from audit.policies import Policy, parse_policy
-from audit.records import Outcome
-from audit.sampler import Decoding, Sampler
+from audit.sampling.episodes import Played, play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import TrainConfig

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.kv.ledger import Rollout
-from audit.kv.shadow import suffix_logits
+from audit.cache.ledger import Rollout
+from audit.replay.shadow import suffix_logits
 from audit.training.batch import Batch, microbatches
 from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction

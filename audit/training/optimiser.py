@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

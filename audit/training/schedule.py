@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from audit.draws import derive_seed
-from audit.records import Item
+from audit.core.records import Item
+from audit.policies.draws import derive_seed
 from audit.training.config import TrainConfig
 from suites.base import SUITES, CountTokens, Suite
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from audit.training.files import guarded
 
 TIMED = "seconds_"  # keys that two identical runs may differ in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.cache_use import cache_use
 from reports.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
 from reports.plain import size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.analysis_tables import cell_name
 from reports.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
 from reports.report import Report

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from audit.text import clip, inline
+from audit.core.text import clip, inline
 from reports.analysis.results import CellConcentration
 from reports.analysis_tables import FEWEST_LOST, cell_name
 from reports.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save

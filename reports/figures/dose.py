@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.analysis.results import DoseCurve
 from reports.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from reports.report import Report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
 from reports.gate import Decision, Status, Verdict
 from reports.report import Report

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.cell import decide_cell
 from reports.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.plain import points

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
 from reports.report import Contrast, Report
 

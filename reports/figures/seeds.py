@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.lines import Line2D
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.analysis_tables import cell_name
 from reports.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from reports.report import Report

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from audit.text import inline
+from audit.core.text import inline
 from reports.figures.canvas import Drawing, blank, colour, quiet, save
 from reports.report import Curve, Report
 

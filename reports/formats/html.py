@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from audit.text import clip, visible
+from audit.core.text import clip, visible
 from reports.figures import figures
 from reports.figures.canvas import Drawing
 from reports.gate import Status, decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from audit.text import clip, inline, visible
+from audit.core.text import clip, inline, visible
 from reports.gate import decide
 from reports.plain import points
 from reports.report import Example, Report

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 
 LARGEST_MEMBER = 64 * 2**20  # bytes of JSON in one member
 LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; beyond it, at most ``LARGEST_RATIO`` times its size

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import pandas as pd
 
-from audit.errors import DataError
-from audit.text import clip, inline, is_text
+from audit.core.errors import DataError
+from audit.core.text import clip, inline, is_text
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 ANY_METRIC = ""  # of a line that might have scored any of them

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError, SpecError
+from audit.core.errors import DataError, SpecError
 from reports.readers.base import Cluster, name_of
 
 _LONGEST_NAME = 500  # characters of an item's name that a pattern is tried on

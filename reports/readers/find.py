@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from audit.errors import DataError
-from audit.registry import Registry
+from audit.core.errors import DataError
+from audit.core.registry import Registry
 from reports.readers.base import Log, Reader, Request
 
 READERS: Registry[Reader] = Registry("reader", "reports.readers", Reader)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from reports.readers.archive import Archive, MissingPackage, TooLarge
 from reports.readers.base import Log, Problems, Reader, Request, Row, Scores, log_of, metric_name, name_of, repeat_of
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
-from audit.text import inline
+from audit.core.errors import DataError
+from audit.core.text import inline
 from reports.readers.base import (
     Log,
     Problems,

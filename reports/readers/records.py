@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from audit.errors import DataError, SpecError, UnknownName
-from audit.records import FORMAT, Outcome
-from audit.text import inline
+from audit.core.errors import DataError, SpecError, UnknownName
+from audit.core.records import FORMAT, Outcome
+from audit.core.text import inline
 from reports.columns import Columns
 from reports.load import check_seal, load_run
 from reports.plan import match_policies

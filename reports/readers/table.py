@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.errors import DataError
+from audit.core.errors import DataError
 from reports.readers.base import (
     ONE_SUITE,
     Log,

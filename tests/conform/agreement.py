@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from audit import CompressedCache, shadow
-from audit.kv.ledger import NEVER, Rollout
-from audit.kv.shadow import suffix_logits
+from audit.cache.ledger import NEVER, Rollout
 from audit.policies import parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.replay.shadow import suffix_logits
+from audit.sampling.sampler import Decoding, Sampler
 from conform.plays import Conversation, Forwards, Play, served, simulated
 from conform.simulator import Row
 

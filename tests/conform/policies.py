@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from audit.errors import SpecError
+from audit.core.errors import SpecError
 from audit.policies import POLICIES, Composed, Policy
 
 SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8, "page": 4, "dense": 1}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from audit.kv.ledger import Rollout
+from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
 
 NAME = "conform-stepwise"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.errors import SpecError
-from audit.kv.ledger import NEVER
+from audit.cache.ledger import NEVER
+from audit.core.errors import SpecError
 from audit.policies import POLICIES, Policy, View, parse_policy
-from audit.sampler import Decoding, Sampler
+from audit.sampling.sampler import Decoding, Sampler
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
 from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps
 

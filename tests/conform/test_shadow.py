@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from audit import shadow
-from audit.kv.ledger import NEVER, Rollout
+from audit.cache.ledger import NEVER, Rollout
 from audit.policies import Policy
 from conform.policies import policy_id, pytest_generate_tests
 from conform.stepwise import stepwise_logits

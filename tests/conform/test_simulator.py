@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-import audit.kv.cache
-import audit.kv.shadow
-from audit.kv.cache import EvictingCache
-from audit.kv.layers import LayerPlan
+import audit.cache.cache
+import audit.replay.shadow
+from audit.cache.cache import EvictingCache
+from audit.cache.layers import LayerPlan
 from audit.policies import POLICIES, Policy, parse_policy
 from conform import agreement
 from conform.agreement import Disagreement, gap
@@ -185,11 +185,11 @@ def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_a_sliding_window_that_sampler_and_shadow_both_ignore_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     play = conversation(family="gemma3", name="none")
     assert gap(play) < EXACT
-    plans = audit.kv.cache.layer_plans
+    plans = audit.cache.cache.layer_plans
 
     def without_windows(config: Any, policy: Policy) -> list[LayerPlan]:
         return [plan if plan.sliding_window is None else SEES_ALL for plan in plans(config, policy)]
 
-    for module in (audit.kv.cache, audit.kv.shadow):
+    for module in (audit.cache.cache, audit.replay.shadow):
         monkeypatch.setattr(module, "layer_plans", without_windows)
     assert gap(play) > 1e-6

@@ -1,0 +1,1 @@
+"""The compressing cache: on stock transformers models, evicting by a policy, with its ledger of what left when."""

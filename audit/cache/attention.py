@@ -1,0 +1,200 @@
+"""The one attention function the project registers with transformers, under the name ``kvaudit``.
+
+A forward call that passes ``kv=`` (an object with ``attend``) decides for itself what each query sees: the evicting
+cache while sampling, the ledger while learning. Without it, attention is the stock one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from audit.core.errors import RunError
+from audit.policies import softmax
+
+if TYPE_CHECKING:
+    from audit.cache.routing import Routes
+
+NAME = "kvaudit"
+MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
+
+
+class Attends(Protocol):
+    """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them.
+
+    Its ``carry`` is what layers of linear attention ask for their state (``audit.cache.linear``).
+    """
+
+    @property
+    def routes(self) -> Routes | None: ...
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attention output [B, G*H, Q, D] for queries [B, G*H, Q, D] and the new keys and values [B, H, Q, D].
+
+        ``sink_logits`` [G*H] stand beside the logits of every query and have no value (gpt-oss).
+        """
+        ...
+
+    def settle(self) -> None:
+        """After a forward of a model: raise RunError where some layer did not come here."""
+        ...
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kv: Attends | None = None,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it: returns ([B, Q, G*H, D], None)."""
+    for unsupported in ("softcap", "position_bias"):  # transformers' own function would pass over them in silence
+        if kwargs.get(unsupported) is not None:
+            raise RunError(f"this model's attention uses {unsupported}, which the evicting cache does not support")
+    if kv is None and s_aux is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return out, None
+    if kwargs.get("dropout"):
+        raise RunError(
+            f"attention dropout of {kwargs['dropout']} would make the pass another policy than the sampler's; "
+            "set it to 0 in the model's config, or call model.eval()"
+        )
+    if "is_causal" in vars(module) and not module.is_causal:
+        raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kv is None:
+        visible = causal(query.shape[2], query.device) if attention_mask is None else attention_mask
+        out = grouped_attention(query, key, value, visible, scale, s_aux)
+    else:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        out = kv.attend(layer, query, key, value, scaling=scale, sink_logits=s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention with grouped queries, keys never repeated.
+
+    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [1 or B, 1, H or G*H, Q, K] or None for all.
+    Every query must see something. Returns [B, G*H, Q, D].
+    """
+    if sink_logits is not None:
+        return _beside_sinks(query, key, value, visible, scaling, sink_logits)
+    batch, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    packed = query.reshape(batch, key.shape[1], groups * length, size)
+    if visible is not None and groups > 1:
+        apart = visible.shape[1] == heads
+        visible = visible.reshape(batch, key.shape[1], -1, key.shape[2]) if apart else visible.repeat(1, 1, groups, 1)
+    out = scaled_dot_product_attention(packed, key, value, attn_mask=visible, scale=scaling)
+    return out.reshape(batch, heads, length, -1)
+
+
+def _beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor
+) -> Tensor:
+    """Written out, because no kernel of torch knows of sinks: float32 at least, in blocks of queries."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
+    if visible is not None:  # one set per query head, or per KV head for all that share it
+        apart = visible.shape[1] > key.shape[1]
+        visible = visible.reshape(len(visible), key.shape[1], -1, *visible.shape[2:]) if apart else visible[:, :, None]
+    key, value = key.to(dtype), value.to(dtype)
+    parts = []
+    for some in query_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]):
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling
+        if visible is not None:
+            logits = logits.masked_fill(~visible[:, :, :, some], float("-inf"))
+        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))
+    return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+
+
+def causal(length: int, device: torch.device) -> Tensor:
+    """Which of its own tokens each query of a whole sequence sees: bool [1, 1, length, length]."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def query_blocks(queries: int, elements: int) -> list[slice]:
+    """Slices of queries whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
+    step = max(1, MASK_ELEMENTS // elements)
+    return [slice(start, start + step) for start in range(0, queries, step)]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None = None
+) -> Tensor:
+    """Plain causal attention of a whole sequence, same shapes as ``grouped_attention``."""
+    if sink_logits is not None:
+        return _beside_sinks(query, key, value, causal(query.shape[2], query.device), scaling, sink_logits)
+    return scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model that a peft model calls, or the model itself.
+
+    Raises RunError for adapters that put tokens of their own before the prompt.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise RunError("adapters that add virtual tokens move every position; use LoRA or the like, or merge them")
+    return model.get_base_model()
+
+
+def require_interface(model: Any) -> None:
+    """Raise RunError for a model that computes attention by code of its own: nothing could be evicted there."""
+    kind = type(model)
+    if not (kind._supports_attention_backend or "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[kind.__module__])):
+        raise RunError(
+            f"model {model.config.model_type!r} computes attention by code of its own, not through transformers' "
+            "attention interface, so its cache cannot be compressed; use another model"
+        )
+    if "position_ids" not in signature(kind.forward).parameters:
+        raise RunError(
+            f"model {model.config.model_type!r} takes no position_ids, so a token would stand at its place in the "
+            "cache, not in the text; use another model"
+        )
+
+
+def require_once(layer: int, attended: Collection[int], layers: int) -> None:
+    """Raise RunError where ``layer`` is not one of ``layers`` that each attend once a forward."""
+    if layer in attended or layer >= layers:
+        raise RunError(
+            f"layer {layer} of the model's {layers} attends {'again' if layer in attended else 'too'} in one forward: "
+            "layers that run repeatedly would share one cache, which is not supported; use another model"
+        )
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,89 @@
+"""Which layers of a model a policy governs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from audit.core.errors import RunError
+from audit.policies import Policy, parse_policy
+
+GOVERNED = {"full_attention", "hybrid"}  # a hybrid layer has full attention and linear beside it
+CARRYING = {"linear_attention", "hybrid"}
+
+
+class LayerPlan(NamedTuple):
+    """One layer's rule: the policy that evicts, and the model's own sliding window if the layer has one.
+
+    ``attends``: it holds entries; ``carries``: it hands a state on, as linear attention does. A layer may do both.
+    """
+
+    policy: Policy
+    sliding_window: int | None
+    attends: bool = True
+    carries: bool = False
+
+    @property
+    def governed(self) -> bool:
+        """Whether the policy asked for decides what this layer keeps."""
+        return self.attends and self.sliding_window is None
+
+
+def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
+    """A plan per layer: full-attention layers follow ``policy``, sliding-window layers only their own window.
+
+    Layers of linear attention evict nothing. Raises RunError for a model with no full-attention layer or with layers
+    of another kind.
+    """
+    text = config.get_text_config(decoder=True)
+    if text.is_encoder_decoder:
+        raise RunError(f"model {text.model_type!r} has an encoder and a decoder; only decoders alone can be compressed")
+    kinds = layer_kinds(config)
+    if not GOVERNED & set(kinds):
+        found = ", ".join(dict.fromkeys(kinds)) or "none with attention"
+        raise RunError(f"model {text.model_type!r} has no full-attention layer ({found}): there is nothing to compress")
+    layers = sum(kind in GOVERNED for kind in kinds)
+    governed = iter(range(layers))
+    return [
+        _plan(kind, text, policy.for_layer(next(governed), layers) if kind in GOVERNED else policy) for kind in kinds
+    ]
+
+
+def governed_words(config: Any) -> str:
+    """How many layers a policy governs and what the others do; empty where it governs all."""
+    plans = layer_plans(config, parse_policy("none"))
+    others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)
+    others += ["keep their own sliding window"] * any(plan.sliding_window is not None for plan in plans)
+    if not others:
+        return ""
+    return f"evicts {sum(plan.governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(others)}"
+
+
+def kv_heads(config: Any) -> int:
+    """KV heads of every layer, as many as its keys have when they reach attention."""
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
+        return int(text.num_attention_heads)  # every head has keys of its own, or makes them from a latent
+    return int(text.num_key_value_heads or text.num_attention_heads)
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Every layer's kind, in transformers' words; empty for a model that states neither layers nor attention heads."""
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "layer_types") and text.layer_types:  # a property in some configs, so no key of the dict
+        return list(text.layer_types)
+    if not hasattr(text, "num_attention_heads"):
+        return []
+    slides = text.to_dict().get("sliding_window") is not None and text.to_dict().get("use_sliding_window", True)
+    return ["sliding_attention" if slides else "full_attention"] * text.num_hidden_layers
+
+
+def _plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
+    if kind in GOVERNED:
+        return LayerPlan(policy, None, carries=kind in CARRYING)
+    if kind == "sliding_attention":
+        # entries outside the window can never be seen again, so dropping them changes nothing
+        own = parse_policy(f"streaming:budget={text.sliding_window},sink=0,chunk={policy.chunk}")
+        return LayerPlan(own, int(text.sliding_window))
+    if kind == "linear_attention":
+        return LayerPlan(parse_policy("none"), None, attends=False, carries=True)
+    raise RunError(f"model {text.model_type!r} has {kind} layers, which the evicting cache does not support")

@@ -1,0 +1,102 @@
+"""Running statistics of a row's queries before rotation: O(D^2) per head, or O(D), whatever the length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from audit.cache.rotary import Rotary
+from audit.policies import Centres, Moments
+
+
+class QueryMoments:
+    """Sums over the queries of one layer; those at positions below ``sink`` are left out (they attend to themselves).
+
+    Sums are float32, or float64 for a float64 model.
+    """
+
+    def __init__(self, rotary: Rotary, sink: int) -> None:
+        self._rotary, self._sink = rotary, sink
+        self._count = self._sum = self._outer = torch.empty(0)  # [B], [B, N, D], [B, N, D, D]
+
+    def add(self, query: Tensor, positions: Tensor) -> None:
+        """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if not self._count.numel():
+            batch, heads, _, size = query.shape
+            self._count = query.new_zeros(batch, dtype=dtype)
+            self._sum = query.new_zeros(batch, heads, size, dtype=dtype)
+            self._outer = query.new_zeros(batch, heads, size, size, dtype=dtype)
+        counted = positions >= self._sink
+        plain = self._rotary.turn(query.to(dtype), -positions) * counted[:, None, :, None]
+        self._count += counted.sum(1)
+        self._sum += plain.sum(2)
+        self._outer += plain.transpose(2, 3) @ plain
+
+    def of(self, rows: Tensor | slice) -> Moments:
+        """The moments of some rows."""
+        count = self._count[rows].clamp(min=1)[:, None, None]
+        mean = self._sum[rows] / count
+        covariance = self._outer[rows] / count[..., None] - mean[..., None] * mean[..., None, :]
+        size, dtype = mean.shape[-1], mean.dtype
+
+        def turn(start: Tensor, count: int) -> Tensor:
+            return self._rotary.mean_turn(start, torch.arange(count, device=start.device), size, dtype)
+
+        return Moments(mean, covariance, turn)
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._count, self._sum, self._outer = (
+            t.repeat_interleave(group, 0) for t in (self._count, self._sum, self._outer)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return sum(t.numel() * t.element_size() for t in (self._count, self._sum, self._outer))
+
+
+class QueryCentres:
+    """Sums over the queries of one layer and of the lengths of their rotating pairs.
+
+    Sums are float32, or float64 for a float64 model.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._count = self._sum = self._lengths = torch.empty(0)  # [B], [B, N, D], [B, N, F]
+
+    def add(self, query: Tensor, positions: Tensor) -> None:
+        """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        counted = (positions >= 0)[:, None, :, None]
+        wide = query.to(torch.promote_types(query.dtype, torch.float32)) * counted
+        plain, lengths = self._rotary.turn(wide, -positions).sum(2), self._rotary.moduli(wide).sum(2)
+        if not self._count.numel():
+            self._count, self._sum, self._lengths = (torch.zeros_like(t) for t in (plain[:, 0, 0], plain, lengths))
+        self._count += counted[:, 0, :, 0].sum(1)
+        self._sum += plain
+        self._lengths += lengths
+
+    def of(self, rows: Tensor | slice) -> Centres:
+        """The centres of some rows."""
+        count = self._count[rows].clamp(min=1)[:, None, None]
+        mean = self._sum[rows] / count
+        size, dtype = mean.shape[-1], mean.dtype
+        return Centres(
+            mean,
+            self._lengths[rows] / count,
+            lambda start, steps: self._rotary.mean_turn(start, steps, size, dtype),
+            self._rotary.moduli,
+        )
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._count, self._sum, self._lengths = (
+            t.repeat_interleave(group, 0) for t in (self._count, self._sum, self._lengths)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return sum(t.numel() * t.element_size() for t in (self._count, self._sum, self._lengths))

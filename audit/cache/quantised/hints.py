@@ -1,0 +1,219 @@
+"""Hints: the codes that rounding could have decided, recorded so that a replay decides them alike.
+
+One pass does not round like many. A value that lies within rounding of the border between two codes may fall on the
+other side in a replay, and the flipped code moves everything after it. So the sampler notes every code that would have
+been another had its value moved by ``BAND`` of the largest magnitude of its token's head, and the shadow pass takes it
+over. A hint that is at no border in the replay is forged, or of other weights: it is never taken over.
+
+A hint is a uint16 word: 12 bits say how many numbers lie between it and the hint before, 4 bits are the low ones of the
+code's rank among all codes. Elements count as ``(((token * L + layer) * 2 + part) * H + head) * D + channel``, part 0
+being keys and D the wider of key and value heads; a word of distance 4,095 is no hint and only moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from audit.cache.quantised.codes import encode_as
+from audit.policies import Quantiser
+
+BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by before a hint is forged
+HINTED = (torch.float32, torch.float64)  # below, rounding is of the size of a code: hints would be all codes
+KEYS, VALUES = 0, 1
+_LOW, _FAR = 16, 2**12 - 1
+_WAIT = 64  # slots that are looked at together, so that a decode step pays next to nothing
+Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
+
+
+class Ranks(NamedTuple):
+    """A codec's codes by size: ``of`` int64 [2^bits] ranks them, ``codes`` uint8 is the way back."""
+
+    of: Tensor
+    codes: Tensor
+
+
+@cache
+def ranks(codec: Quantiser, device: torch.device) -> Ranks:
+    """Neighbours differ by one, and codes that stand for the same number (two zeros) are of one rank."""
+    codes = torch.arange(2**codec.bits, dtype=torch.uint8)
+    numbers, of = torch.unique(codec.numbers(codes, torch.float64), return_inverse=True)
+    back = torch.zeros(len(numbers), dtype=torch.uint8).scatter_(0, of, codes)
+    return Ranks(of.to(device), back.to(device))
+
+
+# --- the file's words -----------------------------------------------------------------------------------------------
+
+
+def pack_hints(index: Tensor, low: Tensor) -> Tensor:
+    """Words uint16 of element numbers int64 [N], in any order, and the low bits of their ranks [N]."""
+    if not len(index):
+        return torch.zeros(0, dtype=torch.uint16)
+    index, order = index.sort()
+    distance = index.diff(prepend=index.new_zeros(1))
+    places = (distance // _FAR + 1).cumsum(0) - 1
+    words = torch.full((int(places[-1]) + 1,), _FAR * _LOW, dtype=torch.int32)
+    words[places] = (distance % _FAR * _LOW + low[order]).to(torch.int32)
+    return words.to(torch.uint16)
+
+
+def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of ``pack_hints``."""
+    wide = words.to(torch.int64)
+    index, here = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
+    return index[here], wide[here] % _LOW
+
+
+def sound_hints(words: Tensor) -> bool:
+    """Whether these can be words of ``pack_hints``: no element is named twice."""
+    if words.dtype is not torch.uint16 or words.dim() != 1:
+        return False
+    return bool((unpack_hints(words)[0].diff() > 0).all())
+
+
+# --- the sampler's side ---------------------------------------------------------------------------------------------
+
+
+class HintRecorder:
+    """The hints of one layer, row by row."""
+
+    def __init__(self, codec: Quantiser, rows: int) -> None:
+        self._codec = codec
+        self._waiting: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._slots = 0
+        self._found: list[list[Tensor]] = [[] for _ in range(rows)]  # [n, 5] token, part, head, channel, rank
+
+    def add(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor) -> None:
+        """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``."""
+        if x.dtype not in HINTED:
+            return
+        if x.shape[2] > 1:
+            some = leaving.any(0).any(0)
+            x, codes, parameters, leaving, at = (t[:, :, some] for t in (x, codes, parameters, leaving, at))
+        self._waiting.append((part, (x, codes, parameters, leaving, at.clone())))
+        self._slots += x.shape[2]
+        if self._slots >= _WAIT:
+            self._look()
+
+    def _look(self) -> None:
+        for part in (KEYS, VALUES):
+            waiting = [tensors for kind, tensors in self._waiting if kind == part]
+            if waiting:
+                self._enter(part, *(torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)))
+        self._waiting, self._slots = [], 0
+
+    def _enter(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor) -> None:
+        ranked = ranks(self._codec, x.device)
+        band = BAND * x.abs().amax(-1, keepdim=True)
+        below, above = (encode_as(moved, parameters, self._codec) for moved in (x - band, x + band))
+        where = ((below != above) & leaving[..., None]).nonzero()
+        points = tuple(where.unbind(1))
+        # several borders within the band: steps so small that a flip is rounding itself
+        one = ranked.of[above[points].long()] - ranked.of[below[points].long()] == 1
+        row, head, slot, channel = where[one].unbind(1)
+        rank = ranked.of[codes[row, head, slot, channel].long()]
+        found = torch.stack([at[row, head, slot], torch.full_like(row, part), head, channel, rank], 1).int().cpu()
+        counts = row.bincount(minlength=len(x)).tolist()
+        for own, new in zip(self._found, torch.split(found, counts), strict=True):
+            own.append(new)
+
+    def of(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
+        """Element numbers and low bits of a row's hints so far, in no order."""
+        self._look()
+        found = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._found[row]]).long()
+        token, part, head, channel, rank = found.unbind(1)
+        return (((token * layers + layer) * 2 + part) * heads + head) * width + channel, rank % _LOW
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times; members share what was found so far."""
+        self._look()
+        self._found = [list(found) for found in self._found for _ in range(group)]
+
+
+# --- the replay's side ----------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Keys or values of a layer; ``width`` is the wider of their heads."""
+
+    layer: int
+    part: int
+    width: int
+
+
+class Hints(NamedTuple):
+    """The n hints of one part of one layer: where they stand in [B, H, K, D], and the low bits of their ranks."""
+
+    row: Tensor
+    head: Tensor
+    column: Tensor
+    channel: Tensor
+    low: Tensor
+
+
+class HintTable:
+    """The hints of a pass whose columns are at row positions [B, K] (-1 = padding); those of other columns are left.
+
+    ``strays`` grows by every hint that is at no border in the replay, or in no column. After an update of the weights,
+    and under a reference model, honest hints are strays too: only who replays the sampler's own weights should mind.
+    """
+
+    def __init__(self, words: Sequence[Tensor], positions: Tensor, layers: int, strays: Strays | None = None) -> None:
+        self._words, self._positions, self._layers, self._strays = words, positions, layers, strays
+        self._parts: dict[int, Hints] | None = None
+
+    def _of(self, place: Place, heads: int) -> Hints:
+        if self._parts is None:
+            self._parts = self._laid(heads, place.width)
+        return self._parts[place.layer * 2 + place.part]
+
+    def _laid(self, heads: int, width: int) -> dict[int, Hints]:
+        device, unpacked = self._positions.device, [unpack_hints(words.cpu()) for words in self._words]
+        index, low = (torch.cat(parts).to(device) for parts in zip(*unpacked, strict=True))
+        row = torch.repeat_interleave(torch.tensor([len(own) for own, _ in unpacked])).to(device)
+        token, place = index // (self._layers * 2 * heads * width), index // (heads * width) % (self._layers * 2)
+        column = _columns(self._positions, row, token)
+        # what was given last is in the sampler's cache already, and no query of a replay follows it
+        within = (column < 0) & (token <= self._positions.amax(1)[row])
+        self._enter_strays(row[within], place[within] // 2)
+        order = place.argsort(stable=True)
+        order = order[column[order] >= 0]
+        every = Hints(row[order], (index // width % heads)[order], column[order], (index % width)[order], low[order])
+        ends = place[order].bincount(minlength=self._layers * 2).cumsum(0).tolist()
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return {number: Hints(*(tensor[part] for tensor in every)) for number, part in enumerate(parts)}
+
+    def take_over(self, place: Place, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+        """``codes`` [B, H, K, D] of ``x``, with the recorded ones where a border is near."""
+        ranked = ranks(codec, x.device)
+        row, head, column, named, low = self._of(place, x.shape[1])
+        channel = named.clamp(max=x.shape[3] - 1)
+        value, own = x[row, head, column, channel], codes[row, head, column, channel]
+        group = channel // (x.shape[3] // parameters.shape[-2])
+        fitted = parameters[row, head, column, group].to(x.dtype)
+        reach = REACH * x.abs().amax(-1)[row, head, column]
+        below, above = (ranked.of[codec.encode(moved, fitted).long()] for moved in (value - reach, value + reach))
+        rank = ranked.of[own.long()]
+        rank = rank + (low - rank + _LOW // 2) % _LOW - _LOW // 2  # the nearest with these low bits
+        near = (below < above) & (below <= rank) & (rank <= above) & (channel == named)
+        self._enter_strays(row[~near], torch.full_like(row[~near], place.layer))
+        taken = ranked.codes[rank.clamp(0, len(ranked.codes) - 1)]
+        return codes.index_put((row, head, column, channel), torch.where(near, taken, own))
+
+    def _enter_strays(self, row: Tensor, layer: Tensor) -> None:
+        if self._strays is not None:
+            self._strays += zip(row.tolist(), layer.tolist(), strict=True)
+
+
+def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
+    """The columns [N] where tokens of rows stand, -1 for those that stand nowhere."""
+    longest = int(positions.max()) + 1
+    table = positions.new_full((len(positions), longest + 1), -1, dtype=torch.int64)
+    columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    table.scatter_(1, torch.where(positions >= 0, positions, longest).long(), columns)
+    table[:, longest] = -1
+    return table[row, token.clamp(max=longest)]

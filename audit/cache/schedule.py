@@ -1,0 +1,86 @@
+"""What happens when, per row: token counts, pins and quantisation, all functions of the row's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from audit.cache.ledger import NEVER
+from audit.core.errors import SpecError
+from audit.policies import Policy, Quantiser
+
+
+class Pins:
+    """Which positions of each row never leave: bool [B, T], grown as tokens come."""
+
+    def __init__(self, policies: Sequence[Policy], rows: int, device: torch.device) -> None:
+        self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the least room
+        self._at = torch.zeros(rows, 0, dtype=torch.bool, device=device)
+
+    def add(self, positions: Tensor, pinned: Tensor) -> None:
+        """Note the new tokens [B, Q]: positions (-1 = padding) and whether each is pinned."""
+        needed = int(positions.max()) + 1
+        grow = max(needed - self._at.shape[1], 0)
+        self._at = torch.nn.functional.pad(self._at, (0, grow))
+        rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)
+        self._at[rows, positions[rows, columns].long()] = True
+        self._check()
+
+    def _check(self) -> None:
+        policy = self._policy
+        beyond = self._at[:, policy.sink :].sum(1)
+        if len(beyond) and int(beyond.max()) + policy.sink + policy.window > policy.budget:
+            raise SpecError(
+                f"policy {policy.name}: pin={policy.pin} holds {int(beyond.max())} tokens, which do not fit "
+                f"budget={policy.budget} with sink={policy.sink}, window={policy.window}; raise the budget or pin less"
+            )
+
+    def at(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
+        """Bool [b, H, K] for slots at positions [b, H, K] (-1 = empty) of some rows."""
+        table = self._at[rows]
+        if not table.shape[1]:
+            return torch.zeros_like(positions, dtype=torch.bool)
+        index = positions.clamp(min=0, max=table.shape[1] - 1).long()
+        found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
+        return found & (positions >= 0) & (positions < table.shape[1])
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._at = self._at.repeat_interleave(group, 0)
+
+
+class Times:
+    """Since which query each key and value is seen quantised; the same in every layer and head."""
+
+    def __init__(self, codec: Quantiser, rows: int) -> None:
+        self._codec = codec
+        self._keys: list[list[int]] = [[] for _ in range(rows)]  # one query index per quantised position
+        self._values: list[list[int]] = [[] for _ in range(rows)]
+
+    def advance(self, seen: Tensor, new: Tensor) -> None:
+        """Rows that were given ``new`` [B] tokens have now seen ``seen`` [B]."""
+        for row, (count, fresh) in enumerate(zip(seen.tolist(), new.tolist(), strict=True)):
+            if fresh:
+                for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
+                    before = len(times[row])
+                    times[row] += self._codec.first_queries(before, until(before, count), count)
+
+    def until(self) -> tuple[Tensor, Tensor]:
+        """How many keys and values of each row are quantised: int64 [B] twice."""
+        keys, values = (torch.tensor([len(t) for t in times]) for times in (self._keys, self._values))
+        return keys, values
+
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """``keys_quantised_at`` and ``values_quantised_at`` [B, tokens] int32."""
+        keys, values = (
+            torch.tensor([(t + [NEVER] * tokens)[:tokens] for t in times], dtype=torch.int32)
+            for times in (self._keys, self._values)
+        )
+        return keys, values
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._keys = [list(times) for times in self._keys for _ in range(group)]
+        self._values = [list(times) for times in self._values for _ in range(group)]

@@ -1,0 +1,190 @@
+"""Which keys a query attended to, where it attended to some only: the record, and what a pass makes of it.
+
+Nothing has left such a cache, so no integer per entry can say it; the record holds one list per query, layer and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from audit.core.errors import DataError
+
+NONE = -1  # fills up a list
+_LATE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the choosing queries of one row attended to; CPU tensors.
+
+    Query ``queries[n]`` (int32 [N], row positions, rising) saw in layer ``layers[s]`` and head a, of the keys up to its
+    own, those at positions p with p // ``unit`` in ``chosen[s, a, n]``: int32 [S, A, N, k], rising, NONE at the end. A
+    is 1 where all heads share their lists, the number of KV heads or that of query heads. Other queries and other
+    layers saw everything that had not left.
+    """
+
+    unit: int
+    layers: tuple[int, ...]
+    queries: Tensor
+    chosen: Tensor
+
+    def keys(self, layer: int, head: int, heads: int) -> list[tuple[int, frozenset[int]]]:
+        """Choosing queries and the positions that head ``head`` of ``heads`` attends to, in a layer that chooses."""
+        if layer not in self.layers:
+            return []
+        lists = self.chosen[self.layers.index(layer)]
+        units = lists[head * len(lists) // heads].tolist()
+        return [
+            (query, frozenset(p for p in range(query + 1) if p // self.unit in named))
+            for query, named in zip(self.queries.tolist(), units, strict=True)
+        ]
+
+    def until(self, length: int) -> Selection:
+        """The same, of queries before position ``length``."""
+        before = self.queries < length
+        return Selection(self.unit, self.layers, self.queries[before], self.chosen[:, :, before])
+
+
+def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
+    """Which keys lists of units name: bool [B, A, Q, K] from units [B, A, Q, k] below ``most`` and positions [B, K]."""
+    marks = torch.zeros(*units.shape[:3], most + 1, dtype=torch.bool, device=units.device)
+    marks = marks.scatter(3, torch.where(units < 0, most, units).long(), True)
+    own = (keys.clamp(min=0) // unit).long()[:, None, None]
+    return marks.gather(3, own.expand(*marks.shape[:3], -1))
+
+
+class RecordedChoices:
+    """What the queries of a sampler's decode steps chose, step after step."""
+
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
+        self._steps: list[tuple[Tensor, dict[int, Tensor]]] = []  # positions [B], and per layer units [B, A, k]
+
+    def begin(self, positions: Tensor) -> None:
+        """Announce a decode step of queries at positions [B], -1 = none."""
+        self._steps.append((positions, {}))
+
+    def add(self, layer: int, units: Tensor) -> None:
+        """Note a layer's lists [B, A, k]."""
+        ordered = torch.where(units < 0, _LATE, units).sort(-1).values
+        self._steps[-1][1][layer] = torch.where(ordered == _LATE, NONE, ordered).to(torch.int32)
+
+    def rows(self, count: int) -> list[Selection | None]:
+        """Every row's record; None where no query has chosen yet."""
+        if not any(step for _, step in self._steps):  # nothing drawn yet, or no layer that chooses
+            return [None] * count
+        layers = tuple(self._steps[0][1])
+        widest = max(units.shape[-1] for _, step in self._steps for units in step.values())
+        at = torch.stack([positions for positions, _ in self._steps], 1).cpu()  # [B, N]
+        chosen = torch.stack(
+            [torch.stack([_widened(step[layer], widest) for _, step in self._steps], 2) for layer in layers], 1
+        ).cpu()  # [B, S, A, N, k]
+        return [
+            Selection(self._unit, layers, own[own >= 0].to(torch.int32), lists[:, :, own >= 0])
+            if bool((own >= 0).any())
+            else None
+            for own, lists in zip(at, chosen, strict=True)
+        ]
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._steps = [
+            (
+                positions.repeat_interleave(group, 0),
+                {layer: units.repeat_interleave(group, 0) for layer, units in step.items()},
+            )
+            for positions, step in self._steps
+        ]
+
+
+class Choices(NamedTuple):
+    """The records of a batch, for a pass: ``place`` [B, T] says which list a position has, -1 = none.
+
+    ``lists`` int32 [B, S, A, N, k]; ``slots`` maps a layer to its place along S.
+    """
+
+    unit: int
+    slots: dict[int, int]
+    place: Tensor
+    lists: Tensor
+
+    def visible(self, layer: int, at: Tensor, keys: Tensor) -> Tensor:
+        """Bool [B, A, Q, K] of queries and keys at positions [B, Q] and [B, K]; causality is not looked at."""
+        place = self.place.gather(1, at.clamp(0, self.place.shape[1] - 1).long())
+        place = torch.where((at >= 0) & (at < self.place.shape[1]), place, NONE)
+        lists = self.lists[:, self.slots[layer]]
+        index = place.clamp(min=0)[:, None, :, None].expand(-1, lists.shape[1], -1, lists.shape[3])
+        found = units_seen(lists.gather(2, index), keys, self.unit, self.place.shape[1] // self.unit + 1)
+        return found | (place < 0)[:, None, :, None]
+
+
+def choices_of(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
+    """The records of a batch of rows of at most ``tokens`` tokens; None where no query chose.
+
+    Raises DataError where rows chose in different units, layers or heads.
+    """
+    some = [selection for selection in selections if selection is not None and len(selection.queries)]
+    if not some:
+        return None
+    kinds = {(selection.unit, selection.layers, selection.chosen.shape[1]) for selection in some}
+    if len(kinds) > 1:
+        raise DataError("rollouts of one batch chose their keys in different units, layers or heads; replay them apart")
+    most, widest = (max(s.chosen.shape[dim] for s in some) for dim in (2, 3))
+    place = torch.full((len(selections), tokens), NONE)
+    lists = torch.full((len(selections), *some[0].chosen.shape[:2], most, widest), NONE, dtype=torch.int32)
+    for row, selection in enumerate(selections):
+        if selection is not None:
+            count = len(selection.queries)
+            place[row, selection.queries.long()] = torch.arange(count)
+            lists[row, :, :, :count, : selection.chosen.shape[3]] = selection.chosen
+    slots = {layer: slot for slot, layer in enumerate(some[0].layers)}
+    return Choices(some[0].unit, slots, place.to(device), lists.to(device))
+
+
+def misfit(selection: Selection, evicted_at: Tensor) -> str | None:
+    """Why a row whose entries left at [L, H, T] cannot have chosen so, in words, or None."""
+    layers, heads, tokens = evicted_at.shape
+    queries, chosen = selection.queries, selection.chosen
+    kinds = (queries.dtype, chosen.dtype, queries.dim(), chosen.dim())
+    if kinds != (torch.int32, torch.int32, 1, 4) or chosen.shape[2] != len(queries) or not chosen.shape[3]:
+        return f"has choices of shape {tuple(chosen.shape)} for {len(queries)} queries"
+    if chosen.shape[0] != len(selection.layers) or (chosen.shape[1] % heads and chosen.shape[1] != 1):
+        wanted = f"{len(selection.layers)} of 1 or {heads}"
+        return f"has choices of {chosen.shape[0]} layers and {chosen.shape[1]} heads, wanted {wanted}"
+    if list(selection.layers) != sorted({*selection.layers} & {*range(layers)}):
+        return f"has choices in layers {list(selection.layers)}, the model has {layers}"
+    ordered = torch.cat([queries.new_tensor([-1]), queries, queries.new_tensor([tokens])])
+    if not bool((ordered[1:] > ordered[:-1]).all()):
+        return f"has choosing queries that do not rise from 0 to {tokens - 1}"
+    if bool((torch.where(chosen < 0, _LATE, chosen).diff(dim=-1) < (chosen[..., 1:] >= 0).int()).any()):
+        return "names a unit twice, or not in order"
+    if bool((chosen * selection.unit > queries[:, None]).any()) or bool((chosen[..., 0] < 0).any()):
+        return "lets a query choose what comes after it, or nothing"
+    return None
+
+
+def blind(selection: Selection, evicted_at: Tensor) -> bool:
+    """Whether some query chose only entries that had left by then."""
+    choices = choices_of([selection], evicted_at.shape[2], evicted_at.device)
+    keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
+    for layer in selection.layers if choices else ():
+        gone = evicted_at[layer]
+        if bool((gone > len(keys)).all()):
+            continue
+        assert choices is not None
+        chosen = choices.visible(layer, selection.queries[None], keys[None])[0]  # [A, N, T]
+        held = (keys <= at) & (at < gone[:, None])  # [H, N, T]
+        apart = max(1, len(chosen) // len(held))
+        if not bool((held.repeat_interleave(apart, 0) & chosen).any(-1).all()):
+            return True
+    return False
+
+
+def _widened(units: Tensor, width: int) -> Tensor:
+    return pad(units, (0, width - units.shape[-1]), value=NONE)

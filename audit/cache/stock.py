@@ -1,0 +1,265 @@
+"""The evicting cache on stock transformers: ``model.generate(..., past_key_values=CompressedCache.for_model(...))``.
+
+A forward pre-hook on the model hands the evicting cache to the ``kvaudit`` attention; without a CompressedCache the
+hook changes nothing. Padding, wherever it stands, is read from the attention mask.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from audit.cache.attention import NAME, require_interface, unwrapped
+from audit.cache.cache import EvictingCache
+from audit.cache.layers import layer_plans
+from audit.cache.ledger import Ledger
+from audit.cache.linear import carry_states
+from audit.cache.rotary import rotary_for
+from audit.cache.routing import watched_blocks
+from audit.core.errors import RunError, SpecError
+from audit.policies import Policy, parse_policy
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Answers the model's questions about length; the entries themselves live in the evicting cache."""
+
+    is_compileable = False
+    is_sliding = False
+    seen = 0
+    announced = False  # a forward through the evicting cache is under way
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.announced:
+            raise RunError(
+                "this CompressedCache was not made for this model, or a part of the model is called on its own; "
+                "call the model that for_model was given"
+            )
+        self.is_initialized, self.announced = True, False
+        self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reorder_cache(self, *_: Any) -> None:
+        raise RunError("a CompressedCache cannot follow beam search; use num_beams=1")
+
+    def crop(self, *_: Any) -> None:
+        raise RunError("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
+
+    def reset(self) -> None:
+        raise RunError("a CompressedCache serves one conversation; make a new one")
+
+    def batch_repeat_interleave(self, *_: Any) -> None:
+        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
+
+    def batch_select_indices(self, *_: Any) -> None:
+        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
+
+
+class CompressedCache(Cache):  # type: ignore[misc]
+    """A transformers cache that keeps what ``policy`` keeps; one batch, one conversation."""
+
+    def __init__(self, model: Any, policy: Policy, *, seed: int = 0, pinned: Tensor | None = None) -> None:
+        plans = layer_plans(model.config, policy)
+        super().__init__(layers=[_Layer() for _ in plans])
+        self._config, self._policy, self._seed = model.config, policy, seed
+        self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
+        self._given: list[Tensor] = []  # the same columns' ids, call after call
+        self._rotary, self._pinned = rotary_for(model, policy), pinned
+        self._blocks = watched_blocks(model)
+        self._evicting: EvictingCache | None = None
+
+    @classmethod
+    def for_model(
+        cls, model: Any, policy: str | Policy, *, seed: int = 0, pinned: Tensor | None = None
+    ) -> CompressedCache:
+        """A fresh cache for ``model``, whose attention is switched to ``kvaudit`` (dense calls are unchanged by it).
+
+        ``pinned`` bool [B, P] says which tokens of the prompt never leave; a policy with ``pin`` needs it, because
+        token ids alone do not tell roles. Raises SpecError for what does not fit, RunError for a model that cannot.
+        """
+        parsed = parse_policy(policy) if isinstance(policy, str) else policy
+        if bool(parsed.pinned_roles) != (pinned is not None):
+            raise SpecError("pin=... and pinned=<bool tensor, True at the tokens to keep> go together; give both")
+        model = unwrapped(model)
+        prepare(model)
+        return cls(model, parsed, seed=seed, pinned=pinned)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record so far, in row positions: padding is not counted. Raises SpecError before use."""
+        cache = self._used()
+        if not cache.policy.replayable:
+            raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
+        tokens = int(cache.seen.max())
+        codec, times, experts = cache.policy.quantiser, cache.quantised_at(tokens), cache.experts(tokens)
+        if codec is None or times is None:
+            chosen = cache.selections()
+            return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts, selections=chosen)
+        hints = tuple(cache.hints())
+        return Ledger(cache.ledger(tokens), codec.canonical, *times, experts, self._ids(tokens), hints)
+
+    def _ids(self, tokens: int) -> Tensor:
+        """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
+        assert self._real is not None
+        order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
+        return torch.cat(self._given, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated now."""
+        return self._used().bytes
+
+    @property
+    def retention(self) -> Tensor:
+        """Kept / seen entries per row, float64 [B]."""
+        return self._used().retention()
+
+    def _used(self) -> EvictingCache:
+        if self._evicting is None:
+            raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
+        return self._evicting
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Columns given so far, in whichever layer counts them: one of linear attention does not."""
+        return max(int(layer.seen) for layer in self.layers)
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
+
+    def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
+        """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
+
+        What is given in one call is one chunk. One token is a drawn one, unless it is the first of all. Raises RunError
+        where ``position_ids`` are not those of the tokens seen.
+        """
+        batch, new = ids.shape
+        drawn = new == 1 and self._evicting is not None
+        if self._evicting is not None and not self._evicting.is_settled:
+            raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
+        if self._evicting is None:
+            rows = torch.arange(batch, device=ids.device) + self._seed
+            self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary, blocks=self._blocks)
+        if len(self._evicting.seen) != batch:
+            raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
+        positions = row_positions(attention_mask, self._evicting.seen, new)
+        require_positions(position_ids, positions)
+        pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
+        if pinned is not None and pinned.shape != ids.shape:
+            raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
+        self._remember(attention_mask, positions >= 0)
+        self._given.append(ids)
+        self._evicting.begin(positions, decoding=drawn, pinned=pinned)
+        for layer in self.layers:
+            layer.announced = True
+        return self._evicting
+
+    def _remember(self, attention_mask: Tensor | None, real: Tensor) -> None:
+        """Note which of the new columns are real; the mask must agree with what is in the cache already."""
+        before = real[:, :0] if self._real is None else self._real
+        self._real = torch.cat([before, real], 1)
+        if attention_mask is None:
+            return
+        if attention_mask.shape[1] != self._real.shape[1]:
+            raise SpecError(
+                f"the attention mask has {attention_mask.shape[1]} columns, this CompressedCache has been given "
+                f"{self._real.shape[1]}: for another batch or conversation, make a new one"
+            )
+        if not torch.equal(attention_mask[:, : before.shape[1]].bool().cpu(), before):
+            raise SpecError(
+                "the attention mask hides tokens that this CompressedCache was given as real ones; "
+                "make a new cache for what they should have been"
+            )
+
+
+def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
+    """CPU positions [B, new] of the new tokens, -1 where the mask says padding."""
+    if attention_mask is None:
+        real = torch.ones(len(seen), new, dtype=torch.bool)
+    elif attention_mask.dim() == 2:
+        real = attention_mask[:, -new:].bool().cpu()
+    else:
+        raise RunError(f"a {attention_mask.dim()}-D attention mask cannot be compressed; pass the 2-D one")
+    if real.shape != (len(seen), new):
+        raise SpecError(f"the attention mask has shape {tuple(real.shape)}, the new tokens {(len(seen), new)}")
+    return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)
+
+
+def require_positions(given: Tensor | None, own: Tensor) -> None:
+    """Raise RunError where a caller's ``position_ids`` [..., B, Q] are not ``own`` [B, Q] at a real token.
+
+    Packed rows, offsets and positions in an image would each need an attention of their own. Padding holds anything.
+    """
+    if given is None:
+        return
+    wrong = ((given.cpu() != own) & (own >= 0)).nonzero()
+    if len(wrong):
+        row, column = wrong[0, -2:].tolist()
+        raise RunError(
+            f"position_ids do not put the token at row {row}, column {column} at {int(own[row, column])}, the number "
+            "of real tokens before it; packed rows, offsets and image positions are not supported: leave them out"
+        )
+
+
+def prepare(model: Any) -> None:
+    """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
+    require_interface(model)
+    carry_states(model)
+    use_attention(model)
+    # a copy of a prepared model is prepared too, so the model itself has to say it
+    if _hand_over not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_hand_over, with_kwargs=True)
+        model.register_forward_hook(_settle, with_kwargs=True)
+
+
+def use_attention(model: Any) -> None:
+    """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    call = by_name(model, args, kwargs)
+    cache = call.get("past_key_values")
+    if not isinstance(cache, CompressedCache):
+        return args, kwargs
+    use_attention(model)
+    evicting = cache.start(call.get("attention_mask"), given_ids(call), call.get("position_ids"))
+    return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
+
+
+def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
+    context = kwargs.get("kv")
+    if context is not None:
+        context.settle()
+
+
+def by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by name: a mask may be given by its place."""
+    return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
+
+
+def given_ids(call: dict[str, Any]) -> Tensor:
+    """The token ids of a forward call; RunError where it has none."""
+    ids = call.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise RunError("a compressed forward needs input_ids; inputs_embeds are not supported")
+    return ids

@@ -1,0 +1,205 @@
+"""The slots of one layer: keys, values, positions and what policies need to remember, with real allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from audit.cache.ledger import NEVER
+
+SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
+LATE = 2**31 - 1  # sorts empty slots behind all others
+
+
+class Part(NamedTuple):
+    """Keys and values [b, H, length, D] of some rows, as attention sees them."""
+
+    rows: slice
+    keys: Tensor
+    values: Tensor
+
+
+class Store:
+    """Slots [B, H, C] of one layer; the first ``length`` are in use, a position of -1 marks an empty one.
+
+    Slots are in order of position while ``ordered``. Tensors are created at the first append, when dtype and device
+    are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last column takes the writes of empty slots.
+    """
+
+    def __init__(self, *, accumulates: bool = False, observed_queries: int = 0) -> None:
+        self._accumulates, self._window = accumulates, observed_queries
+        self.length = 0
+        self.ordered = True
+        self.uniform = True  # all heads hold the same positions
+        self._slots: dict[str, Tensor] = {}  # by name, all [B, H, C, ...]
+        self._blank: dict[str, float] = {"positions": -1}  # what an empty slot holds, 0 unless said here
+        self.queries: Tensor | None = None  # [B, G*H, W, D]
+        self.query_positions: Tensor | None = None  # [B, W]
+        self.evicted_at = torch.empty(0)
+        self.dense_bytes_per_token = 0  # of one row's keys and values, uncompressed
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, H, length] int32."""
+        return self._slots["positions"][:, :, : self.length]
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, length, D]."""
+        return self.entries(slice(None))[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, length, D]."""
+        return self.entries(slice(None))[1]
+
+    @property
+    def mass(self) -> Tensor | None:
+        """Accumulated attention [B, H, length] float32, where the policy asks."""
+        return self._slots["mass"][:, :, : self.length] if self._accumulates else None
+
+    def read(self) -> Iterator[Part]:
+        """Everything the cache holds, in one or several parts by rows."""
+        yield Part(slice(None), *self.entries(slice(None)))
+
+    def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Keys and values [b, H, length, D] of some rows."""
+        return self._slots["keys"][rows, :, : self.length], self._slots["values"][rows, :, : self.length]
+
+    def append(self, key: Tensor, value: Tensor, positions: Tensor, *, limit: int | None) -> None:
+        """Add slots for ``key`` [B, H, Q, D] at ``positions`` [B, Q]; ``limit`` caps the slack."""
+        if not self._slots:
+            self._create(key, value)
+        start, end = self.length, self.length + key.shape[2]
+        self._reserve(end, limit)
+        self._slots["positions"][:, :, start:end] = positions[:, None]
+        if self._accumulates:
+            self._slots["mass"][:, :, start:end] = 0.0
+        self._fill(start, end, key, value)
+        self.length = end
+
+    def _create(self, key: Tensor, value: Tensor) -> None:
+        batch, heads = key.shape[:2]
+        self._slots["positions"] = torch.full((batch, heads, 0), -1, dtype=torch.int32, device=key.device)
+        self.evicted_at = torch.full((batch, heads, 1), NEVER, dtype=torch.int32, device=key.device)
+        if self._accumulates:
+            self._slots["mass"] = torch.zeros(batch, heads, 0, device=key.device)
+        self.dense_bytes_per_token = heads * (key.shape[3] + value.shape[3]) * key.element_size()
+        self._allocate(key, value)
+
+    def _allocate(self, key: Tensor, value: Tensor) -> None:
+        for name, tensor in (("keys", key), ("values", value)):
+            self._slots[name] = tensor.new_zeros(*tensor.shape[:2], 0, tensor.shape[3])
+
+    def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
+        self._slots["keys"][:, :, start:end] = key
+        self._slots["values"][:, :, start:end] = value
+
+    def _reserve(self, slots: int, limit: int | None) -> None:
+        held = self._slots["positions"].shape[2]
+        if slots > held:
+            roomy = slots + SLACK + slots // SHARE
+            grow = (roomy if limit is None else max(slots, min(roomy, limit))) - held
+            for name, tensor in self._slots.items():
+                self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
+
+    def observe(self, query: Tensor, positions: Tensor) -> None:
+        """Remember the last ``observed_queries`` of each row; absent ones keep position -1."""
+        if self._window == 0:
+            return
+        if self.queries is None or self.query_positions is None:
+            self.queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
+            self.query_positions = positions.new_full((positions.shape[0], self._window), -1)
+        queries = torch.cat([self.queries, query[:, :, -self._reach(positions) :]], 2)
+        at = torch.cat([self.query_positions, positions[:, -self._reach(positions) :]], 1)
+        # a stable sort moves absent queries to the front and keeps the others in order
+        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]
+        self.query_positions = at.gather(1, order)
+        index = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        self.queries = queries.gather(2, index)
+
+    def _reach(self, positions: Tensor) -> int:
+        """How many of the new columns can matter: the last ``window``, or all where padding is among them."""
+        return self._window if bool((positions[:, -self._window :] >= 0).all()) else positions.shape[1]
+
+    def keep(self, kept: Tensor, counts: int, seen: Tensor) -> None:
+        """Drop every slot where ``kept`` [B, H, length] is False, pack to the front by position, write the ledger.
+
+        ``counts`` is the largest number of kept slots in any row; ``seen`` [B] the index of the next query.
+        """
+        positions = self.positions
+        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), seen)
+        if self.ordered:
+            order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
+        else:
+            order = torch.where(kept, positions, LATE).argsort(dim=2)[:, :, :counts]
+        self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
+        self._pack(order)
+        self.length, self.ordered, self.uniform = counts, True, False
+
+    def _pack(self, order: Tensor) -> None:
+        counts = order.shape[2]
+        shrink = self._slots["positions"].shape[2] > counts + counts // 2 + SLACK
+        for name, tensor in self._slots.items():
+            index = order if tensor.dim() == 3 else order[..., None].expand(-1, -1, -1, tensor.shape[3])
+            moved = tensor.gather(2, index)
+            if shrink:
+                self._slots[name] = moved
+            else:
+                tensor[:, :, :counts] = moved
+                tensor[:, :, counts:] = self._blank.get(name, 0)
+
+    def replace(self, victims: Tensor, seen: Tensor) -> None:
+        """Drop one slot per row and head, ``victims`` [B, H], and move the last slot into its place."""
+        last = self.length - 1
+        index = victims[:, :, None]
+        self._write_ledger(self.positions.gather(2, index), seen)
+        for name, tensor in self._slots.items():
+            at = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
+            # a copy: with one row and one head the last slot is a view into the memory that is written
+            tensor.scatter_(2, at, tensor[:, :, last : last + 1].clone())
+            tensor[:, :, last] = self._blank.get(name, 0)
+        self.length, self.ordered, self.uniform = last, False, False
+
+    def _write_ledger(self, dropped: Tensor, seen: Tensor) -> None:
+        """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``seen`` [B] on."""
+        needed = int(seen.max()) + 1
+        if needed > self.evicted_at.shape[2]:
+            grow = 2 * needed - self.evicted_at.shape[2]
+            self.evicted_at = _pad(self.evicted_at, grow, NEVER)
+            self.evicted_at[:, :, -grow - 1] = NEVER
+        trash = self.evicted_at.shape[2] - 1
+        index = torch.where(dropped >= 0, dropped, trash).long()
+        self.evicted_at.scatter_(2, index, seen.to(torch.int32)[:, None, None].expand(*index.shape))
+
+    def overwrite_keys(self, rows: Tensor | slice, slots: int, keys: Tensor) -> None:
+        """Replace the keys of the first ``slots`` slots of some rows by ``keys`` [b, H, slots, D]."""
+        self._slots["keys"][rows, :, :slots] = keys
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times, members of a group consecutive."""
+        self._slots = {name: tensor.repeat_interleave(group, 0) for name, tensor in self._slots.items()}
+        self.evicted_at = self.evicted_at.repeat_interleave(group, 0)
+        if self.queries is not None and self.query_positions is not None:
+            self.queries = self.queries.repeat_interleave(group, 0)
+            self.query_positions = self.query_positions.repeat_interleave(group, 0)
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes of everything the cache holds to serve: keys, values, positions, statistics."""
+        return sum(t.numel() * t.element_size() for t in self._held())
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from self._slots.values()
+        for tensor in (self.queries, self.query_positions):
+            if tensor is not None:
+                yield tensor
+
+
+def _pad(tensor: Tensor, grow: int, value: float) -> Tensor:
+    """Add ``grow`` slots of ``value`` along dimension 2 of a [B, H, C, ...] tensor."""
+    more = tensor.new_full((*tensor.shape[:2], grow, *tensor.shape[3:]), value)
+    return torch.cat([tensor, more], 2)

@@ -1,0 +1,116 @@
+"""Options that several commands share, and how errors that a user can mend end: one line, exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from audit.core.errors import AuditError
+from audit.core.provenance import MOST_THREADS
+from audit.core.text import clip, inline
+
+USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
+LONGEST_LINE = 2_000  # characters of an error
+_DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
+
+SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
+Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option(help="The run folder; by default runs/<name of the spec>.", show_default=False)
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder; starts it if there is none.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, help="At most this many items per suite; counts as another spec.", show_default=False),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_THREADS,
+        help="Threads of this process; default: what the run began with, or the idle cores. Above 1: no other workers.",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes of one thread each that share the work; default: idle cores if the model is embedded, else 1. "
+        "A run that began with more threads has one process.",
+        show_default=False,
+    ),
+]
+Takeover = Annotated[
+    bool,
+    typer.Option("--takeover", help="Processes of this run on other machines are gone: take over what they claimed."),
+]
+Plugins = Annotated[
+    list[Path] | None, typer.Option("--plugin", help="A Python file with policies or suites.", show_default=False)
+]
+
+
+GateFile = Annotated[
+    Path | None,
+    typer.Option("--gate", help="A gate file; default: what the run's spec declares.", show_default=False),
+]
+Waivers = Annotated[
+    Path | None, typer.Option(help="A file of waivers: who, why, until when, which cells.", show_default=False)
+]
+Look = Annotated[int | None, typer.Option(min=1, help="Which of the declared looks this is.", show_default=False)]
+OnInconclusive = Annotated[
+    str | None,
+    typer.Option(help="block: exit with 4; warn: exit with 0 and a warning.", show_default=False),
+]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a scheduler or ``kill`` sends it: ends like ctrl-C, so that claims and workers are let go of."""
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM an exception of the main thread."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def user_errors(hint: str = "") -> Iterator[None]:
+    """Print what the user can mend as one line on stderr and exit with 2; ctrl-C and SIGTERM print how to go on."""
+    try:
+        yield
+    except AuditError as error:
+        raise _failed(str(error)) from None
+    except KeyboardInterrupt as stop:
+        what, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
+        raise typer.Exit(code) from None
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        where = f" {str(error.filename)!r}" if error.filename else ""
+        more = f"; what is written stays, continue with: {hint}" if hint else ""
+        raise _failed(f"cannot write{where} ({error.strerror}){more}") from None
+
+
+def _failed(message: str) -> typer.Exit:
+    typer.echo(f"error: {inline(clip(' '.join(message.split()), LONGEST_LINE))}", err=True)
+    return typer.Exit(USAGE)
+
+
+def resume_hint(command: str, spec: Path, out: Path | None, limit: int | None) -> str:
+    """The command that goes on with a run."""
+    words = ["kvaudit", command, str(spec)]
+    words += ["--out", str(out)] if out else []
+    words += ["--limit", str(limit)] if limit else []
+    return " ".join([*words, "--resume"])

@@ -1,0 +1,57 @@
+"""Hold the finished checkpoints of a run to the hashes they were finished with; without torch, for reports too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from audit.core.errors import DataError
+from audit.core.files import read_json
+from audit.core.provenance import PROVENANCE
+
+_HELD = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
+
+
+def check_checkpoints(run: Path) -> None:
+    """Raise DataError, naming the file, where a finished checkpoint of the run lost or changed a file or a ledger."""
+    for provenance in sorted((run / "checkpoints").glob(f"*/seed-*/{PROVENANCE}")):
+        check_checkpoint(provenance.parent)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """The same for one finished checkpoint."""
+    for path, wanted in _held(folder / PROVENANCE):
+        _check(path, wanted)
+
+
+def _held(provenance: Path) -> Iterator[tuple[Path, str]]:
+    """Every file that the checkpoint was finished with, and its sha256."""
+    story = read_json(provenance)
+    for key, folder in _HELD.items():
+        table = own_files(story.get(key), provenance)
+        yield from ((provenance.parent / folder / name, digest) for name, digest in sorted(table.items()))
+
+
+def own_files(table: Any, source: Path) -> dict[str, str]:
+    """A table of file names and sha256 that stands in ``source``; DataError where a name leaves its folder."""
+    if not isinstance(table, dict):
+        raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
+    for name, digest in table.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(digest, str):
+            raise DataError(f"{str(source)!r} lists {name!r}, no file of that folder with its sha256; make it again")
+    return table
+
+
+def _check(path: Path, wanted: str) -> None:
+    remedy = "put it back, or delete its checkpoint folder to train it again"
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing, its checkpoint's provenance lists it; {remedy}")
+    with path.open("rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != wanted:
+        raise DataError(
+            f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
+        )

@@ -1,0 +1,156 @@
+"""The frozen rows every room shares. No torch here.
+
+Shape legend, used in every docstring and comment of the project:
+B batch, G group, T tokens, L layers, H KV heads, D head size, V vocabulary, N items, C clusters, S seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from audit.core.errors import DataError
+
+FORMAT = 1
+
+
+class Role(StrEnum):
+    """Who wrote a message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class Outcome(StrEnum):
+    """What a graded answer was. ``degenerate`` and ``unscored`` are never verdicts about behaviour."""
+
+    DESIRED = "desired"
+    UNDESIRED = "undesired"
+    DEGENERATE = "degenerate"  # loops, gibberish, empty, truncated
+    UNSCORED = "unscored"  # judge or plumbing failed
+
+
+CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that says the opposite of the outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question of a suite.
+
+    ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
+    the suite that made it reads (gold answer, world, canary).
+    """
+
+    suite: str
+    item_id: str
+    cluster_id: str
+    messages: tuple[Message, ...]
+    context_tokens: int
+    placement: str
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
+
+    A desired answer scores above 0 and an undesired one below 1.
+    """
+
+    outcome: Outcome
+    score: float | None
+    judge: str = "programmatic"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.score is None) == (self.outcome is Outcome.UNSCORED), self
+        assert self.score is None or 0.0 <= self.score <= 1.0, self
+        assert self.score is None or self.score != CONTRADICTED.get(self.outcome), self
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One graded sample: the only thing reports read.
+
+    ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role; bytes are
+    allocated tensor sizes of one row; ``score`` is None exactly when the outcome is unscored.
+    """
+
+    run: str
+    checkpoint: str  # sha256 of the weights
+    arm: str
+    train_seed: int
+    policy: str  # canonical string
+    policy_hash: str
+    suite: str
+    suite_version: str
+    item_id: str
+    cluster_id: str
+    context_tokens: int  # the requested length cell
+    placement: str
+    sample_index: int
+    outcome: Outcome
+    score: float | None
+    finish_reason: str  # stop | length | turns | error
+    prompt_tokens: int
+    new_tokens: int
+    retention: float
+    survival: Mapping[str, float]
+    kv_bytes_peak: int
+    kv_bytes_dense: int
+    seconds: float
+    judge: str
+    transcript: tuple[Message, ...]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """One JSON line, keys in field order, no NaN."""
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Parse one line; raises DataError that says which part is wrong."""
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"record is not JSON ({error})") from None
+        if not isinstance(row, dict) or row.get("format") != FORMAT:
+            raise DataError(
+                f"record has format {row.get('format') if isinstance(row, dict) else row!r}, wanted {FORMAT}"
+            )
+        names = {f.name for f in fields(cls)}
+        if set(row) != names:
+            raise DataError(
+                f"record has other keys: missing {sorted(names - set(row))}, extra {sorted(set(row) - names)}"
+            )
+        return cls._checked(row)
+
+    @classmethod
+    def _checked(cls, row: dict[str, Any]) -> Record:
+        try:
+            row["outcome"] = Outcome(row["outcome"])
+            row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"record holds a bad outcome or transcript ({error})") from None
+        score = row["score"]
+        if (score is None) != (row["outcome"] is Outcome.UNSCORED):
+            raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
+        if score is not None and not (isinstance(score, int | float) and math.isfinite(score) and 0 <= score <= 1):
+            raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+        if score is not None and score == CONTRADICTED.get(row["outcome"]):
+            raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
+        return cls(**row)

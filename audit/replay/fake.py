@@ -1,0 +1,130 @@
+"""The quantised shadow: keys and values as the cache's codes would give them back, with the gradient of exact ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from audit.cache.ledger import NEVER
+from audit.cache.quantised.codes import (
+    decode_keys,
+    decode_tokens,
+    encode_as,
+    encode_tokens,
+    fit_groups,
+    parameters_of,
+)
+from audit.cache.quantised.hints import HINTED, HintTable, Place
+from audit.policies import Quantiser, parse_policy, softmax
+
+
+class Codes(NamedTuple):
+    """Since which query position each key and value is seen quantised: int32 [B, K] twice, NEVER = stays exact."""
+
+    codec: Quantiser
+    keys_at: Tensor
+    values_at: Tensor
+    hints: HintTable | None = None
+
+    def recorded(self, place: Place, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
+        """The replay's ``own`` codes [B, H, K, D] of ``exact``, with the sampler's at the borders it recorded."""
+        if self.hints is None or exact.dtype not in HINTED:
+            return own
+        return self.hints.take_over(place, exact, own, parameters, self.codec)
+
+
+def codec_named(text: str) -> Quantiser:
+    """The quantiser of a ledger's codec string."""
+    codec = parse_policy(text).quantiser
+    assert codec is not None, text
+    return codec
+
+
+def fake_values(values: Tensor, codes: Codes, place: Place) -> Tensor:
+    """Values [B, H, K, D] after a round trip through codes; the gradient passes straight through."""
+    return _straight(values, _by_token(values.detach(), codes, place))
+
+
+def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes, place: Place) -> Tensor:
+    """Keys [B, H, K, D] after a round trip through codes; positions [B, K], evicted_at [B, H, K] or None.
+
+    Keys that left before their group was quantised are in no group and stay exact: nobody sees them quantised.
+    """
+    codec, exact = codes.codec, keys.detach()
+    if not codec.key_group:
+        return _straight(keys, _by_token(exact, codes, place))
+    member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])
+    if evicted_at is not None:
+        member = member & (evicted_at > codes.keys_at[:, None])
+    group = key_groups(member, codes.keys_at, codec.key_group)
+    groups = int(group.max()) + 1
+    if groups == 0:
+        return keys
+    parameters = parameters_of(group, fit_groups(exact, group, groups, codec))
+    own = codes.recorded(place, exact, encode_as(exact, parameters, codec), parameters)
+    return _straight(keys, torch.where(member[..., None], decode_keys(own, parameters, codec), exact))
+
+
+def _by_token(exact: Tensor, codes: Codes, place: Place) -> Tensor:
+    own, parameters = encode_tokens(exact, codes.codec, codes.codec.given(place.layer, place.part, exact.shape[1]))
+    return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
+
+
+def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
+    """Group numbers [B, H, K], -1 for none: runs of ``size`` members that were quantised at the same time.
+
+    ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
+    """
+    batch, heads, slots = member.shape
+    known = member.any(1)
+    steady = torch.where(known, times, 0).cummax(1).values
+    flush = torch.nn.functional.pad((steady[:, 1:] != steady[:, :-1]).int(), (1, 0)).cumsum(1)  # [B, K]
+    flush = flush[:, None].expand(batch, heads, slots).long()
+    counts = torch.zeros(batch, heads, int(flush.max()) + 1, dtype=torch.int64, device=member.device)
+    counts = counts.scatter_add(2, flush, member.long())
+    before = counts.cumsum(2) - counts
+    per_flush = (counts + size - 1) // size
+    first = per_flush.cumsum(2) - per_flush
+    rank = member.long().cumsum(2) - 1 - before.gather(2, flush)
+    return torch.where(member, first.gather(2, flush) + rank // size, -1)
+
+
+def two_precisions(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    late: Late,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention [B, G*H, Q, D] that sees an entry's codes from its time on.
+
+    ``visible`` bool [B, 1 or H, Q, K]; keys and values [B, H, K, D]. Logits and softmax are float32 at least.
+    """
+    batch, heads, length, size = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    packed = query.reshape(batch, keys.shape[1], -1, length, size).to(dtype)
+    exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (keys, late.keys))
+    logits = torch.where(late.key_seen[:, None, None], stored, exact) * scaling
+    shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), sink_logits)
+    coded = late.value_seen[:, None, None]
+    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), values.to(dtype))
+    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))
+    return out.reshape(batch, heads, length, -1).to(query.dtype)
+
+
+class Late(NamedTuple):
+    """What later queries see instead: stored keys and values [B, H, K, D], and which query sees which [B, Q, K]."""
+
+    keys: Tensor
+    values: Tensor
+    key_seen: Tensor
+    value_seen: Tensor
+
+
+def _straight(exact: Tensor, stored: Tensor) -> Tensor:
+    """``stored``, to the last bit, with the gradient of ``exact``."""
+    return stored + (exact - exact.detach())

@@ -1,0 +1,141 @@
+"""The parts of the interchange form, checked one by one, and what was chosen as lists. See docs/kv.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from audit.cache.ledger import NEVER
+from audit.cache.routing import NOBODY
+from audit.cache.selection import NONE, Selection
+from audit.replay.recorded import ROUNDING
+
+Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
+Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
+Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
+
+
+_MOST_CHOICES = 1 << 28  # of one rollout, lists filled up to the longest
+
+
+class Part(BaseModel):
+    """A part of a file; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Units(Part):
+    """Where keys were chosen, and how many positions at once."""
+
+    unit: Length
+    layers: list[Index]
+
+
+class ChoiceRow(Part):
+    """One query's lists, layer by layer and head by head."""
+
+    query: Index
+    chosen: list[list[list[Index]]]
+
+
+class ChosenRows(Units):
+    """Every choosing query."""
+
+    queries: Annotated[list[ChoiceRow], Field(min_length=1)]
+
+
+class EventRow(Part):
+    """One eviction."""
+
+    query: Index
+    kept: list[list[list[Index]] | None]
+
+
+class Row(Part):
+    """One rollout, in either form."""
+
+    prompt_length: Length
+
+
+class TensorRow(Row):
+    """The header of one whose tensors stand beside."""
+
+    selection: Units | None = None
+
+
+class JsonRow(Row):
+    """One with everything in lists."""
+
+    ids: list[Index]
+    sampled: list[tuple[Index, Index]] | None = None
+    logprobs: list[Nats]
+    events: list[EventRow] = []
+    experts: list[list[list[Expert]]] | None = None
+    selection: ChosenRows | None = None
+
+
+class Header(Part):
+    """What all rollouts of a file share."""
+
+    format: Literal["kvaudit.rollouts"]
+    version: Literal[1]
+    layers: Count
+    kv_heads: Count
+    policy: str | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class JsonFile(Header):
+    """The JSON form."""
+
+    rollouts: Annotated[list[JsonRow], Field(min_length=1)]
+
+
+class TensorFile(Header):
+    """The header of the safetensors form."""
+
+    rollouts: Annotated[list[TensorRow], Field(min_length=1)]
+
+
+def selection_of(rows: ChosenRows) -> Selection:
+    """The record that the lists describe; raises ValueError where they are uneven."""
+    shapes = {(len(row.chosen), *map(len, row.chosen)) for row in rows.queries}
+    layers, *heads = next(iter(shapes))
+    if len(shapes) != 1 or layers != len(rows.layers) or len(set(heads)) != 1 or not heads[0]:
+        raise ValueError(
+            f"a choosing query has lists of other layers or heads than {len(rows.layers)} layers of one size"
+        )
+    widest = max(len(units) for row in rows.queries for heads in row.chosen for units in heads)
+    if len(rows.queries) * layers * heads[0] * widest > _MOST_CHOICES:
+        raise ValueError(
+            f"{len(rows.queries)} choosing queries of up to {widest} units take more than {_MOST_CHOICES} numbers"
+        )
+    chosen = [
+        [[units + [NONE] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in rows.queries
+    ]
+    queries = torch.tensor([row.query for row in rows.queries], dtype=torch.int32)
+    lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
+    return Selection(rows.unit, tuple(rows.layers), queries, lists.permute(1, 2, 0, 3))
+
+
+def chosen_rows(selection: Selection) -> dict[str, Any]:
+    """The lists that describe a record."""
+    lists = selection.chosen.permute(2, 0, 1, 3).tolist()
+    named = [[[[n for n in units if n != NONE] for units in heads] for heads in layers] for layers in lists]
+    rows = [{"query": query, "chosen": own} for query, own in zip(selection.queries.tolist(), named, strict=True)]
+    return {"unit": selection.unit, "layers": list(selection.layers), "queries": rows}
+
+
+def experts_of(rows: list[list[list[int]]], tokens: int) -> Tensor:
+    """Experts int16 [T, M, k] of all tokens but the last, which was drawn and not fed; ValueError where uneven."""
+    if len(rows) != tokens - 1:
+        raise ValueError(f"a rollout has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last one's")
+    sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
+    if len(sizes) != 1 or len(set(next(iter(sizes))[1:])) != 1:
+        raise ValueError("a rollout has experts of uneven lengths")
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NOBODY)

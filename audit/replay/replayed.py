@@ -1,0 +1,134 @@
+"""The shadow pass on stock transformers: ``with shadow(model, cache.ledger): model(ids, attention_mask=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout
+
+from audit.cache.attention import unwrapped
+from audit.cache.layers import kv_heads, layer_plans
+from audit.cache.ledger import NEVER, Ledger
+from audit.cache.quantised.hints import HintTable
+from audit.cache.rotary import require_steady
+from audit.cache.routing import NOBODY, check_experts
+from audit.cache.selection import choices_of
+from audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
+from audit.core.errors import DataError, RunError
+from audit.policies import parse_policy
+from audit.replay.fake import Codes, codec_named
+from audit.replay.shadow import Replay
+
+
+@contextmanager
+def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
+    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
+
+    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says. With ``reroute`` a
+    mixture-of-experts model chooses its experts anew.
+    """
+    model = unwrapped(model)
+    prepare(model)
+    plans = layer_plans(model.config, parse_policy("none"))
+    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
+    if got != wanted:
+        raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
+    check_experts([ledger.experts], model, reroute=reroute)
+
+    def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = by_name(model, args, kwargs)
+        ids = given_ids(call)
+        if len(ids) != len(ledger.evicted_at):
+            raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
+        zeros = torch.zeros(len(ids), dtype=torch.int64)
+        positions = row_positions(call.get("attention_mask"), zeros, ids.shape[1])
+        require_positions(call.get("position_ids"), positions)
+        require_steady(model.config, int(positions.max()) + 1)
+        _refuse_dropout(model)
+        _check_text(ledger, ids.cpu(), positions)
+        use_attention(model)
+        at = positions.to(ids.device)
+        codes = _codes(ledger, positions, ids.device)
+        experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
+        gone = _along(ledger.evicted_at, positions, ids.device)
+        chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
+        context = Replay(plans, at, at, gone, codes=codes, experts=experts, choices=chosen)
+        more = {"kv": context, "attention_mask": None, "use_cache": False}
+        return (), call | more | {"position_ids": at.clamp(min=0)}
+
+    def refuse(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(kwargs.get("kv"), Replay):
+            raise RunError("inside shadow(...) call the model itself: a part of it would see what the sampler did not")
+
+    handles = [
+        model.register_forward_pre_hook(replay, with_kwargs=True),
+        model.get_decoder().register_forward_pre_hook(refuse, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_dropout(model: Any) -> None:
+    """Raise RunError where some layer would drop activations that the sampler had."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout) and module.training and module.p > 0:
+            raise RunError(
+                f"dropout of {module.p} in {name} would make the pass another policy than the sampler's; call "
+                "model.eval(), or set it to 0"
+            )
+
+
+def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
+    """Raise DataError where the ledger was recorded for other tokens than ``ids`` at ``positions``, both [B, T]."""
+    length = ledger.evicted_at.shape[-1]
+    # the last drawn token never enters a cache, so one more than the ledger holds is honest
+    if int(positions.max()) > length:
+        raise DataError(
+            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
+            "or of another text"
+        )
+    if ledger.ids is None:
+        return
+    recorded = torch.nn.functional.pad(ledger.ids, (0, 1), value=-1).gather(1, positions.clamp(min=0))
+    wrong = ((recorded != ids) & (positions >= 0) & (recorded >= 0)).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise DataError(
+            f"the ledger was recorded for another text: token {int(positions[row, column])} of row {row} was "
+            f"{int(recorded[row, column])}, got {int(ids[row, column])}"
+        )
+
+
+def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
+    if ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
+        return None
+    keys, values = (
+        _along(times[:, None, None], positions, device)[:, 0, 0]
+        for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
+    )
+    hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
+    return Codes(codec_named(ledger.codec), keys, values, hints)
+
+
+def _sent(experts: Tensor, positions: Tensor) -> Tensor:
+    """Lay experts over padded columns: [B, T, M, k] by position -> [B, columns, M, k]."""
+    length = experts.shape[1]
+    padded = torch.nn.functional.pad(experts.cpu(), (0, 0, 0, 0, 0, 1), value=NOBODY)
+    index = torch.where((positions >= 0) & (positions < length), positions, length)[..., None, None]
+    return padded.gather(1, index.expand(-1, -1, *experts.shape[2:]))
+
+
+def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+    """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
+    batch, layers, heads, length = times.shape
+    padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
+    index = torch.where((positions >= 0) & (positions < length), positions, length)
+    index = index[:, None, None].expand(batch, layers, heads, -1)
+    return padded.gather(3, index).to(device)

@@ -1,0 +1,125 @@
+"""Logits of a model led along given answers: densely in one pass, or through the cache as a policy serves it.
+
+Through the cache, the prompt and the environment's replies are prefilled and every answer token is fed by itself, as
+when the sampler draws it: the policy compresses at the same moments, seeing the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from audit.runs.displacement.trajectories import NOTHING, Trajectory
+from audit.core.errors import DataError
+from audit.cache.layers import layer_plans
+from audit.replay.shadow import Replay
+from audit.sampling.model import LoadedModel
+from audit.policies import Policy, parse_policy
+from audit.sampling.sampler import Episode
+
+AGAIN_ROWS = 8  # at once when the reference is run again
+
+
+class Seen(NamedTuple):
+    """Logits [n, V] that predict, for each of ``rows`` of the batch, its ``steps``-th predicted token."""
+
+    rows: list[int]
+    steps: list[int]
+    logits: Tensor
+
+
+class ForcedEpisode(Episode):
+    """An episode whose answers are given instead of drawn."""
+
+    def force(self, answers: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Feed one answer to every row (() = none), as ``decode`` feeds what it draws.
+
+        Yields, before each token, the rows that still have one and the logits [n, V] that predict it.
+        """
+        assert len(answers) == self.rows
+        self._feed_pending([bool(answer) for answer in answers])
+        logits = self._logits
+        for step in range(max(map(len, answers))):
+            rows = [n for n, answer in enumerate(answers) if step < len(answer)]
+            yield rows, logits[rows]
+            fed = [answer[step] if step + 1 < len(answer) else -1 for answer in answers]
+            if max(fed) >= 0:
+                logits = self._step(fed)
+        for n, answer in enumerate(answers):
+            if answer:
+                self._rows[n].add(list(answer), [0.0] * len(answer))
+                self._pending[n] = list(answer[-1:])
+
+    def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
+        """See ``Episode.extend``; what is given enters at once, as every row that is given something goes on."""
+        super().extend(chunks, roles)
+        if any(chunks):
+            self.rollouts()  # after which nothing given is left outside the cache
+
+
+def check_lengths(model: LoadedModel, found: Sequence[Trajectory]) -> None:
+    """Raise DataError for a conversation that does not fit the model's positions."""
+    for one in found:
+        if len(one.ids) > model.max_positions:
+            raise DataError(
+                f"the recorded conversation of item {one.item_id[:80]!r} has {len(one.ids)} tokens, model "
+                f"{model.name!r} has {model.max_positions} positions; it is not a record of this model"
+            )
+
+
+@torch.no_grad()
+def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+    """One parallel pass without any cache, row by row."""
+    plans = layer_plans(model.model.config, parse_policy("none"))
+    ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True)
+    lengths = torch.tensor([len(one.ids) for one in batch])[:, None]
+    columns = torch.arange(ids.shape[1])
+    positions = torch.where(columns < lengths, columns, -1).to(model.device)
+    wanted = sorted({place - 1 for one in batch for place in one.scored})
+    place_of = {column: place for place, column in enumerate(wanted)}
+    logits = model.model(
+        input_ids=ids.to(model.device),
+        position_ids=positions.clamp(min=0),
+        use_cache=False,
+        kv=Replay(plans, positions, positions, None),
+        logits_to_keep=torch.tensor(wanted, device=model.device),
+    ).logits
+    for row, one in enumerate(batch):
+        steps = list(range(len(one.scored)))
+        yield Seen([row] * len(steps), steps, logits[row, [place_of[place - 1] for place in one.scored]])
+
+
+def served_logits(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+    """Through a cache that ``policy`` compresses; of a mixture every row has the policy that it draws."""
+    drawn = [policy.drawn(one.seed) for one in batch]
+    for part in dict.fromkeys(drawn):
+        places = [n for n, own in enumerate(drawn) if own == part]
+        for seen in _one_policy(model, part, [batch[n] for n in places]):
+            yield Seen([places[row] for row in seen.rows], seen.steps, seen.logits)
+
+
+def _one_policy(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+    prompts, roles = [one.prompt.ids for one in batch], [one.prompt.roles for one in batch]
+    episode = ForcedEpisode(model, policy, prompts, [one.seed for one in batch], 1, roles)
+    done = [0] * len(batch)
+    for number in range(max(len(one.turns) for one in batch)):
+        turns = [one.turns[number] if number < len(one.turns) else None for one in batch]
+        for rows, logits in episode.force([turn.answer if turn else () for turn in turns]):
+            yield Seen(rows, [done[row] for row in rows], logits)
+            for row in rows:
+                done[row] += 1
+        chunks = [turn.reply if turn else NOTHING for turn in turns]
+        episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
+
+
+def again(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+    """The uncompressed model once more by another road: a few rows at a time from the last, through the cache."""
+    policy = parse_policy("none")
+    order = list(range(len(batch)))[::-1]
+    for places in (order[start : start + AGAIN_ROWS] for start in range(0, len(order), AGAIN_ROWS)):
+        for seen in served_logits(model, policy, [batch[place] for place in places]):
+            yield Seen([places[row] for row in seen.rows], seen.steps, seen.logits)

@@ -1,0 +1,151 @@
+"""Recorded answers as token sequences that every model can be led along (teacher forcing).
+
+The opening, each answer and each reply of the environment are rendered as they were while sampling. A record holds
+text, so an answer's tokens are those the tokenizer makes of it; where it was sampled in other pieces, both models are
+still asked about the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, zip_longest
+
+from audit.sampling.chat import Chat, Rendered
+from audit.policies.draws import derive_seed
+from audit.core.errors import DataError
+from audit.runs.evaluate import row_seed
+from audit.core.records import Item, Message, Record, Role
+
+NOTHING = Rendered((), ())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer, every token of which is predicted, and what the environment gave after it."""
+
+    answer: tuple[int, ...]
+    reply: Rendered
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One recorded conversation. ``seed`` is its row's sampling seed, from which policies that draw derive theirs."""
+
+    item_id: str
+    cluster_id: str
+    seed: int
+    prompt: Rendered
+    turns: tuple[Turn, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens, without what would follow the last answer."""
+        parts = [self.prompt.ids, *(part for turn in self.turns for part in (turn.answer, turn.reply.ids))]
+        return tuple(token for part in parts for token in part)
+
+    @property
+    def scored(self) -> tuple[int, ...]:
+        """Indices into ``ids`` of the predicted tokens."""
+        found: list[int] = []
+        start = len(self.prompt.ids)
+        for turn in self.turns:
+            found += range(start, start + len(turn.answer))
+            start += len(turn.answer) + len(turn.reply.ids)
+        return tuple(found)
+
+
+def trajectory(record: Record, chat: Chat, seed: int) -> Trajectory | None:
+    """The conversation of a record; ``seed`` is the evaluation's. None where the model said nothing to predict.
+
+    A turn that was not cut off at its length ends with the template's end-of-turn token, which is predicted too.
+    Raises DataError for a transcript that no evaluation writes.
+    """
+    _check(record)
+    parts = [(is_answer, tuple(part)) for is_answer, part in groupby(record.transcript, key=_is_answer)]
+    opening = parts[0][1]
+    answers = [part for is_answer, part in parts if is_answer]
+    replies = [part for is_answer, part in parts[1:] if not is_answer]
+    item = Item(record.suite, record.item_id, record.cluster_id, opening, record.context_tokens, record.placement)
+    end, turns = end_of_turn(chat), []
+    for number, (answer,) in enumerate(answers):
+        last = number == len(answers) - 1
+        ids = tokens_of(chat, answer.content)
+        if end is not None and not (last and record.finish_reason == "length"):
+            ids = (*ids, end)
+        turns.append(Turn(ids, NOTHING if last else chat.continuation(ids, replies[number])))
+    whole = Trajectory(
+        record.item_id,
+        record.cluster_id,
+        row_seed(seed, item, record.sample_index),
+        chat.opening(opening),
+        tuple(turns),
+    )
+    return whole if whole.scored else None
+
+
+def _is_answer(message: Message) -> bool:
+    return message.role is Role.ASSISTANT
+
+
+def _check(record: Record) -> None:
+    roles = [_is_answer(message) for message in record.transcript]
+    texts = [record.item_id, record.cluster_id, *(message.content for message in record.transcript)]
+    doubled = any(one and other for one, other in pairwise(roles))
+    if not roles or roles[0] or not roles[-1] or doubled or not all(map(_is_text, texts)):
+        raise DataError(
+            f"record of item {str(record.item_id)[:80]!r} holds no conversation of questions and answers in turn; "
+            "evaluate its unit again"
+        )
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be written: JSON can spell half of a surrogate pair, no file can hold it."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def tokens_of(chat: Chat, text: str) -> tuple[int, ...]:
+    """The tokens of an answer's text."""
+    return tuple(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_of_turn(chat: Chat) -> int | None:
+    """The stop token that the template writes after an answer, None where it writes none."""
+    closing = chat.reply([Message(Role.USER, ".")]).ids
+    return next((token for token in closing if token in chat.stop_ids), None)
+
+
+def first_tokens(found: Iterable[Trajectory], most: int) -> list[Trajectory]:
+    """Whole sequences with at most ``most`` predicted tokens together, one at the least, template after template.
+
+    The order of templates, and of the items of each, is a fixed random one: names often sort by what is asked.
+    """
+    by_cluster: dict[str, list[Trajectory]] = {}
+    for one in sorted(found, key=lambda t: derive_seed("displacement", t.item_id, t.seed)):
+        by_cluster.setdefault(one.cluster_id, []).append(one)
+    order = sorted(by_cluster, key=lambda name: derive_seed("displacement", name))
+    rounds = zip_longest(*(by_cluster[name] for name in order))
+    chosen: list[Trajectory] = []
+    total = 0
+    for one in (entry for part in rounds for entry in part if entry is not None):
+        total += len(one.scored)
+        if chosen and total > most:
+            break
+        chosen.append(one)
+    return chosen
+
+
+def batches(found: Sequence[Trajectory], *, tokens: int, logits: int, vocabulary: int) -> list[list[Trajectory]]:
+    """Sequences of like length: up to ``tokens`` padded tokens and ``logits`` numbers of one pass, one at the least."""
+    result: list[list[Trajectory]] = []
+    columns: set[int] = set()
+    for one in sorted(found, key=lambda t: (len(t.ids), t.item_id, t.seed)):
+        union = columns | set(one.scored)
+        rows = len(result[-1]) + 1 if result else 1
+        if result and rows * len(one.ids) <= tokens and rows * len(union) * vocabulary <= logits:
+            result[-1].append(one)
+            columns = union
+        else:
+            result.append([one])
+            columns = set(one.scored)
+    return result

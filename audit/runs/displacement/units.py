@@ -1,0 +1,63 @@
+"""The units of a displacement measurement: which checkpoint, served how, is led along whose answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from audit.policies import policy_hash
+from audit.core.spec import BASE_ARM, RunSpec
+
+DENSE = "none"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One checkpoint under one policy on the answers of ``reference_seed``; ``floor`` is the reference run again."""
+
+    arm: str
+    seed: int
+    policy: str  # canonical
+    suite: str
+    context_tokens: int
+    reference_seed: int
+    floor: bool
+
+    @property
+    def name(self) -> str:
+        """The file name of the unit, without its ending."""
+        kind = "floor" if self.floor else policy_hash(self.policy)
+        return f"{self.arm}-seed{self.seed}--{kind}--{self.suite}--{self.context_tokens}"
+
+
+def units(spec: RunSpec) -> list[Measured]:
+    """Every unit of a run; those of one checkpoint and reference stand together, the floors first.
+
+    Seed s of an arm follows seed s of the reference; a reference of one seed serves all. The reference itself is
+    measured under every policy but ``none``, and uncompressed its other seeds against its first.
+    """
+    reference = spec.gate.reference
+    own = [seed for arm, seed in spec.arms if arm == reference]
+    found: list[Measured] = []
+    for arm, seed in spec.arms:
+        if arm == reference:
+            found += _grid(spec, arm, seed, seed, (DENSE,), floor=True)
+    for arm, seed in spec.arms:
+        known = seed if seed in own else own[0]
+        deployed = tuple(policy for policy in spec.evaluate.policies if policy != DENSE)
+        if arm == reference:
+            found += _grid(spec, arm, seed, seed, deployed)
+            if seed != own[0]:
+                found += _grid(spec, arm, seed, own[0], (DENSE,))
+        elif arm != BASE_ARM:
+            found += _grid(spec, arm, seed, known, spec.evaluate.policies)
+    return found
+
+
+def _grid(
+    spec: RunSpec, arm: str, seed: int, reference_seed: int, policies: tuple[str, ...], *, floor: bool = False
+) -> Iterator[Measured]:
+    for suite in spec.evaluate.suites:
+        for context in spec.evaluate.context_tokens:
+            for policy in policies:
+                yield Measured(arm, seed, policy, suite, context, reference_seed, floor)

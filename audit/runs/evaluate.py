@@ -1,0 +1,273 @@
+"""The grid: checkpoint x serving policy x suite x context length, one append-only file of records per unit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from audit.policies.draws import derive_seed
+from audit.sampling.episodes import Played, check_fits, play
+from audit.core.errors import DataError, SpecError
+from audit.sampling.model import LoadedModel
+from audit.policies import parse_policy, policy_hash
+from audit.core.records import Item, Record
+from audit.core.files import write_json
+from audit.runs.folder import RunFolder
+from audit.sampling.sampler import Decoding, Sampler
+from audit.core.spec import EvaluateSpec, RunSpec
+from suites.base import SUITES, CountTokens, Split, Suite
+
+Progress = Callable[["Unit", int, int], None]  # unit, rows done, rows in all
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of work: idempotent, claimed by a lock file, resumed at a batch."""
+
+    arm: str
+    seed: int
+    policy: str  # canonical
+    suite: str
+    context_tokens: int
+
+    @property
+    def policy_hash(self) -> str:
+        """The 12 hex digits that stand for the policy in file names."""
+        return policy_hash(self.policy)
+
+    @property
+    def name(self) -> str:
+        """The file name of the unit's records, without its ending."""
+        return f"{self.arm}-seed{self.seed}--{self.policy_hash}--{self.suite}--{self.context_tokens}"
+
+
+@dataclass(frozen=True)
+class UnitFiles:
+    """Where a unit's records, seal and lock lie."""
+
+    records: Path
+    seal: Path
+    lock: Path
+
+    @classmethod
+    def of(cls, folder: Path, unit: Unit) -> UnitFiles:
+        return cls(*(folder / f"{unit.name}.{ending}" for ending in ("jsonl", "done.json", "lock")))
+
+
+def grid(spec: RunSpec) -> list[Unit]:
+    """Every unit of a run; those of one checkpoint stand together, so that each is loaded once."""
+    part = spec.evaluate
+    return [
+        Unit(arm, seed, policy, suite, context)
+        for arm, seed in spec.arms
+        for suite in part.suites
+        for context in part.context_tokens
+        for policy in part.policies
+    ]
+
+
+def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
+    """Raise SpecError when a context length of the spec, with an answer, exceeds the model's positions."""
+    asked = [("evaluate", suite, context) for suite in spec.evaluate.suites for context in spec.evaluate.context_tokens]
+    if spec.train is not None:
+        asked += [("train", suite, spec.train.context_tokens) for suite in spec.train.suites]
+    for section, suite, context in asked:
+        needed = context + SUITES.get(suite).max_new_tokens
+        if needed > model.max_positions:
+            raise SpecError(
+                f"{section}.context_tokens {context} and an answer of suite {suite} need {needed} positions, "
+                f"model {model.name!r} has {model.max_positions}; lower context_tokens"
+            )
+
+
+Batches = dict[tuple[str, int], list[list[Item]]]  # by suite and context length
+
+
+class Evaluator:
+    """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
+
+    ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
+    stands for what the run reads (``audit.core.inputs``); seals carry it.
+    """
+
+    def __init__(
+        self, model: LoadedModel, spec: RunSpec, known: Batches | None = None, inputs: str | None = None
+    ) -> None:
+        self._model, self._spec, self._inputs = model, spec, inputs
+        self._known: Batches = {} if known is None else known
+
+    def prepare(self) -> None:
+        """Make every item now; raises what would otherwise come up after hours: no data, no room in a context."""
+        for suite in self._spec.evaluate.suites:
+            for context in self._spec.evaluate.context_tokens:
+                self._batches(SUITES.get(suite)(), context)
+
+    def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
+        """Write what is missing of a unit's records, then seal them.
+
+        Raises DataError when the file holds records of another checkpoint.
+        """
+        files = UnitFiles.of(run.records, unit)
+        suite = SUITES.get(unit.suite)()
+        batches = self._batches(suite, unit.context_tokens)
+        sizes = [len(batch) * self._spec.evaluate.samples for batch in batches]
+        sampler = Sampler(self._model, parse_policy(unit.policy))
+        with files.records.open("ab") as out:
+            first = self._resume_at(files.records, unit, batches)
+            rows, size = sum(sizes[:first]), files.records.stat().st_size
+            progress(unit, rows, sum(sizes))
+            for batch in batches[first:]:
+                lines = [self._record(unit, suite, played).to_json() for played in self._play(sampler, suite, batch)]
+                size += out.write("".join(line + "\n" for line in lines).encode())
+                out.flush()
+                os.fsync(out.fileno())
+                rows += len(lines)
+                progress(unit, rows, sum(sizes))
+        self._seal(files, rows, size)
+
+    def _seal(self, files: UnitFiles, rows: int, size: int) -> None:
+        raw = files.records.read_bytes()
+        if len(raw) != size:
+            raise DataError(
+                f"{str(files.records)!r} has {len(raw)} bytes, this process left {size} in it: another one wrote there "
+                "too; go on with --resume, which cuts it to what is whole"
+            )
+        digest = hashlib.sha256(raw).hexdigest()
+        seal = {"records": rows, "sha256": digest, "checkpoint": self._model.sha256, "inputs": self._inputs}
+        write_json(files.seal, seal)
+
+    def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
+        part = self._spec.evaluate
+        decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
+        seeds = [row_seed(part.seed, item, sample) for item in batch for sample in range(part.samples)]
+        return play(sampler, [(suite, item) for item in batch], decoding, seeds, group=part.samples)
+
+    def _batches(self, suite: Suite, context: int) -> list[list[Item]]:
+        key = (suite.name, context)
+        if key not in self._known:
+            part = self._spec.evaluate
+            count = self._model.chat.count_tokens
+            items = made("evaluate", suite, "eval", part.suites[suite.name].items, part.seed, context, count)
+            self._known[key] = self._batched(suite, items, part)
+        return self._known[key]
+
+    def _batched(self, suite: Suite, items: Sequence[Item], part: EvaluateSpec) -> list[list[Item]]:
+        lengths = {}
+        for item in items:
+            prompt = len(self._model.chat.opening(item.messages).ids)
+            check_fits(self._model, suite, item, prompt)
+            lengths[item.item_id] = prompt + suite.max_new_tokens * suite.max_turns
+        if len(lengths) < len(items):
+            raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
+        return batched(items, lengths, part.batch_tokens // part.samples)
+
+    def _resume_at(self, path: Path, unit: Unit, batches: Sequence[Sequence[Item]]) -> int:
+        """Cut the file to whole batches, so that what follows is what an unbroken run writes; returns their number."""
+        rows = _readable_rows(path)
+        if rows:
+            self._check_own(path, rows[0].record, unit)
+        whole, kept, samples = 0, 0, range(self._spec.evaluate.samples)
+        for batch in batches:
+            wanted = [(item.item_id, sample) for item in batch for sample in samples]
+            if [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]] != wanted:
+                break
+            whole, kept = whole + 1, kept + len(wanted)
+        os.truncate(path, sum(len(row.line) for row in rows[:kept]))
+        return whole
+
+    def _check_own(self, path: Path, record: Record, unit: Unit) -> None:
+        ours = (self._model.sha256, unit.policy_hash, SUITES.get(unit.suite).version)
+        theirs = (record.checkpoint, record.policy_hash, record.suite_version)
+        if ours != theirs:
+            raise DataError(
+                f"{str(path)!r} holds records of another checkpoint, policy or suite version "
+                f"({', '.join(part[:12] for part in theirs)}; now {', '.join(part[:12] for part in ours)}); "
+                "delete it to evaluate again"
+            )
+
+    def _record(self, unit: Unit, suite: Suite, played: Played) -> Record:
+        item, rollout = played.item, played.rollout
+        return Record(
+            run=self._spec.name,
+            checkpoint=self._model.sha256,
+            arm=unit.arm,
+            train_seed=unit.seed,
+            policy=unit.policy,
+            policy_hash=unit.policy_hash,
+            suite=suite.name,
+            suite_version=suite.version,
+            item_id=item.item_id,
+            cluster_id=item.cluster_id,
+            context_tokens=unit.context_tokens,
+            placement=item.placement,
+            sample_index=played.sample_index,
+            outcome=played.grade.outcome,
+            score=played.grade.score,
+            finish_reason=played.finish_reason,
+            prompt_tokens=played.prompt_tokens,
+            new_tokens=played.new_tokens,
+            retention=rollout.retention,
+            survival=played.survival,
+            kv_bytes_peak=rollout.kv_bytes_peak,
+            kv_bytes_dense=rollout.kv_bytes_dense,
+            seconds=played.seconds,
+            judge=played.grade.judge,
+            transcript=played.transcript,
+        )
+
+
+def made(
+    section: str, suite: Suite, split: Split, number: int, seed: int, context: int, count: CountTokens
+) -> list[Item]:
+    """A suite's items; what it refuses names the suite and where the spec asks for it."""
+    try:
+        return suite.items(split, number, seed, context, count)
+    except SpecError as error:
+        raise SpecError(f"{section}.suites {suite.name}: {error}") from error
+
+
+def check_training_items(spec: RunSpec, model: LoadedModel) -> None:
+    """Make the first items that every suite trains on; raises what would otherwise come up in the first step."""
+    if spec.train is not None:
+        for name in spec.train.suites:
+            number, context = spec.train.prompts_per_step, spec.train.context_tokens
+            made("train", SUITES.get(name)(), "train", number, spec.train.seeds[0], context, model.chat.count_tokens)
+
+
+class _Row(NamedTuple):
+    line: bytes
+    record: Record
+
+
+def _readable_rows(path: Path) -> list[_Row]:
+    """The lines of a record file up to the first that a kill or a power cut has spoilt."""
+    rows: list[_Row] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = Record.from_json(line.decode())
+        except (DataError, UnicodeDecodeError):
+            return rows
+        if not line.endswith(b"\n"):
+            return rows
+        rows.append(_Row(line, record))
+    return rows
+
+
+def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
+    """Split items into batches of like length that hold at most ``tokens`` padded tokens, one item at the least."""
+    batches: list[list[Item]] = []
+    for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
+        if batches and (len(batches[-1]) + 1) * lengths[item.item_id] <= tokens:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
+def row_seed(seed: int, item: Item, sample: int) -> int:
+    """The sampling seed of one row: the same for every checkpoint and policy, so comparisons share random numbers."""
+    return derive_seed("evaluate", seed, item.suite, item.item_id, sample)

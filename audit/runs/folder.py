@@ -1,0 +1,174 @@
+"""The run folder: one spec each, shared by any number of plain processes, resumed after a kill.
+
+spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
+
+Who works on what is in ``audit.runs.claims``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from audit.core.errors import DataError, RunError
+from audit.core.files import mutex, write_json, write_whole
+from audit.core.provenance import PROVENANCE, read_provenance
+from audit.core.spec import RunSpec
+from audit.core.spec_file import dump_spec, load_spec
+
+SPEC = "spec.yaml"
+_PACKAGES = ("kvaudit", "torch", "transformers", "tokenizers", "numpy")
+_IMPOSSIBLE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+class RunFolder:
+    """An open run folder; make one with ``open_run``."""
+
+    def __init__(self, path: Path, spec: RunSpec) -> None:
+        self.path, self.spec = path, spec
+
+    @property
+    def records(self) -> Path:
+        """Where the record files lie."""
+        return self.path / "records"
+
+    def checkpoint(self, arm: str, seed: int) -> Path:
+        """The checkpoint folder of one trained arm and seed."""
+        return self.path / "checkpoints" / arm / f"seed-{seed}"
+
+    def provenance(self) -> dict[str, Any]:
+        """What is known so far about where the numbers come from."""
+        return read_provenance(self.path)
+
+    def note(self, **entries: Any) -> None:
+        """Add entries to provenance.json; mappings are merged one level deep. Safe between processes."""
+        with mutex(self.path / ".provenance.lock"):
+            known = self.provenance() if (self.path / PROVENANCE).exists() else {}
+            for key, value in entries.items():
+                known[key] = {**known.get(key, {}), **value} if isinstance(value, Mapping) else value
+            write_json(self.path / PROVENANCE, known)
+
+    def keep(self, table: str, key: str, value: Any) -> Any:
+        """What provenance.json holds under ``table`` and ``key``; ``value`` where it holds nothing yet, which it then
+        does. Safe between processes: all of them get what the first one brought.
+        """
+        with mutex(self.path / ".provenance.lock"):
+            known = self.provenance()
+            held = known.setdefault(table, {})
+            if not isinstance(held, dict):
+                raise DataError(
+                    f"{str(self.path / PROVENANCE)!r}: {table} holds a {type(held).__name__}, wanted an object"
+                )
+            if key not in held:
+                held[key] = value
+                write_json(self.path / PROVENANCE, known)
+            return held[key]
+
+
+def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
+    """Whether ``path`` holds this run already; writes nothing.
+
+    Raises RunError when the folder holds another spec or something else, or the same run and ``resume`` is not given.
+    """
+    with _usable(path):
+        if not (path / SPEC).exists():
+            if path.exists() and (not path.is_dir() or any(_visible(path))):
+                raise RunError(f"{str(path)!r} is not empty and holds no run; give another --out")
+            return False
+    _check_same(path, spec)
+    if not resume:
+        raise RunError(f"folder {str(path)!r} already holds this run; add --resume to go on, or give another --out")
+    return True
+
+
+def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
+    """Start a run in ``path``, or go on with it; raises RunError as ``check_folder`` does.
+
+    ``kept`` is what the provenance of a new run holds besides: the gate it was declared with.
+    """
+    folder = RunFolder(path, spec)
+    if check_folder(path, spec, resume=resume):
+        return folder
+    make_folder(path)
+    folder.note(
+        format=1,
+        name=spec.name,
+        spec_sha256=spec.sha256,
+        spec_file_sha256=hashlib.sha256(dump_spec(spec).encode()).hexdigest(),
+        versions=_versions(),
+        host={"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()},
+        started=utc_now(),
+        finished=None,
+        **(kept or {}),
+    )
+    folder.records.mkdir(exist_ok=True)
+    _write_new(path / SPEC, dump_spec(spec))
+    _check_same(path, spec)  # another process may have started a run here in the same moment
+    return folder
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents; raises RunError for a path that can be none."""
+    with _usable(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Turn what the system says of an impossible path into one line; a full or read-only disk is said elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _IMPOSSIBLE:
+            raise
+        raise RunError(f"{str(path)!r} cannot be a folder ({error.strerror}); give another --out") from None
+
+
+def _visible(path: Path) -> Iterator[Path]:
+    """What is in a folder besides the traces of a start that was cut short."""
+    starting = {PROVENANCE, "records", "spec.yaml.partial"}
+    return (entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.name not in starting)
+
+
+def _check_same(path: Path, spec: RunSpec) -> None:
+    held = load_spec(path / SPEC)
+    if held.sha256 != spec.sha256:
+        raise RunError(
+            f"folder {str(path)!r} holds another spec ({held.name} {held.sha256[:12]}, yours is {spec.name} "
+            f"{spec.sha256[:12]}); give another --out"
+        )
+
+
+def _write_new(path: Path, text: str) -> None:
+    with mutex(path.parent / ".provenance.lock"):
+        if not path.exists():
+            write_whole(path, text)
+
+
+def versions_line() -> str:
+    """What this process works with, as one line."""
+    return ", ".join(
+        f"{name} {number}" for name, number in {**_versions(), "python": platform.python_version()}.items()
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+            found[name] = "not installed"
+    return found
+
+
+def utc_now() -> str:
+    """The time as ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

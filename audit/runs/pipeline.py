@@ -1,0 +1,250 @@
+"""The phases of a run: train the arms, evaluate the grid, write the report. Each goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from audit.runs.claims import Claim, work_through
+from audit.core.errors import DataError, RunError
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
+from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
+from audit.core.intact import check_checkpoints
+from audit.cache.layers import governed_words
+from audit.runs.launchers.local import idle_cores
+from audit.sampling.model import LoadedModel, load_model
+from audit.policies import parse_policy
+from audit.runs.progress import Meter
+from audit.core.files import read_json
+from audit.runs.folder import RunFolder, utc_now, versions_line
+from audit.core.spec import BASE_ARM, RunSpec
+from audit.training.checkpoint import drop_state
+from audit.training.grpo import train
+from suites.base import SUITES
+from suites.sources import watched
+
+Pair = tuple[str, int]  # arm, seed
+
+
+class Prepared(NamedTuple):
+    """The model before training, the items made with its tokenizer, and the sha256 of the files of public rows."""
+
+    model: LoadedModel
+    batches: Batches
+    rows: Digests
+
+
+def prepare(spec: RunSpec) -> Prepared:
+    """Load the base model and make the items; raises what is wrong with a spec before any folder is claimed for it."""
+    disable_progress_bar()
+    model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device)
+    check_contexts(spec, model)
+    batches: Batches = {}
+    with watched() as rows:
+        check_training_items(spec, model)
+        Evaluator(model, spec, batches).prepare()
+    return Prepared(model, batches, rows)
+
+
+class Pipeline:
+    """One process's work on a run folder; several may work on the same one.
+
+    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``audit.runs.claims.Claims``.
+    Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
+    other ``plugins`` (file name -> sha256).
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        console: Console,
+        threads: int | None = None,
+        prepared: Prepared | None = None,
+        plugins: Digests | None = None,
+        *,
+        takeover: bool = False,
+    ) -> None:
+        check_checkpoints(run.path)
+        self._run, self._spec, self._console, self._takeover = run, run.spec, console, takeover
+        self._hold(PLUGINS, plugins or {})
+        self._base: LoadedModel | None = None
+        self._evaluator: tuple[Pair, Evaluator] | None = None
+        self._prepared = prepared
+        self._batches: Batches = {} if prepared is None else prepared.batches
+        torch.set_num_threads(threads or self._threads())
+        disable_progress_bar()  # of loading and saving: the phases have their own
+        run.note(
+            threads=run.provenance().get("threads", torch.get_num_threads()),  # what it was begun with
+            policies={policy: parse_policy(policy).hash for policy in self._spec.evaluate.policies},
+            suite_kinds={name: SUITES.get(name).kind for name in self._spec.evaluate.suites},
+            suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
+        )
+
+    def train(self) -> None:
+        """Train every arm with every seed that has no finished checkpoint yet."""
+        pairs = [pair for pair in self._spec.arms if pair[0] != BASE_ARM]
+        if self._spec.train is None or not pairs:
+            return
+        self._say(f"train: {len(self._spec.train.arms)} arms x {len(self._spec.train.seeds)} seeds")
+        if not all(map(self._is_trained, pairs)):
+            self._load_base()
+        steps = self._spec.train.steps
+        finished = sum(map(self._is_trained, pairs))
+        with Meter(self._console, "train", len(pairs) * steps, finished * steps) as meter:
+            before: list[Pair] = []
+
+            def work(pair: Pair, mine: Claim) -> None:
+                def progress(done: int, row: Mapping[str, Any]) -> None:
+                    mine.check()
+                    meter.at(len(before) * steps + done, _training_line(pair, row))
+
+                self._train_one(pair, progress)
+
+            def finished_one(pair: Pair) -> None:
+                before.append(pair)
+                drop_state(self._run.checkpoint(*pair))
+
+            work_through(
+                pairs,
+                done=self._is_trained,
+                lock=self._train_lock,
+                work=work,
+                finished=finished_one,
+                waiting=self._say,
+                takeover=self._takeover,
+            )
+        self._run.note(checkpoints={f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in pairs})
+
+    def evaluate(self) -> None:
+        """Write and seal the records of every unit of the grid."""
+        units = grid(self._spec)
+        self._say(f"evaluate: {len(units)} units, {len(self._spec.arms)} checkpoints")
+        sealed = [unit for unit in units if self._is_sealed(unit)]
+        if len(sealed) < len(units):
+            self._load_base()
+        before = 0  # rows of finished units
+        with Meter(self._console, "evaluate", sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
+
+            def work(unit: Unit, mine: Claim) -> None:
+                def progress(_: Unit, done: int, __: int) -> None:
+                    mine.check()
+                    meter.at(before + done, _unit_line(unit))
+
+                self._evaluator_of((unit.arm, unit.seed)).run(unit, self._run, progress)
+
+            def finished(unit: Unit) -> None:
+                nonlocal before
+                before += self._rows(unit)
+
+            work_through(
+                units,
+                done=self._is_sealed,
+                lock=self._eval_lock,
+                work=work,
+                finished=finished,
+                waiting=self._say,
+                takeover=self._takeover,
+            )
+        reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
+        self._run.note(reference_sha256=reference, finished=utc_now())
+
+    def _train_one(self, pair: Pair, report: Any) -> None:
+        assert self._spec.train is not None
+        config = self._spec.train.config(*pair)
+        train(config, self._load_base(), self._run.checkpoint(*pair), lambda done, _, row: report(done, row))
+
+    def _load_base(self) -> LoadedModel:
+        """The model before training; it must be the one that the run was started with."""
+        if self._base is None:
+            model, batches, rows = self._prepared or prepare(self._spec)
+            self._batches.update(batches)
+            known = self._run.provenance().get("base_sha256")
+            if known not in (None, model.sha256):
+                raise RunError(
+                    f"the run was started with base weights {known[:12]}, {model.name!r} now has {model.sha256[:12]}; "
+                    "give another --out"
+                )
+            self._hold(ROWS, rows)
+            self._hold(MODEL, model.files)
+            self._run.keep(WORKED_WITH, versions_line(), utc_now())
+            self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
+            self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {torch.get_num_threads()} threads")
+            if words := governed_words(model.model.config):
+                self._say(f"cache: {words}")
+            self._base = model
+        return self._base
+
+    def _evaluator_of(self, pair: Pair) -> Evaluator:
+        if self._evaluator is None or self._evaluator[0] != pair:
+            self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
+            self._evaluator = (pair, Evaluator(self._checkpoint(pair), self._spec, self._batches, self._inputs()))
+        return self._evaluator[1]
+
+    def _hold(self, kind: str, now: Digests) -> None:
+        """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
+        check_same(kind, self._run.keep(TABLE, kind, dict(now)), now)
+
+    def _inputs(self) -> str:
+        return inputs_sha256(self._run.provenance()[TABLE])
+
+    def _checkpoint(self, pair: Pair) -> LoadedModel:
+        if pair[0] == BASE_ARM:
+            return self._load_base()
+        self._trained_sha256(pair)
+        return load_model(str(self._run.checkpoint(*pair)), dtype=self._spec.dtype, device=self._spec.device)
+
+    def _sha256_of(self, pair: Pair) -> str:
+        if pair[0] == BASE_ARM:
+            return str(self._run.provenance()["base_sha256"])
+        return self._trained_sha256(pair)
+
+    def _trained_sha256(self, pair: Pair) -> str:
+        path = self._run.checkpoint(*pair)
+        if not self._is_trained(pair):
+            raise DataError(f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit train SPEC")
+        return str(read_json(path / "provenance.json")["sha256"])
+
+    def _is_trained(self, pair: Pair) -> bool:
+        return (self._run.checkpoint(*pair) / "provenance.json").exists()
+
+    def _is_sealed(self, unit: Unit) -> bool:
+        return UnitFiles.of(self._run.records, unit).seal.exists()
+
+    def _rows(self, unit: Unit) -> int:
+        return self._spec.evaluate.suites[unit.suite].items * self._spec.evaluate.samples
+
+    def _train_lock(self, pair: Pair) -> Path:
+        path = self._run.checkpoint(*pair)
+        return path.with_name(f"{path.name}.lock")  # beside the folder, which must stay the training's own
+
+    def _eval_lock(self, unit: Unit) -> Path:
+        return UnitFiles.of(self._run.records, unit).lock
+
+    def _threads(self) -> int:
+        """As many threads as cores stand idle, or what the run began with: rounding can depend on their number.
+
+        Two threads on a busy core are several times slower than one.
+        """
+        known = self._run.provenance().get("threads")
+        if known is not None or "OMP_NUM_THREADS" in os.environ:
+            return int(known or torch.get_num_threads())
+        return idle_cores()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _unit_line(unit: Unit) -> str:
+    name, _, fields = unit.policy.partition(":")
+    return f"{unit.arm} seed {unit.seed}, {name} {fields.partition(',')[0]}, {unit.suite} {unit.context_tokens}"
+
+
+def _training_line(pair: Pair, row: Mapping[str, Any]) -> str:
+    reward = row.get("reward_mean")
+    return f"{pair[0]} seed {pair[1]}" + ("" if reward is None else f", reward {reward:.2f}")

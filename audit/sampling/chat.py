@@ -1,0 +1,182 @@
+"""Conversations as tokens: any chat template, turn by turn, with the role of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from audit.core.errors import SpecError
+from audit.core.records import Message, Role
+from audit.sampling.rendering import TemplateRefusal, renderer
+
+FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
+TOOL_PREFIX = "Tool result:\n"
+_MARKER = "kvaudit-marker-7391"
+_SLOT = "kvaudit-slot-{}-7391"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids with one role name per token: system, user, assistant, tool, or format."""
+
+    ids: tuple[int, ...]
+    roles: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.roles)
+
+    def drop(self, count: int) -> Rendered:
+        """The same tokens without the first ``count``."""
+        return Rendered(self.ids[count:], self.roles[count:])
+
+
+class Chat:
+    """A fast tokenizer and its chat template, seen as opening prompt and replies.
+
+    ``tool_role`` and ``system_role`` say, decided once, whether the template takes that role itself ("native") or gets
+    it inside a user message ("user"). ``stop_ids`` holds every token that ends an assistant turn.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int] = ()) -> None:
+        if not tokenizer.is_fast:
+            raise SpecError(f"tokenizer {type(tokenizer).__name__} has no offsets; kvaudit needs a fast tokenizer")
+        if not tokenizer.chat_template:
+            raise SpecError("the tokenizer has no chat template; give an instruct model, or set chat_template")
+        self.tokenizer = tokenizer
+        self._source, self._tokens = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
+        self.system_role: Literal["native", "user"] = self._takes(Role.SYSTEM, first=True)
+        self.tool_role: Literal["native", "user"] = self._takes(Role.TOOL, first=False)
+        self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
+
+    def opening(self, messages: Sequence[Message]) -> Rendered:
+        """The whole prompt, generation prompt included."""
+        return self._render((), messages)
+
+    def reply(self, messages: Sequence[Message]) -> Rendered:
+        """The tokens after a finished assistant completion: end-of-turn, the new messages, generation prompt.
+
+        Taken from a conversation with a marker in the assistant's place, so it holds for any template. A completion
+        that ended by sampling the end-of-turn token itself already holds it: see ``continuation``.
+        """
+        return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages)
+
+    def continuation(self, completion: Sequence[int], messages: Sequence[Message]) -> Rendered:
+        """``reply`` without the end-of-turn token that ``completion`` already ends with."""
+        rendered = self.reply(messages)
+        if completion and completion[-1] in self.stop_ids:
+            lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
+            if completion[-1] in rendered.ids[:lead]:
+                return rendered.drop(rendered.ids.index(completion[-1]) + 1)
+        return rendered
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A completion as text, a final stop token dropped; other special tokens stay visible."""
+        kept = list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        decoded: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return decoded
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, no special tokens added."""
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _takes(self, role: Role, *, first: bool) -> Literal["native", "user"]:
+        plain = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
+        probe = Message(role, _MARKER)
+        messages = [probe, *plain[:1]] if first else [*plain, probe]
+        try:
+            return "native" if _MARKER in self._apply(_rows(messages)) else "user"
+        except TemplateRefusal:
+            return "user"
+
+    def _template_stops(self) -> frozenset[int]:
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        end_of_turn = self.reply([Message(Role.USER, ".")]).ids[:1]
+        stops = {token for token in end_of_turn if token in special}
+        eos = self.tokenizer.eos_token_id
+        return frozenset(stops if eos is None else stops | {int(eos)})
+
+    def _render(self, before: tuple[Message, ...], messages: Sequence[Message]) -> Rendered:
+        """Tokens of the messages, and of what the template puts around them, after the messages ``before``."""
+        text = self._text_after(before, messages)
+        slots = [replace(message, content=_SLOT.format(n)) for n, message in enumerate(messages)]
+        spans = _spans(text, self._text_after(before, slots), messages)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        roles, at = [], 0
+        for start, _ in encoded["offset_mapping"]:
+            while at < len(spans) and spans[at][1] <= start:
+                at += 1
+            inside = at < len(spans) and spans[at][0] <= start
+            roles.append(spans[at][2] if inside else FORMAT_ROLE)
+        return Rendered(tuple(encoded["input_ids"]), tuple(roles))
+
+    def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message]) -> str:
+        text = self._template([*before, *messages])
+        if not before:
+            return text
+        _, found, after = text.rpartition(_MARKER)
+        if not found:
+            raise SpecError(
+                "the chat template drops or rewrites assistant text; kvaudit cannot continue a conversation with it"
+            )
+        return after
+
+    def _template(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._apply(self._shape(messages))
+        except TemplateRefusal as error:
+            roles = ", ".join(message.role for message in messages)
+            raise SpecError(f"the chat template refuses messages of roles {roles}: {error}") from None
+
+    def _apply(self, rows: list[dict[str, str]]) -> str:
+        return renderer.render(self._source, rows, self._tokens)
+
+    def _shape(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        """Rows the template takes: roles it lacks become user text, neighbouring user rows then become one."""
+        rows: list[dict[str, str]] = []
+        foreign = False  # whether the last row is a user row that holds another role's text
+        for row in _rows(messages):
+            moved = self._is_foreign(row["role"])
+            if row["role"] == Role.TOOL and moved:
+                row["content"] = TOOL_PREFIX + row["content"]
+            if moved:
+                row["role"] = str(Role.USER)
+            if rows and rows[-1]["role"] == row["role"] == Role.USER and (moved or foreign):
+                rows[-1]["content"] += "\n\n" + row["content"]
+            else:
+                rows.append(row)
+            foreign = moved
+        return rows
+
+    def _is_foreign(self, role: str) -> bool:
+        return {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}.get(Role(role)) == "user"
+
+
+def _template_of(tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:  # several by name, and none called default
+        raise SpecError(f"the tokenizer's chat template cannot be chosen: {str(error).partition('.')[0]}") from None
+
+
+def _rows(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": str(message.role), "content": message.content} for message in messages]
+
+
+def _spans(text: str, frame: str, messages: Sequence[Message]) -> list[tuple[int, int, str]]:
+    """Where each message's text lies in the rendered text, in order; templates may strip it but not change it.
+
+    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header.
+    """
+    spans, position = [], 0
+    for number, message in enumerate(messages):
+        header, _, frame = frame.partition(_SLOT.format(number))
+        if text.startswith(header, position):
+            position += len(header)
+        content = message.content if text.startswith(message.content, position) else message.content.strip()
+        start = text.find(content, position)
+        if start < 0:
+            raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
+        position = start + len(content)
+        spans.append((start, position, str(message.role)))
+    return spans

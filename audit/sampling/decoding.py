@@ -1,0 +1,60 @@
+"""How the next token is drawn from a distribution, and what a finished turn is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from audit.core.errors import SpecError
+from audit.policies.draws import uniforms
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 keeps the whole distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise SpecError(
+                f"decoding {self}: wanted max_new_tokens >= 1, temperature >= 0 (0 is greedy), 0 < top_p <= 1"
+            )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled turn. ``ids`` include the stop token if one was drawn.
+
+    ``logprobs`` are nats under the whole temperature-scaled distribution (greedy: temperature 1), before top-p.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str  # "stop" | "length"
+
+
+def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
+    """One token per row from logits [B, V], and its log-prob in nats; ``index`` [B] numbers each seed's draw."""
+    logprobs = (logits.double() / (decoding.temperature or 1.0)).log_softmax(-1)
+    if decoding.temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
+        probabilities = nucleus(logprobs.exp(), decoding.top_p)
+        cumulative = probabilities.cumsum(-1)
+        threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020): [B, V]."""
+    if top_p >= 1:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))

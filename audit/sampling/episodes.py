@@ -1,0 +1,165 @@
+"""Play items: prompt, answer, environment, answer, ..., grade. One loop for training rollouts and for evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from audit.cache.ledger import Rollout
+from audit.core.errors import SpecError
+from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.sampling.chat import Rendered
+from audit.sampling.degenerate import degenerate
+from audit.sampling.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
+from suites.base import Suite
+
+NOTHING = Rendered((), ())
+OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
+
+
+@dataclass(frozen=True)
+class Played:
+    """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts."""
+
+    item: Item
+    transcript: tuple[Message, ...]
+    grade: Grade
+    rollout: Rollout
+    finish_reason: str  # stop | length | turns | error
+    prompt_tokens: int
+    new_tokens: int
+    survival: dict[str, float]
+    sample_index: int
+    seconds: float  # this row's share of the batch's wall time
+
+
+def play(
+    sampler: Sampler,
+    suite_items: Sequence[tuple[Suite, Item]],
+    decoding: Decoding,
+    seeds: Sequence[int],
+    group: int = 1,
+) -> list[Played]:
+    """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
+
+    ``seeds`` holds one number per row. The length of an answer is the suite's, not ``decoding.max_new_tokens``. The
+    answer of a row does not depend on what shares its batch. Raises SpecError before anything is sampled when a
+    context does not fit the model's positions.
+    """
+    assert len(seeds) == len(suite_items) * group
+    started = time.perf_counter()
+    chat = sampler.model.chat
+    prompts = [chat.opening(item.messages) for _, item in suite_items]
+    for (suite, item), prompt in zip(suite_items, prompts, strict=True):
+        check_fits(sampler.model, suite, item, len(prompt.ids))
+    roles = [prompt.roles for prompt in prompts]
+    episode = sampler.open([prompt.ids for prompt in prompts], list(seeds), group=group, roles=roles)
+    rows = [
+        _Row(suite, item, prompt, member, sampler.model)
+        for (suite, item), prompt in zip(suite_items, prompts, strict=True)
+        for member in range(group)
+    ]
+    _run(episode, rows, decoding)
+    seconds = (time.perf_counter() - started) / len(rows)
+    return [row.played(rollout, seconds) for row, rollout in zip(rows, episode.rollouts(), strict=True)]
+
+
+def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int) -> None:
+    """Raise SpecError when a prompt and its first answer do not fit the model's positions."""
+    needed = prompt_tokens + suite.max_new_tokens
+    if needed > model.max_positions:
+        raise SpecError(
+            f"suite {suite.name} item {item.item_id} needs {needed} positions ({prompt_tokens} prompt + "
+            f"{suite.max_new_tokens} new), the model has {model.max_positions}; lower context_tokens"
+        )
+
+
+def _run(episode: Episode | MixedEpisode, rows: list[_Row], decoding: Decoding) -> None:
+    while any(row.open for row in rows):
+        completions = episode.decode(decoding, [row.suite.max_new_tokens if row.open else 0 for row in rows])
+        for row, completion in zip(rows, completions, strict=True):
+            if completion is not None:
+                row.answer(completion)
+        chunks = [row.take_pending() for row in rows]
+        if any(chunk.ids for chunk in chunks):
+            episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
+
+
+class _Row:
+    """One conversation under way."""
+
+    def __init__(self, suite: Suite, item: Item, prompt: Rendered, member: int, model: ServedModel) -> None:
+        self.suite, self.item, self.member, self._model = suite, item, member, model
+        self.open = True
+        self._prompt_tokens = len(prompt.ids)
+        self._transcript = item.messages
+        self._roles = list(prompt.roles)
+        self._pending = NOTHING
+        self._turns = self._new_tokens = 0
+        self._finish = ""
+        self._broken: str | None = None  # why the answer is degenerate
+
+    def answer(self, completion: Completion) -> None:
+        """Take the model's answer; end the row, or hold the environment's reply ready."""
+        text = self._model.chat.text(completion.ids)
+        self._transcript += (Message(Role.ASSISTANT, text),)
+        self._roles += [str(Role.ASSISTANT)] * len(completion.ids)
+        self._new_tokens += len(completion.ids)
+        self._turns += 1
+        self._finish = completion.finish_reason
+        self._broken = degenerate(text, completion.finish_reason)
+        messages = None if self._broken else self.suite.step(self.item, self._transcript)
+        if messages is None:
+            self.open = False
+        elif self._turns >= self.suite.max_turns:
+            self.open, self._finish = False, "turns"
+        else:
+            self._continue(completion, messages)
+
+    def take_pending(self) -> Rendered:
+        """The tokens to append now, none when the row is over."""
+        chunk, self._pending = self._pending, NOTHING
+        return chunk
+
+    def played(self, rollout: Rollout, seconds: float) -> Played:
+        """Grade the finished row."""
+        assert rollout.ids.shape[0] == len(self._roles)
+        return Played(
+            item=self.item,
+            transcript=self._transcript,
+            grade=self._grade(),
+            rollout=rollout,
+            finish_reason=self._finish,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._new_tokens,
+            survival=survival(rollout, self._roles),
+            sample_index=self.member,
+            seconds=seconds,
+        )
+
+    def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
+        reply = self._model.chat.continuation(completion.ids, messages)
+        if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
+            self.open, self._finish = False, "error"
+            return
+        self._transcript += messages
+        self._roles += reply.roles
+        self._pending = reply
+
+    def _grade(self) -> Grade:
+        if self._finish == "error":
+            return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS)
+        if self._broken:
+            return Grade(Outcome.DEGENERATE, 0.0, note=self._broken)
+        return self.suite.grade(self.item, self._transcript)
+
+
+def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
+    """Share of each role's tokens still in the cache when the last answer starts, mean over layers and KV heads."""
+    start = rollout.answer_start
+    alive = (rollout.evicted_at[:, :, :start] > start).double().mean((0, 1)).tolist()  # [T], 0 to 1
+    by_role: dict[str, list[float]] = {}
+    for role, share in zip(roles[:start], alive, strict=True):
+        by_role.setdefault(role, []).append(share)
+    return {role: sum(shares) / len(shares) for role, shares in sorted(by_role.items())}

@@ -1,0 +1,277 @@
+"""Load a language model: a hub id, a local folder, a .gguf file, or the one that ships with the package.
+
+Weights come from safetensors or GGUF only, never from pickles, and no code from the checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from audit.cache.attention import NAME as ATTENTION
+from audit.cache.attention import require_interface
+from audit.cache.layers import GOVERNED, layer_kinds
+from audit.cache.linear import carry_states
+from audit.core.errors import AuditError, DataError, RunError
+from audit.core.intact import own_files
+from audit.sampling.chat import Chat
+from audit.sampling.gguf_header import check_gguf
+from audit.sampling.loading import check_complete, check_numbers, check_sizes, headers
+from audit.sampling.weights import INDEX, file_sha256, weight_files, weights_sha256
+
+EMBEDDED = "embedded"
+DtypeName = Literal["float32", "bfloat16", "auto"]
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+# What transformers reads of a folder besides weights.
+_READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
+_CODE = "auto_map"  # the key under which a config names Python of its checkpoint
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
+
+
+@dataclass
+class LoadedModel:
+    """A causal language model in evaluation mode, attending through ``kvaudit``, with its chat.
+
+    ``sha256`` identifies the weights that were loaded (weights.weights_sha256). ``files`` has the sha256 of whatever
+    else was read, by name.
+    """
+
+    model: Any
+    chat: Chat
+    name: str
+    sha256: str
+    max_positions: int
+    device: torch.device
+    dtype: torch.dtype
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", device: str = "auto") -> LoadedModel:
+    """Load a model for sampling and learning.
+
+    Raises DataError when the checkpoint is missing, unreachable, corrupt or of another format, and RunError when the
+    model has no full-attention layer whose cache could be compressed.
+    """
+    place = _device(device)
+    with _quiet(name_or_path):
+        if name_or_path.endswith(".gguf"):
+            path = Path(name_or_path).expanduser()
+            folder = path.parent
+            refuse_code(folder)
+            model, tokenizer = _load_gguf(path, dtype)
+            digest = file_sha256(path)
+        else:
+            folder = locate(name_or_path)
+            refuse_code(folder)
+            verify_folder(folder)
+            model, tokenizer = _load_folder(folder, dtype)
+            digest = weights_sha256(folder)
+        chat = Chat(tokenizer, _generation_stops(model))
+    _require_full_attention(name_or_path, model.config)
+    require_interface(model)
+    carry_states(model)
+    return LoadedModel(
+        model=model.to(place).eval(),
+        chat=chat,
+        name=name_or_path,
+        sha256=digest,
+        max_positions=_max_positions(name_or_path, model.config),
+        device=place,
+        dtype=model.dtype,
+        files=_files_read(folder),
+    )
+
+
+def locate(name_or_path: str) -> Path:
+    """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
+    if name_or_path == EMBEDDED:
+        return Path(__file__).parent.parent / EMBEDDED
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or not _HUB_ID.fullmatch(name_or_path):
+        raise DataError(f"model {name_or_path!r} is no folder, .gguf file or hub id; give one of those, or 'embedded'")
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except (OSError, HfHubHTTPError, HFValidationError, RuntimeError) as error:
+        raise DataError(
+            f"model {name_or_path!r} is neither a local folder nor reachable on the hub "
+            f"({type(error).__name__}); give a folder or a .gguf file"
+        ) from error
+
+
+def verify_folder(folder: Path) -> None:
+    """Compare a checkpoint's files with its manifest; raises DataError for what is missing or was changed.
+
+    ``manifest.json`` maps file names to sha256; the ``provenance.json`` of a checkpoint we trained holds the same map
+    under "files". A folder with neither, any ordinary Hugging Face folder, only has to be complete.
+    """
+    if not (folder / "config.json").is_file():
+        raise DataError(f"checkpoint {str(folder)!r} holds no config.json; give a folder in Hugging Face format")
+    weight_files(folder)
+    for name, wanted in _manifest(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise DataError(
+                f"checkpoint {str(folder)!r} lacks {name}, which its manifest lists; train or copy it again"
+            )
+        if (got := file_sha256(path)) != wanted:
+            raise DataError(
+                f"checkpoint {str(folder)!r}: {name} has sha256 {got[:12]}, its manifest says {wanted[:12]}; "
+                "the file was changed or cut short"
+            )
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise DataError where a config of the folder names Python of its own, whatever else could be loaded instead.
+
+    transformers would ask on standard input whether to run it.
+    """
+    for path in sorted(folder.glob("*config.json")):
+        try:
+            found = _names_code(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{str(path)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
+        if found:
+            raise DataError(
+                f"checkpoint {str(folder)!r}: {path.name} names code of its own ({_CODE}), which is never run; where "
+                f"transformers knows the model by itself, take {_CODE} out of that file"
+            )
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_code, value))
+    return isinstance(value, dict) and (bool(value.get(_CODE)) or any(map(_names_code, value.values())))
+
+
+def _files_read(folder: Path) -> dict[str, str]:
+    found = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(found)}
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    files: dict[str, str] = {}
+    for name, key in (("manifest.json", None), ("provenance.json", "files")):
+        if not (folder / name).is_file():
+            continue
+        try:
+            table = json.loads((folder / name).read_text(encoding="utf-8"))
+            files |= own_files(table if key is None else table[key], folder / name)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"checkpoint {str(folder)!r}: {name} is not a readable manifest ({error!r})") from None
+    return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
+
+
+def _load_folder(folder: Path, dtype: DtypeName) -> tuple[Any, Any]:
+    found = headers(weight_files(folder))
+    check_sizes(folder, found)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=_dtype(dtype),
+        attn_implementation=ATTENTION,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+        **_LOCAL,
+    )
+    check_complete(str(folder), model, info)
+    check_numbers(str(folder), model, found)
+    return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
+
+
+def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
+    """Dequantise a GGUF file into a plain model: what transformers makes of it can be neither trained nor saved."""
+    if not path.is_file():
+        raise DataError(f"model file {str(path)!r} does not exist")
+    check_gguf(path)
+    wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=wanted, output_loading_info=True, **_LOCAL
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
+    except ImportError as error:
+        raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
+    check_complete(str(path), loaded, info)
+    config = copy.deepcopy(loaded.config)
+    if "quantization_config" in vars(config):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(
+        config, dtype=wanted, attn_implementation=ATTENTION, trust_remote_code=False
+    )
+    plain.load_state_dict(loaded.state_dict())
+    check_numbers(str(path), plain)
+    return plain, tokenizer
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Load without progress bars; whatever transformers raises becomes one line that names the model."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except AuditError:
+        raise
+    except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
+        line = _first_line(error)
+        raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of a message, and the next where the first only introduces it."""
+    first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
+    return f"{first} {second}".strip() if first.endswith(":") else first
+
+
+def _generation_stops(model: Any) -> list[int]:
+    stops = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+
+
+def _require_full_attention(name: str, config: Any) -> None:
+    kinds = layer_kinds(config)
+    if not GOVERNED & set(kinds):
+        found = ", ".join(sorted(set(kinds))) or "none with attention"
+        raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
+
+
+def _max_positions(name: str, config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    if not (hasattr(text, "max_position_embeddings") and isinstance(text.max_position_embeddings, int)):
+        raise RunError(f"model {name!r} does not state max_position_embeddings; kvaudit cannot check context lengths")
+    return int(text.max_position_embeddings)
+
+
+def _dtype(name: DtypeName) -> Any:
+    return "auto" if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        line = str(error).partition("\n")[0]
+        raise RunError(f"device {name!r} cannot be used here ({line}); try 'cpu' or 'auto'") from None
+    return device

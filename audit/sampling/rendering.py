@@ -1,0 +1,158 @@
+"""Chat templates are programs of strangers: they run in a process of their own, which the kernel holds to limits.
+
+One such process serves every template of this one, so a conversation costs a message through a pipe. A template that
+takes more than SECONDS of processor time is ended by the kernel, one that wants more than MEMORY gets none (on Linux;
+elsewhere only time is limited), and a text of more than CHARACTERS is not handed over. Limits on single operations
+would not hold: nested loops, macros that call themselves twice, powers and widths each need their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from audit.core.errors import RunError, SpecError
+
+SECONDS = 2  # of processor time for one conversation; templates in use take milliseconds
+MEMORY = 512 << 20  # bytes beyond what the process starts with
+CHARACTERS = 16 << 20
+_TOO_MUCH = (
+    f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {CHARACTERS >> 20} million characters for "
+    "one conversation; mend it or take another model"
+)
+
+
+class TemplateRefusal(Exception):
+    """What a template raised itself: a role, or an order of roles, that it does not take."""
+
+
+class Renderer:
+    """The process that renders; started with the first conversation, ended with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, template: str, rows: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
+        """The conversation as text, generation prompt included; ``tokens`` are the tokenizer's special ones by name.
+
+        Raises TemplateRefusal for what the template raises, SpecError where it exceeds a limit.
+        """
+        with self._lock:
+            answer = self._answer({"template": template, "rows": rows, "tokens": tokens})
+        if "refused" in answer:
+            raise TemplateRefusal(answer["refused"])
+        if "text" not in answer:
+            raise SpecError(_TOO_MUCH)
+        return str(answer["text"])
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        process, self._process = self._process or _start(), None
+        line = _asked(process, request)
+        if line.endswith(b"\n"):
+            self._process = process  # an exchange that was interrupted leaves none behind: its answer is still to come
+            found: dict[str, Any] = json.loads(line)
+            return found
+        process.communicate()
+        if process.returncode == -signal.SIGXCPU:
+            return {}
+        raise RunError(f"the process that renders chat templates ended with code {process.returncode}; run again")
+
+    def end(self) -> None:
+        """End the process; the next conversation starts another."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
+renderer = Renderer()
+atexit.register(renderer.end)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """Ctrl-C at the terminal is not for it: it ends when its standard input does."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "audit.sampling.rendering"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+
+
+def _asked(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> bytes:
+    """The line that answers a request; empty, or cut off, where the process ended over it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        _send(process.stdin, request)
+        return process.stdout.readline()
+    except BrokenPipeError:
+        return b""
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+
+
+def _send(out: IO[bytes], message: Mapping[str, Any]) -> None:
+    out.write(json.dumps(message).encode() + b"\n")
+    out.flush()
+
+
+def _serve() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    for line in sys.stdin.buffer:
+        _limit_time()
+        _send(sys.stdout.buffer, _rendered(render_jinja_template, json.loads(line)))
+
+
+def _rendered(render: Any, request: Mapping[str, Any]) -> dict[str, str]:
+    """What is asked for, what the template raised instead, or nothing where it is too much."""
+    try:
+        texts, _ = render(
+            conversations=[request["rows"]],
+            chat_template=request["template"],
+            add_generation_prompt=True,
+            **request["tokens"],
+        )
+    except MemoryError:
+        return {}
+    except Exception as error:  # a template can raise anything
+        return {"refused": str(error).partition("\n")[0] or type(error).__name__}
+    return {"text": texts[0]} if len(texts[0]) <= CHARACTERS else {}
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY)
+
+
+def _limit_time() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set the soft limit, within what the process was started with."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+if __name__ == "__main__":
+    _serve()
