@@ -22,6 +22,7 @@ from audit.core.spec_file import load_spec
 from audit.runs import pipeline
 from audit.runs.evaluate import Progress, Unit, UnitFiles, grid
 from audit.runs.folder import RunFolder, open_run
+from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
@@ -44,14 +45,14 @@ class Sealer:
 
 def spec_of(units: int | None = None) -> RunSpec:
     """The quickstart's spec, or one with so many policies that its grid has about ``units`` units."""
-    spec = load_spec(QUICKSTART)
+    spec = load_spec(QUICKSTART, NAMES)
     if units is None:
         return spec
     policies = max(2, round(units * len(spec.evaluate.policies) / len(grid(spec))))
     row = spec.written()
     row["evaluate"]["policies"] = ["none", *(f"streaming:budget={64 + n},sink=40" for n in range(policies - 1))]
     row["gate"] = {"margins": {}, "reference": "dense"}
-    return RunSpec.model_validate(row)
+    return RunSpec.model_validate(row, context=NAMES)
 
 
 def walked(folder: Path, spec: RunSpec) -> None:

@@ -17,6 +17,7 @@ from audit.core.spec_file import parse_spec
 from audit.policies.draws import derive_seed
 from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles
 from audit.runs.folder import RunFolder, open_run
+from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare
 from audit.sampling.episodes import Played, play
 from audit.sampling.model import LoadedModel
@@ -55,7 +56,7 @@ def spec_of(size: Size, policies: Sequence[str]) -> RunSpec:
         },
         "gate": {"primary": list(policies), "margins": dict.fromkeys(SUITE_NAMES, MARGIN), "estimands": ["E1"]},
     }
-    return parse_spec(yaml.safe_dump(table), "controls")
+    return parse_spec(yaml.safe_dump(table), "controls", NAMES)
 
 
 class Rerun(Evaluator):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.policy_names import match_policies, policy_text, short_names
 from audit.core.yaml_file import clipped, known_keys, name_of, shown
-from reports.policy_names import match_policies, policy_text, short_names
 from reports.rules import Rules, estimand_margins, estimands, margin_of, read_rules
 
 __all__ = ["DENSE_POLICY", "Plan", "Unit", "match_policies", "read_plan", "short_names"]

@@ -202,8 +202,9 @@ ROLLOUTS: dict[str, Any] = {
 
 def _spec(path: Path) -> object:
     from audit.core.spec_file import load_spec
+    from audit.runs.names import NAMES
 
-    return load_spec(path).sha256
+    return load_spec(path, NAMES).sha256
 
 
 def _policy(path: Path) -> object:

@@ -20,6 +20,7 @@ from audit.cli import app
 from audit.commands.command_line import end_on_sigterm
 from audit.commands.run import Options, share
 from audit.core.spec_file import load_spec
+from audit.runs.names import NAMES
 
 ROOT = Path(__file__).parent.parent
 SPEC = """\
@@ -323,7 +324,7 @@ def test_a_long_text_is_one_line_without_a_warning_of_another_library() -> None:
 def test_a_run_keeps_the_threads_it_began_with(
     spec: Path, threads: int | None, workers: int | None, begun: int | None, shared: tuple[int, int | None]
 ) -> None:
-    assert share(Options(threads=threads, workers=workers), load_spec(spec), begun) == shared
+    assert share(Options(threads=threads, workers=workers), load_spec(spec, NAMES), begun) == shared
 
 
 def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(finished: Path, tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from audit.core.files import mutex, read_json, write_json
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
+from audit.runs.names import NAMES
 
 SPEC = "{name: a, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
 
 
 @pytest.fixture
 def spec() -> RunSpec:
-    return parse_spec(SPEC, "spec")
+    return parse_spec(SPEC, "spec", NAMES)
 
 
 def test_a_new_run_holds_its_spec_and_where_it_was_made(tmp_path: Path, spec: RunSpec) -> None:

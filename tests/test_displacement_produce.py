@@ -16,6 +16,7 @@ from audit.core.spec_file import load_spec, parse_spec
 from audit.runs.displacement.produce import Producer
 from audit.runs.displacement.units import units
 from audit.runs.folder import RunFolder
+from audit.runs.names import NAMES
 from audit.sampling.model import load_model
 from reports.displacement import load_displacement
 from reports.write import write_report
@@ -67,7 +68,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def test_every_arm_and_policy_is_led_along_its_own_references_answers() -> None:
-    spec = parse_spec(SPEC.format(model="embedded", policy=POLICY), "spec")
+    spec = parse_spec(SPEC.format(model="embedded", policy=POLICY), "spec", NAMES)
     found = [(unit.arm, unit.seed, unit.policy.partition(":")[0], unit.reference_seed) for unit in units(spec)]
     assert found == [
         *[("dense", 1, "none", 1), ("dense", 2, "none", 2)],  # the floors
@@ -80,7 +81,7 @@ def test_every_arm_and_policy_is_led_along_its_own_references_answers() -> None:
 
 def test_without_training_the_base_model_is_measured_under_every_policy() -> None:
     text = "{name: a, evaluate: {policies: [none, 'streaming:budget=64'], suites: [math, agent], context_tokens: [64]}}"
-    found = units(parse_spec(text, "spec"))
+    found = units(parse_spec(text, "spec", NAMES))
     assert [(unit.arm, unit.suite, unit.floor) for unit in found] == [
         *[("base", "math", True), ("base", "agent", True), ("base", "math", False), ("base", "agent", False)],
     ]
@@ -114,7 +115,7 @@ def test_a_refusal_margin_is_that_of_the_suite_that_spells_refusals_out(finished
 
 
 def test_the_margin_is_over_the_items_that_should_be_refused(run: Path) -> None:
-    spec = load_spec(run / "spec.yaml")
+    spec = load_spec(run / "spec.yaml", NAMES)
     producer, model = Producer(RunFolder(run, spec), tokens=16384), load_model(spec.model_path)
     refusal = producer._refusal(producer.units[0], model.chat)
     assert refusal is not None

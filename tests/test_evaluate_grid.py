@@ -17,6 +17,7 @@ from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.evaluate import Evaluator, Unit, UnitFiles, batched, check_contexts, grid, row_seed
 from audit.runs.folder import RunFolder, open_run
+from audit.runs.names import NAMES
 from audit.sampling.model import LoadedModel, load_model
 
 SPEC = """
@@ -39,7 +40,7 @@ def model(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture
 def spec() -> RunSpec:
-    return parse_spec(SPEC, "spec")
+    return parse_spec(SPEC, "spec", NAMES)
 
 
 def evaluated(path: Path, spec: RunSpec, model: LoadedModel) -> RunFolder:
@@ -59,7 +60,7 @@ def item(name: str) -> Item:
 
 
 def test_grid_crosses_everything_and_keeps_a_checkpoint_together() -> None:
-    units = grid(parse_spec(SPEC.replace("[900]", "[700, 900]"), "spec"))
+    units = grid(parse_spec(SPEC.replace("[900]", "[700, 900]"), "spec", NAMES))
     assert len(units) == 4
     assert len({unit.name for unit in units}) == 4
     assert [unit.context_tokens for unit in units] == [700, 700, 900, 900]
@@ -108,7 +109,7 @@ def test_policies_are_asked_the_same_items_and_only_compression_evicts(
 
 def test_records_do_not_depend_on_the_batch_size(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
     wide = evaluated(tmp_path / "wide", spec, model)
-    narrow_spec = parse_spec(SPEC.replace("4600", "1"), "spec")
+    narrow_spec = parse_spec(SPEC.replace("4600", "1"), "spec", NAMES)
     narrow = evaluated(tmp_path / "narrow", narrow_spec, model)
     for unit in grid(spec):
         one, other = (timeless(UnitFiles.of(run.records, unit).records) for run in (wide, narrow))
@@ -218,7 +219,7 @@ def test_records_of_another_checkpoint_are_never_continued(tmp_path: Path, spec:
 
 def test_a_context_beyond_the_models_positions_is_a_spec_error(model: LoadedModel) -> None:
     with pytest.raises(SpecError, match=r"evaluate.context_tokens 4090 .* model .* has 4096; lower context_tokens"):
-        check_contexts(parse_spec(SPEC.replace("[900]", "[900, 4090]"), "spec"), model)
+        check_contexts(parse_spec(SPEC.replace("[900]", "[900, 4090]"), "spec", NAMES), model)
 
 
 def asked(units: Sequence[Unit]) -> set[str]:

@@ -18,6 +18,7 @@ from audit.core.files import read_json
 from audit.core.spec_file import load_spec
 from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
+from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
 from reports.drift import drift_report
 from reports.gate import decide
@@ -124,7 +125,7 @@ def test_base_weights_that_changed_are_refused(started: Path) -> None:
 
 
 def test_plug_ins_are_held(started: Path) -> None:
-    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml"))
+    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml", NAMES))
     edited(run.path / "provenance.json", inputs=run.provenance()["inputs"] | {"plug-ins": {"mine.py": "a" * 64}})
     Pipeline(run, Console(quiet=True), 1, plugins={"mine.py": "a" * 64})
     for plugins in ({"mine.py": "b" * 64}, {}, {"mine.py": "a" * 64, "more.py": "c" * 64}):
@@ -139,7 +140,7 @@ def test_two_plug_in_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_process_notes_what_all_of_them_are_held_to(started: Path) -> None:
-    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml"))
+    run = RunFolder(started / "run", load_spec(started / "run" / "spec.yaml", NAMES))
     assert run.keep("inputs", "more", {"x": "1"}) == {"x": "1"}
     assert run.keep("inputs", "more", {"x": "2"}) == {"x": "1"}
 

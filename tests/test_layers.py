@@ -28,11 +28,11 @@ def room_of(module: str) -> str | None:
     return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in RANK), None)
 
 
-def imports(path: Path, *, lazy: bool) -> set[str]:
-    """What a file imports; with ``lazy`` also inside functions and under TYPE_CHECKING."""
+def imports(path: Path) -> set[str]:
+    """What a file imports, inside functions and under TYPE_CHECKING too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
-    for node in ast.walk(tree) if lazy else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,9 +48,9 @@ def test_imports_point_one_way(path: Path) -> None:
     if room is None:
         assert module == "audit", f"{module} belongs to no room; give it a rank"
         return
-    upward = {name for name in imports(path, lazy=False) if (other := room_of(name)) and RANK[other] > RANK[room]}
+    upward = {name for name in imports(path) if (other := room_of(name)) and RANK[other] > RANK[room]}
     # each reads its own kind only: suites do not know reports, nor the other way round
-    aside = {name for name in imports(path, lazy=False) if room in ("suites", "reports") and is_outside(name, room)}
+    aside = {name for name in imports(path) if room in ("suites", "reports") and is_outside(name, room)}
     assert not upward | aside
 
 
@@ -61,7 +61,7 @@ def is_outside(name: str, room: str) -> bool:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] != "audit"], ids=module_of)
 def test_suites_and_reports_never_import_torch(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path, lazy=True)} & WITHOUT_TORCH
+    assert not {name.split(".")[0] for name in imports(path)} & WITHOUT_TORCH
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ def test_suites_and_reports_never_import_torch(path: Path) -> None:
     [
         ("audit.cli", {"torch", "transformers", "pandas", "matplotlib", "scipy", "numpy", "pydantic", "rich"}),
         ("audit.commands.report", {"torch", "transformers"}),
+        ("audit.core.spec_file", {"torch", "transformers", "pandas", "numpy"}),
         ("suites.base", {"torch", "transformers", "pandas"}),
     ],
 )

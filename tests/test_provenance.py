@@ -13,6 +13,7 @@ from audit.core.errors import DataError
 from audit.core.provenance import check_provenance, read_provenance
 from audit.core.spec_file import load_spec
 from audit.runs.folder import RunFolder
+from audit.runs.names import NAMES
 from reports.load import load_run
 
 DAMAGES: list[dict[str, Any]] = [
@@ -54,7 +55,7 @@ def test_a_run_notes_nothing_beside_damage(tmp_path: Path) -> None:
         "{name: x, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
     )
     with pytest.raises(DataError, match="policies holds a list"):
-        RunFolder(tmp_path, load_spec(tmp_path / "spec.yaml")).note(policies={"none": "x"})
+        RunFolder(tmp_path, load_spec(tmp_path / "spec.yaml", NAMES)).note(policies={"none": "x"})
 
 
 def test_what_is_absent_or_not_known_yet_is_no_damage(tmp_path: Path) -> None:

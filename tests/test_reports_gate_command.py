@@ -14,6 +14,7 @@ from audit.commands.gate_options import kept_gate
 from audit.core.errors import DataError, SpecError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
+from audit.runs.names import NAMES
 from reports.drift_ledger import append, read_ledger
 from reports.pin import load_pin
 
@@ -300,13 +301,13 @@ gate: GATE
 
 
 def spec_with(gate):
-    return parse_spec(SPEC.replace("GATE", yaml.safe_dump(gate, default_flow_style=True)), "spec.yaml")
+    return parse_spec(SPEC.replace("GATE", yaml.safe_dump(gate, default_flow_style=True)), "spec.yaml", NAMES)
 
 
 def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     gate = pinned_gate(tmp_path)
     spec = spec_with({"gate_file": str(gate)})
-    kept = kept_gate(spec)
+    kept = kept_gate(spec, NAMES)
     assert kept["gate_file"] == {
         "name": "gate.yaml",
         "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
@@ -323,29 +324,27 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     [
         ("format: 1\nmargins: {agent: 5}\n", "gate.yaml: unknown suite in gate.margins 'agent'"),
         ("format: 1\nprimary: ['h2o:budget=96']\n", "unknown policy in gate.primary"),
-        ("format: 1\nlooks: 9\n", "gate.looks is 9"),
         ("format: 1\ncontexts: [4096]\n", "unknown length in gate.contexts '4096'"),
     ],
 )
 def test_a_gate_file_that_does_not_fit_its_spec_stops_the_run_before_it_begins(tmp_path, text, message):
     (tmp_path / "gate.yaml").write_text(text)
     with pytest.raises(SpecError) as caught:
-        kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}))
+        kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_gate_fields_of_the_spec_are_checked_and_written_only_where_declared():
-    plain, release = spec_with({}), spec_with({"profile": "release", "looks": 2, "deployable": ["none"]})
+    plain, release = spec_with({}), spec_with({"profile": "release", "on_inconclusive": "warn", "deployable": ["none"]})
     assert set(plain.written()["gate"]) == {"reference", "alpha", "margins", "primary", "estimands"}
     assert (plain.gate.alpha, release.gate.alpha) == (0.05, 0.025)
-    assert release.written()["gate"]["looks"] == 2
-    assert parse_spec(yaml.safe_dump(release.written()), "again") == release
+    assert release.written()["gate"]["on_inconclusive"] == "warn"
+    assert parse_spec(yaml.safe_dump(release.written()), "again", NAMES) == release
     for gate, message in (
         ({"profile": "release", "alpha": 0.05}, "profile release has 0.025"),
         ({"deployable": ["h2o:budget=96"]}, "unknown policy in gate.deployable"),
         ({"contexts": [77]}, "unknown length in gate.contexts '77'"),
-        ({"looks": 6}, "gate.looks is 6"),
         ({"on_inconclusive": "pass"}, "gate.on_inconclusive is 'pass'"),
         ({"estimand_margins": {"E1": 5}}, "gate.estimand_margins"),
     ):

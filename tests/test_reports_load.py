@@ -10,6 +10,7 @@ from reports_synthetic import Design, build, policy, write_unit
 from audit.core.errors import DataError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
+from audit.runs.names import NAMES
 from reports.drift import drift_report
 from reports.load import load_run
 from reports.spec_hash import spec_sha256
@@ -193,7 +194,9 @@ def test_a_run_without_provenance_is_refused(run):
 
 
 def test_a_run_folder_that_the_program_opens_carries_the_hash_of_its_spec(tmp_path):
-    spec = parse_spec("format: 1\nname: q\nevaluate: {policies: [none], suites: [math], context_tokens: [192]}\n", "q")
+    spec = parse_spec(
+        "format: 1\nname: q\nevaluate: {policies: [none], suites: [math], context_tokens: [192]}\n", "q", NAMES
+    )
     folder = open_run(tmp_path / "run", spec, resume=False)
     with pytest.raises(DataError, match="no records in"):
         load_run(folder.path)

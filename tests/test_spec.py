@@ -11,6 +11,7 @@ from audit.core.errors import AuditError, DataError
 from audit.core.spec import RunSpec, TrainSpec
 from audit.core.spec_file import dump_spec, load_spec, parse_spec
 from audit.policies import parse_policy
+from audit.runs.names import NAMES
 from audit.training.config import TrainConfig
 
 SPEC = """\
@@ -31,7 +32,7 @@ STREAMING = parse_policy("streaming:budget=96").canonical
 
 def parsed(old: str = "", new: str = "") -> RunSpec:
     assert old in SPEC
-    return parse_spec(SPEC.replace(old, new, 1), "q.yaml")
+    return parse_spec(SPEC.replace(old, new, 1), "q.yaml", NAMES)
 
 
 def test_what_is_left_open_is_filled_in() -> None:
@@ -46,7 +47,7 @@ def test_what_is_left_open_is_filled_in() -> None:
 
 def test_without_training_the_base_model_is_its_own_reference() -> None:
     start, end = SPEC.index("train:"), SPEC.index("evaluate:")
-    spec = parse_spec(SPEC[:start] + SPEC[end:], "q.yaml")
+    spec = parse_spec(SPEC[:start] + SPEC[end:], "q.yaml", NAMES)
     assert (spec.arms, spec.gate.reference) == ((("base", 0),), "base")
 
 
@@ -56,7 +57,7 @@ def test_the_base_model_joins_when_asked() -> None:
 
 def test_the_dumped_spec_reads_back_equal() -> None:
     spec = parsed()
-    again = parse_spec(dump_spec(spec), "copy")
+    again = parse_spec(dump_spec(spec), "copy", NAMES)
     assert (again, again.sha256) == (spec, spec.sha256)
 
 
@@ -108,7 +109,7 @@ def test_the_training_section_has_the_fields_and_defaults_of_a_training_run() ->
 def test_two_training_runs_differ_in_arm_and_seed_only() -> None:
     train = parsed().train
     assert train is not None
-    one, other = train.config("dense", 1).to_json(), train.config("naive", 2).to_json()
+    one, other = TrainConfig.of(train, "dense", 1).to_json(), TrainConfig.of(train, "naive", 2).to_json()
     assert {key for key in one if one[key] != other[key]} == {"arm", "seed"}
 
 
@@ -205,10 +206,49 @@ def test_a_mistake_is_one_line_that_says_what_is_wrong(old: str, new: str, messa
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_run_wrote_reads_back_equal_where_its_plug_ins_are_not() -> None:
+    spec = parsed("format: 1", "gate: {profile: release, margins: {math: 2}, primary: ['streaming:budget=96']}")
+    again = parse_spec(dump_spec(spec), "copy")
+    assert (again, again.sha256) == (spec, spec.sha256)
+
+
+OUTSIDE = """\
+name: o
+train: {arms: [mine], seeds: [1], policy: {name: mypolicy, budget: 4}, suites: [mysuite], loss: myloss}
+evaluate: {policies: [none, {compose: ["mypolicy:budget=4", {name: kivi, bits: 2}]}], suites: [mysuite, x],
+  context_tokens: [8]}
+gate: {reference: mine, primary: [{compose: [{name: kivi}, {name: mypolicy}]}], margins: {x: 3}}
+"""
+
+
+def test_without_names_a_spec_is_read_as_it_stands() -> None:
+    spec = parse_spec(OUTSIDE, "o.yaml")
+    assert spec.train is not None
+    assert spec.train.policy == "mypolicy:budget=4"
+    assert spec.evaluate.policies == ("none", "mypolicy:budget=4+kivi:bits=2")
+    assert spec.gate.primary == ("mypolicy:budget=4+kivi:bits=2",)  # however it is spelled there
+    assert spec.gate.margins == {"x": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[{compose: [{name: kivi}, {name: mypolicy}]}]", "[other]", "o.yaml: unknown policy in gate.primary 'other'"),
+        ("margins: {x: 3}", "margins: {y: 3}", "o.yaml: unknown suite in gate.margins 'y'"),
+        ("policies: [none, ", "policies: [3, none, ", "o.yaml line 3: evaluate.policies.0 is 3, wanted text"),
+    ],
+)
+def test_without_names_what_a_spec_says_of_itself_is_checked(old: str, new: str, message: str) -> None:
+    assert old in OUTSIDE
+    with pytest.raises(AuditError) as caught:
+        parse_spec(OUTSIDE.replace(old, new), "o.yaml")
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["", "- a", "just text", "3"])
 def test_a_spec_that_is_no_mapping_is_refused(text: str) -> None:
     with pytest.raises(AuditError, match="wanted a spec, a mapping"):
-        parse_spec(text, "q.yaml")
+        parse_spec(text, "q.yaml", NAMES)
 
 
 def test_a_spec_file_that_is_missing_or_binary_is_a_data_error(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from audit.runs.displacement.produce import Producer
 from audit.runs.displacement.units import Measured
 from audit.runs.folder import SPEC, RunFolder
 from audit.runs.launchers.local import idle_cores
+from audit.runs.names import NAMES
 from audit.runs.progress import Meter
 from reports.displacement import Displacement, load_displacement
 from reports.plain import percent
@@ -32,7 +33,7 @@ from reports.plain import percent
 def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:
     """Measure what is missing, write the file, print its means over suites and seeds."""
     files = load_plugins(plugins)
-    spec = load_spec(path / SPEC)
+    spec = load_spec(path / SPEC, NAMES)
     set_data(spec)
     run = RunFolder(path, spec)
     _check(run, spec)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from audit.core.errors import SpecError
-from audit.core.spec import RunSpec, expand
+from audit.core.spec import Names, RunSpec, expand
 from audit.core.spec_file import parse_spec
 from reports.gate_file import Asked, load_gate_file, overlay
 from reports.pin import load_pin
@@ -44,7 +44,7 @@ class GateOptions:
         )
 
 
-def kept_gate(spec: RunSpec) -> dict[str, Any]:
+def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     """What provenance keeps of the gate before a run begins: the gate file's text and hash, and the pin.
 
     Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
@@ -57,7 +57,7 @@ def kept_gate(spec: RunSpec) -> dict[str, Any]:
         file = load_gate_file(path)
         row = spec.written()
         row["gate"] = overlay(row["gate"], file.table)
-        pin = parse_spec(yaml.safe_dump(row), file.name).gate.pin
+        pin = parse_spec(yaml.safe_dump(row), file.name, names).gate.pin
         folder = path.parent if "pin" in file.table else folder
         kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
     if pin is not None:

@@ -17,6 +17,7 @@ from audit.core.spec import RunSpec, expand
 from audit.core.spec_file import load_spec
 from audit.runs.folder import SPEC, RunFolder, check_folder, open_run
 from audit.runs.launchers.local import companions, idle_cores
+from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare
 from audit.sampling.model import EMBEDDED
 
@@ -98,7 +99,7 @@ class _Asked(NamedTuple):
 def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     """Plug-ins first: the spec may name what they bring."""
     plugins = load_plugins(options.plugins)
-    spec = load_spec(path)
+    spec = load_spec(path, NAMES)
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data(spec)
@@ -109,7 +110,7 @@ def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool)
     """Whatever is wrong with a new run comes up before its folder is claimed."""
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
-    kept = None if begun else kept_gate(asked.spec)
+    kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun else prepare(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     _say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")

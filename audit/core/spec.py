@@ -1,4 +1,9 @@
-"""What a run is: one YAML file, frozen, checked, hashed. Nothing outside it changes what is measured."""
+"""What a run is: one YAML file, frozen, checked, hashed. Nothing outside it changes what is measured.
+
+A spec names policies, suites, arms and losses. The core knows no plug-in, so whoever does hands in what answers to
+those names, as the context of validation. Without, a spec is read as it stands: the one that a run wrote is complete
+and canonical, and its plug-ins need not be where its report is made.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,31 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.policy_names import match_policies, policy_text
 
 BASE_ARM = "base"  # the model before any training
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {"safety": 5.0, "capability": 3.0}
 _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
 # left out of the written spec where nothing is declared, so that specs from before they existed keep their hash
-_OPTIONAL = (
-    *("profile", "estimand_margins", "contexts", "deployable", "looks", "look", "on_inconclusive", "pin", "gate_file"),
-)
+_OPTIONAL = (*("profile", "estimand_margins", "contexts", "deployable", "on_inconclusive", "pin", "gate_file"),)
 
 Count = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # of one context
@@ -54,6 +69,19 @@ Share = Annotated[Number, Field(gt=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
 Points = Annotated[Number, Field(gt=0, lt=100)]  # percentage points
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What plug-ins answer to, for a spec that is to run. Each raises SpecError, or UnknownName with a suggestion.
+
+    ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind;
+    ``check_training`` knows the arms, the loss, the suites and whether the policy can be replayed.
+    """
+
+    policy: Callable[[Any], str]
+    kind: Callable[[str], Literal["safety", "capability"]]
+    check_training: Callable[[TrainSpec], None]
 
 
 class Part(BaseModel):
@@ -90,25 +118,16 @@ class TrainSpec(Part):
 
     @field_validator("policy", mode="before")
     @classmethod
-    def _canonical(cls, value: Any) -> str:
-        return canonical_policy(value)
+    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
+        return _policy(value, info.context)
 
     @model_validator(mode="after")
-    def _known(self) -> TrainSpec:
-        from audit.training.arms import get_arm
-
-        for arm in _unique("train.arms", self.arms):
-            get_arm(arm)
+    def _known(self, info: ValidationInfo) -> TrainSpec:
+        _unique("train.arms", self.arms)
         _unique("train.seeds", self.seeds)
-        self.config(self.arms[0], self.seeds[0])
+        if info.context is not None:
+            info.context.check_training(self)
         return self
-
-    def config(self, arm: str, seed: int) -> Any:
-        """The TrainConfig of one arm and seed; all others differ from it in these two fields only."""
-        from audit.training.config import TrainConfig
-
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("arms", "seeds")}
-        return TrainConfig(arm=arm, seed=seed, **fields)
 
 
 class SuiteSpec(Part):
@@ -132,8 +151,8 @@ class EvaluateSpec(Part):
 
     @field_validator("policies", mode="before")
     @classmethod
-    def _canonical(cls, value: Any) -> Any:
-        return [canonical_policy(policy) for policy in value] if isinstance(value, list) else value
+    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
+        return [_policy(policy, info.context) for policy in value] if isinstance(value, list) else value
 
     @field_validator("suites", mode="before")
     @classmethod
@@ -145,11 +164,10 @@ class EvaluateSpec(Part):
         )
 
     @model_validator(mode="after")
-    def _known(self) -> EvaluateSpec:
-        from suites.base import SUITES
-
-        for suite in self.suites:
-            SUITES.get(suite)
+    def _known(self, info: ValidationInfo) -> EvaluateSpec:
+        if info.context is not None:
+            for suite in self.suites:
+                info.context.kind(suite)
         _unique("evaluate.context_tokens", self.context_tokens)
         if "none" not in _unique("evaluate.policies", self.policies):
             raise SpecError("evaluate.policies lacks 'none'; drift is measured against the uncompressed reference")
@@ -169,7 +187,7 @@ class GateSpec(Part):
 
     reference: str | None = None
     profile: Literal["pr", "release"] | None = None
-    alpha: Alpha | None = None  # over all looks; the profile's, or .05
+    alpha: Alpha | None = None  # the profile's, or .05
     margins: dict[str, Points] = Field(default_factory=dict)
     estimand_margins: dict[Literal["selectivity", "parity"], Points] = Field(default_factory=dict)
     primary: tuple[str, ...] = ()
@@ -178,20 +196,18 @@ class GateSpec(Part):
     estimands: tuple[Literal["E1", "E2", "E3", "selectivity", "parity"], ...] = Field(
         default=("E1", "E2"), min_length=1
     )
-    looks: Annotated[int, Field(strict=True, ge=1, le=5)] = 1
-    look: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
     on_inconclusive: Literal["block", "warn"] | None = None
     pin: Text | None = None
     gate_file: Text | None = None
 
     @field_validator("primary", "deployable", mode="before")
     @classmethod
-    def _canonical(cls, value: Any) -> Any:
-        return [canonical_policy(policy) for policy in value] if isinstance(value, list) else value
+    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
+        return [_policy(policy, info.context) for policy in value] if isinstance(value, list) else value
 
 
 class RunSpec(Part):
-    """A whole run. ``complete`` fills what the gate leaves open; the hash is that of the complete spec."""
+    """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -234,34 +250,24 @@ class RunSpec(Part):
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
 
     @model_validator(mode="after")
-    def _complete(self) -> RunSpec:
-        gate = self.gate
-        deployed = tuple(policy for policy in self.evaluate.policies if policy != "none")
+    def _complete(self, info: ValidationInfo) -> RunSpec:
+        gate, served, names = self.gate, self.evaluate.policies, info.context
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
+        reference = gate.reference or ("dense" if "dense" in arms else BASE_ARM)
+        if reference not in arms:
+            raise UnknownName("gate.reference", reference, arms)
         filled = {
-            "reference": gate.reference or ("dense" if "dense" in arms else BASE_ARM),
-            "primary": gate.primary or deployed,
-            "margins": _margins(self.evaluate.suites, gate.margins),
+            "reference": reference,
+            "primary": _served("primary", gate.primary, served, names) or tuple(p for p in served if p != "none"),
+            "deployable": _served("deployable", gate.deployable, served, names),
+            "margins": _margins(self.evaluate.suites, gate.margins, names),
             "alpha": _alpha(gate),
         }
-        if filled["reference"] not in arms:
-            raise UnknownName("gate.reference", str(filled["reference"]), arms)
-        for key, policies in (("primary", gate.primary), ("deployable", gate.deployable)):
-            for policy in policies:
-                if policy not in self.evaluate.policies:
-                    raise UnknownName(f"policy in gate.{key}", policy, self.evaluate.policies)
         for context in gate.contexts:
             if context not in self.evaluate.context_tokens:
                 raise UnknownName("length in gate.contexts", str(context), map(str, self.evaluate.context_tokens))
         object.__setattr__(self, "gate", gate.model_copy(update=filled))
         return self
-
-
-def canonical_policy(value: Any) -> str:
-    """The canonical string of a policy written as text or as a mapping (see ``audit.policies.parse``)."""
-    from audit.policies import parse_policy
-
-    return parse_policy(value).canonical
 
 
 def expand(key: str, text: str) -> str:
@@ -272,13 +278,33 @@ def expand(key: str, text: str) -> str:
     return _VARIABLE.sub(lambda match: os.environ[match[1]], text)
 
 
-def _margins(suites: dict[str, SuiteSpec], given: dict[str, float]) -> dict[str, float]:
-    from suites.base import SUITES
+def _policy(value: Any, names: Names | None) -> Any:
+    """The canonical text of a policy; without names its text as it stands, and what is none is left to the model."""
+    if names is not None:
+        return names.policy(value)
+    return policy_text(value) if isinstance(value, Mapping) else value
 
+
+def _served(key: str, asked: Iterable[str], served: tuple[str, ...], names: Names | None) -> tuple[str, ...]:
+    """The policies that ``gate.<key>`` names, each one that is served.
+
+    Canonical texts are compared as they are. Without names the texts may be spelled differently in the two places.
+    """
+    found = tuple(asked) if names is not None else tuple(match_policies(asked, served))
+    for policy in found:
+        if policy not in served:
+            raise UnknownName(f"policy in gate.{key}", policy, served)
+    return found
+
+
+def _margins(suites: Iterable[str], given: dict[str, float], names: Names | None) -> dict[str, float]:
+    """The margin of every suite; without names only those that are given."""
     for suite in given:
         if suite not in suites:
             raise UnknownName("suite in gate.margins", suite, suites)
-    return {suite: given.get(suite, _MARGIN_PP[SUITES.get(suite).kind]) for suite in suites}
+    if names is None:
+        return given
+    return {suite: given[suite] if suite in given else _MARGIN_PP[names.kind(suite)] for suite in suites}
 
 
 def _alpha(gate: GateSpec) -> float:

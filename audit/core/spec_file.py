@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from audit.core.errors import AuditError, SpecError, UnknownName
-from audit.core.spec import RunSpec
+from audit.core.spec import Names, RunSpec
 from audit.core.yaml_file import Place, parse_yaml, read_text, shown
 
 # pydantic's words for what YAML users call otherwise, by its type of mistake
@@ -35,16 +35,19 @@ _WORDS = {
 }
 
 
-def load_spec(path: Path) -> RunSpec:
-    """The spec in ``path``; raises DataError when it cannot be read and SpecError when it is wrong."""
-    return parse_spec(read_text(path, "spec"), str(path))
+def load_spec(path: Path, names: Names | None = None) -> RunSpec:
+    """The spec in ``path``; raises DataError when it cannot be read and SpecError when it is wrong.
+
+    ``names`` check what plug-ins answer to, and fill in what follows from them; without, the spec is read as it stands.
+    """
+    return parse_spec(read_text(path, "spec"), str(path), names)
 
 
-def parse_spec(text: str, source: str) -> RunSpec:
-    """The spec written in ``text``; ``source`` names it in errors."""
+def parse_spec(text: str, source: str, names: Names | None = None) -> RunSpec:
+    """The spec written in ``text``; ``source`` names it in errors, ``names`` are as for ``load_spec``."""
     file = parse_yaml(text, source, "spec")
     try:
-        return RunSpec.model_validate(file.table)
+        return RunSpec.model_validate(file.table, context=names)
     except ValidationError as error:
         place, message = _first(error)
         raise SpecError(f"{_where(source, place, file.lines)}: {message}") from None

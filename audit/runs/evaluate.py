@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.policies.draws import derive_seed
-from audit.sampling.episodes import Played, check_fits, play
 from audit.core.errors import DataError, SpecError
-from audit.sampling.model import LoadedModel
-from audit.policies import parse_policy, policy_hash
-from audit.core.records import Item, Record
 from audit.core.files import write_json
-from audit.runs.folder import RunFolder
-from audit.sampling.sampler import Decoding, Sampler
+from audit.core.records import Item, Record
 from audit.core.spec import EvaluateSpec, RunSpec
+from audit.policies import parse_policy, policy_hash
+from audit.policies.draws import derive_seed
+from audit.runs.folder import RunFolder
+from audit.sampling.episodes import Played, check_fits, play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES, CountTokens, Split, Suite
 
 Progress = Callable[["Unit", int, int], None]  # unit, rows done, rows in all

@@ -22,6 +22,7 @@ from audit.core.files import mutex, write_json, write_whole
 from audit.core.provenance import PROVENANCE, read_provenance
 from audit.core.spec import RunSpec
 from audit.core.spec_file import dump_spec, load_spec
+from audit.runs.names import NAMES
 
 SPEC = "spec.yaml"
 _PACKAGES = ("kvaudit", "torch", "transformers", "tokenizers", "numpy")
@@ -138,7 +139,7 @@ def _visible(path: Path) -> Iterator[Path]:
 
 
 def _check_same(path: Path, spec: RunSpec) -> None:
-    held = load_spec(path / SPEC)
+    held = load_spec(path / SPEC, NAMES)
     if held.sha256 != spec.sha256:
         raise RunError(
             f"folder {str(path)!r} holds another spec ({held.name} {held.sha256[:12]}, yours is {spec.name} "

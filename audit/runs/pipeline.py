@@ -11,20 +11,21 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from audit.runs.claims import Claim, work_through
+from audit.cache.layers import governed_words
 from audit.core.errors import DataError, RunError
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
+from audit.core.files import read_json
 from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
-from audit.cache.layers import governed_words
-from audit.runs.launchers.local import idle_cores
-from audit.sampling.model import LoadedModel, load_model
-from audit.policies import parse_policy
-from audit.runs.progress import Meter
-from audit.core.files import read_json
-from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.core.spec import BASE_ARM, RunSpec
+from audit.policies import parse_policy
+from audit.runs.claims import Claim, work_through
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
+from audit.runs.folder import RunFolder, utc_now, versions_line
+from audit.runs.launchers.local import idle_cores
+from audit.runs.progress import Meter
+from audit.sampling.model import LoadedModel, load_model
 from audit.training.checkpoint import drop_state
+from audit.training.config import TrainConfig
 from audit.training.grpo import train
 from suites.base import SUITES
 from suites.sources import watched
@@ -55,7 +56,7 @@ def prepare(spec: RunSpec) -> Prepared:
 class Pipeline:
     """One process's work on a run folder; several may work on the same one.
 
-    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``audit.runs.claims.Claims``.
+    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -156,7 +157,7 @@ class Pipeline:
 
     def _train_one(self, pair: Pair, report: Any) -> None:
         assert self._spec.train is not None
-        config = self._spec.train.config(*pair)
+        config = TrainConfig.of(self._spec.train, *pair)
         train(config, self._load_base(), self._run.checkpoint(*pair), lambda done, _, row: report(done, row))
 
     def _load_base(self) -> LoadedModel:

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import DataError, SpecError
-from audit.core.intact import check_checkpoint
-from audit.replay.consistency import breach, quantisation_breach, selection_breach
-from audit.cache.quantised.hints import Strays
-from audit.replay.interchange import read_rollouts
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import Rollout
+from audit.cache.quantised.hints import Strays
+from audit.cache.routing import watched_blocks
+from audit.core.errors import DataError, SpecError
+from audit.core.intact import check_checkpoint
+from audit.policies import Policy, parse_policy
+from audit.replay.consistency import breach, quantisation_breach, selection_breach
+from audit.replay.interchange import read_rollouts
 from audit.replay.recorded import Recorded, check_replayable
 from audit.replay.reranking import Ranked, ranked
-from audit.cache.routing import watched_blocks
 from audit.replay.shadow import LearnerView, suffix_logits
 from audit.sampling.model import LoadedModel
-from audit.policies import Policy, parse_policy
 from audit.training.arms import get_arm
 from audit.training.batch import microbatches
 from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE

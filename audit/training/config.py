@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.spec import TrainSpec
 from audit.policies import parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES
@@ -75,6 +76,14 @@ class TrainConfig:
         object.__setattr__(self, "policy", policy.canonical)
         self._check_numbers()
         self._check_suites()
+
+    @classmethod
+    def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
+        """The training run of one arm and seed; all others of a spec differ from it in these two fields only."""
+        shared = {
+            field.name: getattr(section, field.name) for field in fields(cls) if field.name not in ("arm", "seed")
+        }
+        return cls(arm=arm, seed=seed, **shared)
 
     @property
     def recipe(self) -> Arm:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.runs.displacement.trajectories import NOTHING, Trajectory
-from audit.core.errors import DataError
 from audit.cache.layers import layer_plans
-from audit.replay.shadow import Replay
-from audit.sampling.model import LoadedModel
+from audit.core.errors import DataError
 from audit.policies import Policy, parse_policy
+from audit.replay.shadow import Replay
+from audit.runs.displacement.trajectories import NOTHING, Trajectory
+from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Episode
 
 AGAIN_ROWS = 8  # at once when the reference is run again

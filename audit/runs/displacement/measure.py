@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from audit.core.errors import DataError
 from audit.runs.displacement.forced import Seen
 from audit.runs.displacement.trajectories import Trajectory
-from audit.core.errors import DataError
 
 _ROWS = 64  # of logits that are made double at once
 

@@ -14,20 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from audit.sampling.chat import Chat
+from audit.core.errors import DataError, RunError
+from audit.core.files import read_json, write_json
+from audit.core.records import Record
+from audit.core.spec import BASE_ARM
+from audit.policies import parse_policy
 from audit.runs.claims import Claim, work_through
 from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
 from audit.runs.displacement.measure import Refusal, Tally
 from audit.runs.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
 from audit.runs.displacement.units import DENSE, Measured, units
-from audit.core.errors import DataError, RunError
 from audit.runs.evaluate import Unit, UnitFiles, made
-from audit.sampling.model import LoadedModel, load_model
-from audit.policies import parse_policy
-from audit.core.records import Record
-from audit.core.files import read_json, write_json
 from audit.runs.folder import RunFolder
-from audit.core.spec import BASE_ARM
+from audit.sampling.chat import Chat
+from audit.sampling.model import LoadedModel, load_model
 from suites.base import SUITES
 
 FORMAT, FILE, FOLDER = 1, "displacement.json", "displacement"

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 
-from audit.sampling.chat import Chat, Rendered
-from audit.policies.draws import derive_seed
 from audit.core.errors import DataError
-from audit.runs.evaluate import row_seed
 from audit.core.records import Item, Message, Record, Role
+from audit.policies.draws import derive_seed
+from audit.runs.evaluate import row_seed
+from audit.sampling.chat import Chat, Rendered
 
 NOTHING = Rendered((), ())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from audit.policies import policy_hash
 from audit.core.spec import BASE_ARM, RunSpec
+from audit.policies import policy_hash
 
 DENSE = "none"
 
