@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
 from audit.core.errors import AuditError, DataError
-from audit.core.spec import RunSpec, TrainSpec
+from audit.core.spec import RunSpec
 from audit.core.spec_file import dump_spec, load_spec, parse_spec
 from audit.policies import parse_policy
 from audit.runs.names import NAMES
@@ -97,15 +96,6 @@ def test_a_limited_spec_is_another_spec_unless_nothing_is_cut() -> None:
     assert spec.limited(1000).sha256 == spec.sha256
 
 
-def test_the_training_section_has_the_fields_and_defaults_of_a_training_run() -> None:
-    config = {f.name: f.default for f in fields(TrainConfig) if f.name not in ("arm", "seed")}
-    section = {name: f for name, f in TrainSpec.model_fields.items() if name not in ("arms", "seeds")}
-    assert set(section) == set(config)
-    assert {n: f.default for n, f in section.items() if not f.is_required()} == {
-        name: default for name, default in config.items() if default is not MISSING
-    }
-
-
 def test_two_training_runs_differ_in_arm_and_seed_only() -> None:
     train = parsed().train
     assert train is not None
@@ -184,6 +174,28 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  weights: [true, 1]\nevaluate", "train.weights.0 is True"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  temperature: 0\nevaluate", "train.temperature is 0, wanted"),
+        ("[refusal, math]\nevaluate", "[refusal, math]\n  steps: 0\nevaluate", "train.steps is 0, wanted"),
+        (
+            "[refusal, math]\nevaluate",
+            "[refusal, math]\n  learning_rate: 0.0\nevaluate",
+            "train.learning_rate is 0.0, wanted",
+        ),
+        (
+            "[refusal, math]\nevaluate",
+            "[refusal, math]\n  learning_rate: .nan\nevaluate",
+            "train.learning_rate is nan, wanted",
+        ),
+        (
+            "[refusal, math]\nevaluate",
+            "[refusal, math]\n  max_grad_norm: .inf\nevaluate",
+            "train.max_grad_norm is inf, wanted",
+        ),
+        ("[refusal, math]\nevaluate", "[refusal, math]\n  beta: -0.1\nevaluate", "train.beta is -0.1, wanted"),
+        (
+            "[refusal, math]\nevaluate",
+            "[refusal, math]\n  epsilon_low: 1\nevaluate",
+            "'epsilon_low' is 1.0, wanted less than 1",
+        ),
         ("name: quick", "name: 2026-13-45", "q.yaml: not a usable spec: month must be in 1..12"),
         (
             "name: quick",

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -90,11 +90,13 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TrainSpec(Part):
-    """The paired training runs: every arm with every seed; see audit.training.config for the fields it shares."""
+class Training(Part):
+    """How a policy is trained with, whatever the arm and the seed.
 
-    arms: tuple[str, ...] = Field(min_length=1)
-    seeds: tuple[Seed, ...] = Field(min_length=1)
+    ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
+    relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none.
+    """
+
     policy: str
     suites: tuple[str, ...]
     weights: tuple[Number, ...] = ()
@@ -122,7 +124,30 @@ class TrainSpec(Part):
         return _policy(value, info.context)
 
     @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> TrainSpec:
+    def _sensible(self) -> Self:
+        one_group = "2 or more, advantages compare rollouts of one prompt"
+        once = 0 < len(set(self.suites)) == len(self.suites)
+        _require("epsilon_low", self.epsilon_low, "less than 1", self.epsilon_low < 1)
+        _require("group", self.group, one_group, self.group >= 2)
+        _require("suites", list(self.suites), "at least one suite, each once", once)
+        if self.weights:
+            fitting = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
+            _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fitting)
+        return self
+
+
+class _Pairs(Part):
+    """Which training runs there are: every arm with every seed."""
+
+    arms: tuple[str, ...] = Field(min_length=1)
+    seeds: tuple[Seed, ...] = Field(min_length=1)
+
+
+class TrainSpec(Training, _Pairs):  # a written spec begins with the fields of the last base
+    """The paired training runs: ``audit.training.config.TrainConfig`` is one of them."""
+
+    @model_validator(mode="after")
+    def _known(self, info: ValidationInfo) -> Self:
         _unique("train.arms", self.arms)
         _unique("train.seeds", self.seeds)
         if info.context is not None:
@@ -164,7 +189,7 @@ class EvaluateSpec(Part):
         )
 
     @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> EvaluateSpec:
+    def _known(self, info: ValidationInfo) -> Self:
         if info.context is not None:
             for suite in self.suites:
                 info.context.kind(suite)
@@ -250,7 +275,7 @@ class RunSpec(Part):
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
 
     @model_validator(mode="after")
-    def _complete(self, info: ValidationInfo) -> RunSpec:
+    def _complete(self, info: ValidationInfo) -> Self:
         gate, served, names = self.gate, self.evaluate.policies, info.context
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         reference = gate.reference or ("dense" if "dense" in arms else BASE_ARM)
@@ -313,6 +338,11 @@ def _alpha(gate: GateSpec) -> float:
     if gate.profile is not None and gate.alpha not in (None, profile):
         raise SpecError(f"gate.alpha is {gate.alpha:g}, profile {gate.profile} has {profile:g}; give one of the two")
     return profile if gate.alpha is None else gate.alpha
+
+
+def _require(name: str, got: Any, wanted: str, holds: bool) -> None:
+    if not holds:
+        raise SpecError(f"training option {name!r} is {got!r}, wanted {wanted}")
 
 
 def _unique(key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from audit.cache.ledger import Rollout
 from audit.core.records import Outcome
-from audit.policies import Policy, parse_policy
+from audit.policies import Policy
 from audit.sampling.episodes import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
@@ -81,7 +81,7 @@ class _Run:
     def __init__(self, config: TrainConfig, base: LoadedModel) -> None:
         self.config, self._reference = config, base.model if config.beta > 0 else None
         self.model = replace(base, model=copy.deepcopy(base.model).eval())
-        self.policy: Policy = parse_policy(config.policy if config.recipe.rollout == "compressed" else "none")
+        self.policy: Policy = config.rollout_policy
         self.optimiser = Optimiser(
             self.model.model,
             learning_rate=config.learning_rate,
