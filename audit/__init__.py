@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return CompressedCache
     if name == "shadow":
-        from audit.replay.replayed import shadow
+        from audit.replay.shadow import shadow
 
         return shadow
     raise AttributeError(f"module 'audit' has no attribute {name!r}")

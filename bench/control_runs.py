@@ -19,7 +19,7 @@ from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare
-from audit.sampling.episodes import Played, play
+from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES, Suite

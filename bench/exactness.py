@@ -5,7 +5,7 @@
     python -m bench.exactness --model DIR --dtype bfloat16
 
 A group of rows of one prompt is sampled over two turns and replayed in one pass: with the codes at a border that the
-ledger holds, without them, and densely. Gaps are the largest |log p sampler - log p view| in nats; hints are counted
+ledger holds, without them, and densely. Gaps are the largest |log p sampler - log p pass| in nats; hints are counted
 per token, their bytes are those of the ledger file. A model of one's own reads the head of docs/kv.md, the random one
 reads noise.
 """
@@ -24,7 +24,7 @@ import torch
 from audit.cache.ledger import Rollout
 from audit.cache.quantised.hints import unpack_hints
 from audit.policies import Composed, Policy, parse_policy
-from audit.replay.shadow import LearnerView, suffix_logits
+from audit.replay.learner_pass import LearnerPass, suffix_logits
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
@@ -113,9 +113,9 @@ def sample(served: Served, policy: Policy, prompt: Sequence[int], new: int = NEW
 
 
 @torch.no_grad()
-def largest_gap(served: Served, sampled: Sampled, view: LearnerView = "shadow") -> float:
-    """Largest |log p sampler - log p view| in nats."""
-    logits, _ = suffix_logits(served.model, sampled.rollouts, group=len(sampled.rollouts), view=view)
+def largest_gap(served: Served, sampled: Sampled, which: LearnerPass = "shadow") -> float:
+    """Largest |log p sampler - log p pass| in nats."""
+    logits, _ = suffix_logits(served.model, sampled.rollouts, group=len(sampled.rollouts), kind=which)
     worst = 0.0
     for row, rollout in enumerate(sampled.rollouts):
         suffix, chosen = rollout.ids[rollout.prompt_length :], rollout.sampled[rollout.prompt_length :]

@@ -14,7 +14,7 @@ import torch
 
 from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
 
@@ -56,7 +56,7 @@ def seconds(served: Served, rows: list[Rollout], view: Literal["dense", "shadow"
     """One forward and backward over all rows."""
     served.model.zero_grad()
     started = time.perf_counter()
-    logits, valid = suffix_logits(served.model, rows, group=GROUP, view=view)
+    logits, valid = suffix_logits(served.model, rows, group=GROUP, kind=view)
     logits.float().log_softmax(-1)[..., 0][valid].sum().backward()
     return time.perf_counter() - started
 

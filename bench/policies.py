@@ -26,7 +26,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from audit.cache.attention import NAME
 from audit.cache.cache import EvictingCache
-from audit.cache.quantised.quantised import QuantisedStore
+from audit.cache.quantised.store import QuantisedStore
 from audit.core.errors import DataError
 from audit.policies import POLICIES, Policy, parse_policy
 from audit.sampling.model import load_model

@@ -14,7 +14,8 @@ from audit.cache.layers import layer_plans
 from audit.cache.ledger import Rollout
 from audit.cache.routing import RecordedRoutes, watched_blocks
 from audit.policies import parse_policy
-from audit.replay.shadow import Replay, suffix_logits
+from audit.replay.attention import Replay
+from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served
 
@@ -51,7 +52,7 @@ def main() -> None:
 
 def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
     """|log p sampler - log p shadow| of every drawn token."""
-    logits, _ = suffix_logits(served.model, rollouts, group=1, view="shadow", reroute=reroute)
+    logits, _ = suffix_logits(served.model, rollouts, group=1, kind="shadow", reroute=reroute)
     drawn = torch.stack([rollout.ids[PROMPT:] for rollout in rollouts])
     taken = torch.stack([rollout.sampler_logprobs[PROMPT:] for rollout in rollouts])
     return (logits.double().log_softmax(-1).gather(2, drawn[..., None])[..., 0] - taken).abs()

@@ -22,8 +22,8 @@ import torch
 
 from audit.cache.ledger import NEVER, Rollout
 from audit.policies import POLICIES, Policy, parse_policy
+from audit.replay.ranking_check import Ranked
 from audit.replay.recorded import Recorded
-from audit.replay.reranking import Ranked
 from audit.runs.verify import Verification, verify
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama

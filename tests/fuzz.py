@@ -247,9 +247,9 @@ def _rollouts(path: Path) -> object:
 
     from audit.cache.layers import layer_plans
     from audit.policies import parse_policy
-    from audit.replay.consistency import breach
     from audit.replay.interchange import read_rollouts
     from audit.replay.recorded import check_replayable
+    from audit.replay.schedule_check import breach
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
-from audit.sampling.episodes import play
+from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel, load_model
 from audit.sampling.sampler import Decoding, Sampler
 from suites.base import Suite

@@ -18,7 +18,7 @@ from audit.runs.displacement.measure import Refusal, Tally, distances, log_odds
 from audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
 from audit.runs.evaluate import row_seed
 from audit.sampling.chat import Chat, Rendered
-from audit.sampling.episodes import play
+from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel, load_model
 from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES

@@ -16,7 +16,7 @@ from audit.embedded.pretrain import EMBEDDED, FILES, pretrain
 from audit.embedded.tokenizer import build_tokenizer, played
 from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
-from audit.sampling.episodes import play
+from audit.sampling.conversations import play
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES

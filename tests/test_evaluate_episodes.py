@@ -16,7 +16,7 @@ from audit.core.errors import SpecError
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
 from audit.sampling.chat import Chat
-from audit.sampling.episodes import play, survival
+from audit.sampling.conversations import play, survival
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Completion, Decoding, Sampler
 from suites.base import Suite

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from conform.world import served, two_turns
+from rollout_form import events as events_of
+from rollout_form import write_rollouts
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from audit.cache.history import Event, history, ledger_of
 from audit.cache.ledger import NEVER, save_ledgers
 from audit.cli import app
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError
 from audit.policies import parse_policy
-from audit.replay.interchange import read_rollouts, write_rollouts
+from audit.replay.interchange import Event, ledger_of, read_rollouts
 from audit.replay.recorded import Recorded, check_replayable
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
@@ -102,12 +103,6 @@ def test_our_own_rollouts_come_back_the_same_from_the_json_form(name: str, polic
         assert ours.prompt_length == theirs.prompt_length
 
 
-def test_quantised_rollouts_have_no_json_form(tmp_path: Path) -> None:
-    rollouts = two_turns(served(dtype=torch.float32), "int8:residual=3").rollouts
-    with pytest.raises(SpecError, match="quantised, which format"):
-        write_rollouts(tmp_path / "r.json", Recorded("here", tuple(rollouts), "int8", 1.0))
-
-
 def tensors(path: Path, policy: str, **swapped: torch.Tensor) -> Path:
     """Our rollouts in the safetensors form, the kept sets rebuilt by comparing every entry with every event."""
     rollouts = two_turns(served(dtype=torch.float32), policy).rollouts
@@ -144,12 +139,17 @@ def test_a_ledger_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_history_and_ledger_are_each_other_s_inverse(seed: int) -> None:
+def test_the_kept_sets_of_a_ledger_give_it_back(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = (2, 3, 17)
     draw = torch.arange(1, 18) + torch.randint(0, 9, shape, generator=generator)
     ledger = torch.where((torch.rand(shape, generator=generator) < 0.5) & (draw <= 17), draw, NEVER).int()
-    assert torch.equal(ledger_of(history(ledger), shape), ledger)
+    sets = [Event(one["query"], [membership(layer, 17) for layer in one["kept"]]) for one in events_of(ledger)]
+    assert torch.equal(ledger_of(sets, shape), ledger)
+
+
+def membership(heads: list[list[int]], tokens: int) -> torch.Tensor:
+    return torch.stack([kept(entries, tokens)[0] for entries in heads])
 
 
 def kept(entries: list[int], tokens: int = 6) -> torch.Tensor:

@@ -23,7 +23,7 @@ from audit.cache.quantised.hints import (
     unpack_hints,
 )
 from audit.policies import Quantiser, parse_policy
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
 
 CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
 WIDE = dict(dtype=torch.float32, spread=0.2)
@@ -147,8 +147,8 @@ def test_other_weights_leave_the_hints_aside() -> None:
             parameter.mul_(1.01)
         bare = [replace(r, hints=None) for r in played.rollouts]
         strays: list[tuple[int, int]] = []
-        seen, _ = suffix_logits(other, played.rollouts, group=1, view="shadow", strays=strays)
-        alone, _ = suffix_logits(other, bare, group=1, view="shadow")
+        seen, _ = suffix_logits(other, played.rollouts, group=1, kind="shadow", strays=strays)
+        alone, _ = suffix_logits(other, bare, group=1, kind="shadow")
     assert len(strays) > 10
     assert (seen - alone).abs().max() < 0.1
 

@@ -37,8 +37,8 @@ from audit.cache.layers import governed_words, layer_plans
 from audit.cache.ledger import NEVER
 from audit.core.errors import RunError
 from audit.policies import parse_policy
-from audit.replay.consistency import breach
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
+from audit.replay.schedule_check import breach
 
 if not hasattr(transformers.Cache, "get_conv_state"):
     pytest.skip("this transformers keeps states of linear attention in caches of its own", allow_module_level=True)
@@ -107,7 +107,7 @@ def test_the_gradient_goes_through_the_state_that_a_group_shares() -> None:
     for group in (2, 0):
         loaded.model.zero_grad()
         if group:
-            logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, view="shadow")
+            logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, kind="shadow")
             (logits.log_softmax(-1)[..., 11] * valid).sum().backward()
         else:
             for rollout in played.rollouts:
@@ -129,7 +129,7 @@ def test_the_dense_pass_of_a_group_is_the_stock_model() -> None:
     loaded, stock = shared("qwen3-next"), served("qwen3-next").model
     played = two_turns(loaded, SNAPKV, group=2, lengths=(30, 9), short=True)
     with torch.no_grad():
-        logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, view="dense")
+        logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, kind="dense")
         for row, rollout in enumerate(played.rollouts):
             expected = stock(rollout.ids[None]).logits[0, rollout.prompt_length - 1 : -1]
             torch.testing.assert_close(logits[row, valid[row]], expected, rtol=0, atol=1e-12)

@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from audit import CompressedCache, shadow
+from audit.cache.attention import AttentionCall
 from audit.cache.cache import EvictingCache
 from audit.cache.layers import kv_heads
 from audit.core.errors import RunError
@@ -127,7 +128,7 @@ def test_layers_of_different_kv_heads_have_no_ledger() -> None:
     past.begin(torch.arange(3)[None], decoding=False)
     for layer, heads in enumerate((2, 1, 2)):
         keys = torch.ones(1, heads, 3, 8)
-        past.attend(layer, torch.ones(1, 4, 3, 8), keys, keys, scaling=1.0)
+        past.attend(AttentionCall(layer, torch.ones(1, 4, 3, 8), keys, keys, 1.0))
     with pytest.raises(RunError, match=r"layers hold \[1, 2\] KV heads"):
         past.ledger(3)
 

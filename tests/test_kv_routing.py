@@ -14,6 +14,7 @@ import pytest
 import torch
 from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
 from huggingface_hub.errors import StrictDataclassError
+from rollout_form import write_rollouts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,9 +27,9 @@ from audit.cache.ledger import Rollout, load_ledgers, save_ledgers
 from audit.cache.routing import watched_blocks
 from audit.core.errors import DataError, RunError
 from audit.policies import parse_policy
-from audit.replay.interchange import read_rollouts, write_rollouts
+from audit.replay.interchange import read_rollouts
+from audit.replay.learner_pass import suffix_logits
 from audit.replay.recorded import Recorded, check_replayable
-from audit.replay.shadow import suffix_logits
 from audit.runs.verify import verify
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"
@@ -50,7 +51,7 @@ def rerouted_gap(loaded: SimpleNamespace, played: Any) -> float:
     """``gap`` without the recorded experts."""
     bare = [replace(rollout, experts=None) for rollout in played.rollouts]
     with torch.no_grad():
-        logits, _ = suffix_logits(loaded.model, bare, group=1, view="shadow", reroute=True)
+        logits, _ = suffix_logits(loaded.model, bare, group=1, kind="shadow", reroute=True)
     worst = 0.0
     for row, rollout in enumerate(bare):
         tokens = rollout.ids[rollout.prompt_length :]
@@ -233,7 +234,7 @@ def test_experts_that_no_model_can_have_chosen_are_refused(tmp_path: Path) -> No
         with pytest.raises(DataError, match=words):
             check_replayable(Recorded("here", (replace(rollout, experts=experts),), None), config, 512)
     with pytest.raises(DataError, match="experts up to number 3, the model 0 blocks"):
-        suffix_logits(shared().model, [rollout], group=1, view="shadow")
+        suffix_logits(shared().model, [rollout], group=1, kind="shadow")
     write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), None))
     table = json.loads((tmp_path / "r.json").read_text())
     table["rollouts"][0]["experts"][2][1].append(0)

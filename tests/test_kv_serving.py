@@ -18,8 +18,8 @@ from audit import CompressedCache, shadow
 from audit.cache.ledger import save_ledgers
 from audit.core.errors import DataError, RunError, SpecError
 from audit.policies import Mixture, parse_policy
-from audit.replay.shadow import suffix_logits
-from audit.sampling.episodes import play
+from audit.replay.learner_pass import suffix_logits
+from audit.sampling.conversations import play
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.config import TrainConfig
@@ -424,7 +424,7 @@ def test_a_cache_of_nothing_but_codes_is_served_and_replayed() -> None:
         assert completion is not None
         (rollout,) = episode.rollouts()
         with torch.no_grad():
-            logits, _ = suffix_logits(loaded.model, [rollout], group=1, view="shadow")
+            logits, _ = suffix_logits(loaded.model, [rollout], group=1, kind="shadow")
         drawn = rollout.ids[30:]
         shadowed = logits[0].log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         torch.testing.assert_close(shadowed, torch.tensor(completion.logprobs, dtype=torch.float64), rtol=0, atol=1e-12)

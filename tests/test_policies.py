@@ -10,6 +10,7 @@ import torch
 from test_policies_oracles import view
 from transformers import LlamaConfig
 
+from audit.cache.attention import AttentionCall
 from audit.cache.cache import EvictingCache
 from audit.cache.evict import retained
 from audit.core.errors import SpecError, UnknownName
@@ -228,7 +229,7 @@ def test_the_pyramid_holds_what_the_authors_keep_of_a_prompt(tokens: int, held: 
     evicting.begin(torch.arange(tokens)[None], decoding=False)
     for layer in range(4):
         x = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(layer))
-        evicting.attend(layer, x, x, x, scaling=1.0)
+        evicting.attend(AttentionCall(layer, x, x, x, 1.0))
     assert [store.length for store in evicting.stores] == held
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from audit.cache.attention import AttentionCall
 from audit.cache.cache import EvictingCache
 from audit.cache.ledger import NEVER
 from audit.cache.rotary import Rotary
@@ -51,7 +52,7 @@ def attend(cache: EvictingCache, tensors: Draw, start: int, stop: int) -> Array:
     """One forward of tokens start .. stop - 1 of one row: [G*H, stop - start, D]."""
     cache.begin(torch.arange(start, stop)[None], decoding=stop - start == 1)
     query, key, value = (torch.from_numpy(t[None, :, start:stop]) for t in tensors)
-    return cache.attend(0, query, key, value, scaling=SIZE**-0.5)[0].numpy()
+    return cache.attend(AttentionCall(0, query, key, value, SIZE**-0.5))[0].numpy()
 
 
 # --- expected -------------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def test_triattention_keeps_what_the_series_says(seed: int, mode: str) -> None:
         cache.begin(torch.arange(seen, seen + new)[None], decoding=new == 1)
         for n, tensors in enumerate(layers):
             query, key, value = (torch.from_numpy(t[None, :, seen : seen + new]) for t in tensors)
-            cache.attend(n, query, key, value, scaling=SIZE**-0.5)
+            cache.attend(AttentionCall(n, query, key, value, SIZE**-0.5))
         seen += new
         held = [[head | set(range(seen - new, seen)) for head in layer] for layer in held]
         if seen in (20, 23, 26, 31, 34):
@@ -408,5 +409,5 @@ def test_quantised_entries_are_stored_in_fewer_bytes(text: str, most: float) -> 
     for start in range(0, 1024, 32):
         cache.begin(torch.arange(start, start + 32)[None], decoding=False)
         tensors = (torch.from_numpy(rng.normal(size=(1, h, 32, 64))).float() for h in (HEADS * GROUP, HEADS, HEADS))
-        cache.attend(0, *tensors, scaling=1.0)
+        cache.attend(AttentionCall(0, *tensors, 1.0))
     assert cache.bytes <= most * 2 * HEADS * 1024 * 64 * 4

@@ -14,7 +14,7 @@ from training_world import config, parity, sharp
 
 from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
-from audit.sampling.episodes import play
+from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect, microbatches

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.cache.ledger import NEVER, load_ledgers
 from audit.core.records import Grade, Outcome
-from audit.sampling.episodes import play
+from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel, load_model, locate
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo

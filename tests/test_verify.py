@@ -24,9 +24,9 @@ from audit.cache.quantised.hints import pack_hints, unpack_hints
 from audit.cache.rotary import rotary_for
 from audit.cli import app
 from audit.policies import Policy, parse_policy
-from audit.replay.consistency import breach, quantisation_breach
+from audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
 from audit.replay.recorded import Recorded
-from audit.replay.reranking import OWN_CHOICE, Choices, choices
+from audit.replay.schedule_check import breach, quantisation_breach
 from audit.runs.verify import checkpoint_rollouts, verify
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
@@ -447,11 +447,11 @@ def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     assert max(shares.values(), default=0.0) < OWN_CHOICE[torch.float32]
 
 
-def again(loaded: Any, rollout: Rollout, policy: Policy) -> Choices:
-    return choices(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
+def again(loaded: Any, rollout: Rollout, policy: Policy) -> Rechosen:
+    return rechosen(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
 
 
-def share(made: Choices) -> float:
+def share(made: Rechosen) -> float:
     return made.again / made.evicted
 
 

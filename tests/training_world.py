@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from audit.core.records import Grade, Outcome
-from audit.sampling.episodes import Played
+from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel, load_model
 from audit.training import grpo
 from audit.training.config import TrainConfig

@@ -9,7 +9,7 @@ from audit.cache.attention import causal_attention, grouped_attention, query_blo
 from audit.cache.evict import visibility
 from audit.cache.layers import LayerPlan
 from audit.cache.moments import QueryCentres, QueryMoments
-from audit.cache.quantised.quantised import QuantisedStore
+from audit.cache.quantised.store import QuantisedStore
 from audit.cache.reposition import MovingSinks
 from audit.cache.rotary import Rotary
 from audit.cache.selection import units_seen

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,30 @@ from transformers.masking_utils import sdpa_mask
 from audit.core.errors import RunError
 from audit.policies import softmax
 
-if TYPE_CHECKING:
-    from audit.cache.routing import Routes
-
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
+
+
+class Routes(Protocol):
+    """What stands behind ``kv.routes``."""
+
+    def chosen(self, block: int, own: Tensor) -> Tensor:
+        """The experts [N, k] that block number ``block`` is to use, given those it would choose itself."""
+        ...
+
+
+class AttentionCall(NamedTuple):
+    """What one layer asks of ``kv``: attention of queries [B, G*H, Q, D] with new keys and values [B, H, Q, D].
+
+    ``sink_logits`` [G*H] stand beside the logits of every query and have no value (gpt-oss).
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    sink_logits: Tensor | None = None
 
 
 class Attends(Protocol):
@@ -37,20 +56,8 @@ class Attends(Protocol):
     @property
     def routes(self) -> Routes | None: ...
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """Attention output [B, G*H, Q, D] for queries [B, G*H, Q, D] and the new keys and values [B, H, Q, D].
-
-        ``sink_logits`` [G*H] stand beside the logits of every query and have no value (gpt-oss).
-        """
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention output [B, G*H, Q, D]."""
         ...
 
     def settle(self) -> None:
@@ -90,7 +97,7 @@ def attention(
         out = grouped_attention(query, key, value, visible, scale, s_aux)
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        out = kv.attend(layer, query, key, value, scaling=scale, sink_logits=s_aux)
+        out = kv.attend(AttentionCall(layer, query, key, value, scale, s_aux))
     return out.transpose(1, 2).contiguous(), None
 
 

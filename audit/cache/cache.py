@@ -21,13 +21,13 @@ from audit.cache.attending import (
     new_store,
     store_attention,
 )
-from audit.cache.attention import require_once
+from audit.cache.attention import AttentionCall, require_once
 from audit.cache.evict import attention_mass, only_victim, retained
 from audit.cache.layers import LayerPlan, layer_plans
 from audit.cache.ledger import NEVER
 from audit.cache.linear import Run, States, advance
 from audit.cache.quantised.hints import pack_hints
-from audit.cache.quantised.quantised import QuantisedStore
+from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
 from audit.cache.routing import RecordedRoutes
 from audit.cache.schedule import Pins, Times
@@ -116,17 +116,9 @@ class EvictingCache:
         """Row positions int32 [B, Q] of the forward under way, on the model's device."""
         return self._announced
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """Append, attend, evict, quantise. Shapes as in ``audit.cache.attention.Attends``."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Append, attend, evict, quantise; attention output [B, G*H, Q, D]."""
+        layer, query, key, value, scaling, sink_logits = call
         require_once(layer, self._attended, len(self.plans))
         self._sink_logits[layer], self._scaling[layer] = sink_logits, scaling
         if self._order is None:

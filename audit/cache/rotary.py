@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from audit.cache.attention import AttentionCall
 from audit.cache.layers import layer_plans
 from audit.core.errors import RunError
 from audit.policies import Policy, parse_policy
@@ -95,9 +96,9 @@ class _Probe:
         self.queries: dict[int, Tensor] = {}
         self.routes = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:  # noqa: ARG002
-        self.queries[layer] = query
-        return value.new_zeros(*query.shape[:3], value.shape[3])
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.queries[call.layer] = call.query
+        return call.value.new_zeros(*call.query.shape[:3], call.value.shape[3])
 
     def carry(self, layer: int, hidden: Tensor, run: Any) -> Tensor:  # noqa: ARG002
         return torch.zeros_like(hidden)

@@ -8,27 +8,19 @@ experts' weights are computed by the model's own formula from the learner's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from audit.cache.attention import unwrapped
+from audit.cache.attention import Routes, unwrapped
 from audit.core.errors import DataError, RunError
 
 NOBODY = -1  # in a table of experts: this token was never sent anywhere
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names of one number in configs
 _CHOOSES = (torch.topk, torch.Tensor.topk)
-
-
-class Routes(Protocol):
-    """What stands behind ``kv.routes``."""
-
-    def chosen(self, block: int, own: Tensor) -> Tensor:
-        """The experts [N, k] that block number ``block`` is to use, given those it would choose itself."""
-        ...
 
 
 class RecordedRoutes:

@@ -15,8 +15,8 @@ from audit.commands.plugins import load_plugins
 from audit.core.errors import SpecError, UnknownName
 from audit.core.text import inline
 from audit.replay.interchange import read_rollouts
+from audit.replay.ranking_check import Ranked
 from audit.replay.recorded import Recorded
-from audit.replay.reranking import Ranked
 from audit.runs.verify import Gaps, Verification, checkpoint_rollouts, verify
 from audit.sampling.model import DtypeName, LoadedModel, load_model
 from reports.plain import scientific

@@ -9,24 +9,22 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from audit.cache.history import Event, history, ledger_of
-from audit.cache.ledger import Rollout, load_ledgers
+from audit.cache.ledger import NEVER, Rollout, load_ledgers
 from audit.cache.selection import Selection, misfit
-from audit.core.errors import DataError, SpecError
-from audit.replay.interchange_rows import (
-    ChosenRows,
-    EventRow,
-    Header,
+from audit.core.errors import DataError
+from audit.replay.interchange_form import (
+    ChosenForm,
+    EventForm,
+    FileHeader,
     JsonFile,
     TensorFile,
-    chosen_rows,
     experts_of,
     selection_of,
 )
@@ -44,6 +42,16 @@ _SHOWN = 60  # characters of a wrong value
 _MOST_ENTRIES = 1 << 28  # of all ledgers of a file: a few bytes of header must not claim all memory
 _MOST_STEPS = 1 << 34  # entries that all events together look at: seconds
 _LARGEST_JSON = 1 << 28  # bytes
+
+
+class Event(NamedTuple):
+    """From query ``query`` on, of the entries before it only ``kept`` can be seen: bool [H, T] per layer.
+
+    None for a layer in which nothing left.
+    """
+
+    query: int
+    kept: Sequence[Tensor | None]
 
 
 def read_rollouts(path: Path) -> Recorded:
@@ -65,39 +73,29 @@ def read_rollouts(path: Path) -> Recorded:
     return Recorded(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))
 
 
-def write_rollouts(path: Path, recorded: Recorded) -> None:
-    """Write rollouts in the JSON form, for other engines to read and compare; raises SpecError for quantised ones."""
-    if any(rollout.codec for rollout in recorded.rollouts):
-        raise SpecError(
-            f"rollouts {recorded.source!r} are quantised, which format {FORMAT} cannot say; keep the ledger"
-        )
-    layers, heads, _ = recorded.rollouts[0].evicted_at.shape
-    header = {"format": FORMAT, "version": VERSION, "layers": layers, "kv_heads": heads}
-    header |= {"policy": recorded.policy, "temperature": recorded.temperature}
-    rows = [_row(rollout) for rollout in recorded.rollouts]
-    path.write_text(json.dumps(header | {"rollouts": rows}, allow_nan=False) + "\n", encoding="utf-8")
+def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
+    """``evicted_at`` int32 [L, H, T] of a history; raises ValueError where the history contradicts itself."""
+    table = torch.full(shape, NEVER, dtype=torch.int32)
+    columns, before = torch.arange(shape[2]), 0
+    for number, event in enumerate(events):
+        where = f"event {number} (query {event.query})"
+        if not before < event.query <= shape[2]:
+            raise ValueError(f"{where}: queries rise, from 1 to at most {shape[2]} tokens; the one before is {before}")
+        past, before = columns < event.query, event.query
+        for layer, kept in enumerate(event.kept):
+            if kept is None:
+                continue
+            gone = table[layer] < NEVER
+            _refuse(f"{where}, layer {layer}", kept & ~past, "is in the future, the query cannot have seen it")
+            _refuse(f"{where}, layer {layer}", kept & gone, "returns after it had left; eviction is for good")
+            table[layer][past & ~kept & ~gone] = event.query
+    return table
 
 
-def _row(rollout: Rollout) -> dict[str, Any]:
-    events = [
-        {
-            "query": event.query,
-            "kept": [[_indices(head) for head in layer] for layer in event.kept if layer is not None],
-        }
-        for event in history(rollout.evicted_at)
-    ]
-    row = {
-        "ids": rollout.ids.tolist(),
-        "prompt_length": rollout.prompt_length,
-        "sampled": list(_spans(rollout.sampled.tolist())),
-        "logprobs": rollout.sampler_logprobs[rollout.sampled].tolist(),
-        "events": events,
-    }
-    if rollout.experts is not None:
-        row["experts"] = rollout.experts[:-1].tolist()
-    if rollout.selection is not None:
-        row["selection"] = chosen_rows(rollout.selection)
-    return row
+def _refuse(where: str, wrong: Tensor, why: str) -> None:
+    if bool(wrong.any()):
+        head, entry = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{where}, head {head}: entry {entry} {why}")
 
 
 def _from_json(path: Path) -> Recorded:
@@ -129,9 +127,9 @@ def _from_json(path: Path) -> Recorded:
     return _recorded(path, table, rollouts)
 
 
-def _fitting(number: int, made: Selection | ChosenRows | None, rollout: Rollout) -> Selection | None:
+def _fitting(number: int, made: Selection | ChosenForm | None, rollout: Rollout) -> Selection | None:
     """What queries chose, if it can have been chosen in this rollout."""
-    if isinstance(made, ChosenRows):
+    if isinstance(made, ChosenForm):
         made = selection_of(made)
     if made is not None:
         fault = misfit(made, rollout.evicted_at)
@@ -139,7 +137,7 @@ def _fitting(number: int, made: Selection | ChosenRows | None, rollout: Rollout)
     return made
 
 
-def _event(number: int, place: int, event: EventRow, table: Header, tokens: int) -> Event:
+def _event(number: int, place: int, event: EventForm, table: FileHeader, tokens: int) -> Event:
     """An event's lists as booleans [H, T] per layer."""
     layers = len(event.kept)
     _require(layers == table.layers, number, f"has {layers} layers in event {place}, the file says {table.layers}")
@@ -190,7 +188,7 @@ def _rollout(
     sampled: Tensor,
     logprobs: Tensor,
     events: Iterable[Event],
-    table: Header,
+    table: FileHeader,
 ) -> Rollout:
     _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
     drawn = int(sampled.sum())
@@ -216,7 +214,7 @@ def _rollout(
     )
 
 
-def _recorded(path: Path, table: Header, rollouts: Sequence[Rollout]) -> Recorded:
+def _recorded(path: Path, table: FileHeader, rollouts: Sequence[Rollout]) -> Recorded:
     return Recorded(str(path), tuple(rollouts), table.policy, table.temperature)
 
 
@@ -225,11 +223,6 @@ def _spans(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:
     padded = [False, *sampled, False]
     edges = [n for n in range(len(padded) - 1) if padded[n] != padded[n + 1]]
     yield from zip(edges[::2], edges[1::2], strict=True)
-
-
-def _indices(kept: Tensor) -> list[int]:
-    indices: list[int] = kept.nonzero()[:, 0].tolist()
-    return indices
 
 
 class _Misfit(ValueError):
@@ -241,7 +234,7 @@ def _require(holds: bool, number: int, otherwise: str) -> None:
         raise _Misfit(f"rollout {number} {otherwise}")
 
 
-def _require_room(table: Header, lengths: Sequence[int]) -> None:
+def _require_room(table: FileHeader, lengths: Sequence[int]) -> None:
     """Raise ValueError where the ledgers of rollouts of these lengths would not fit."""
     entries = table.layers * table.kv_heads * sum(lengths)
     if entries > _MOST_ENTRIES:

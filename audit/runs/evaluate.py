@@ -16,7 +16,7 @@ from audit.core.spec import EvaluateSpec, RunSpec
 from audit.policies import parse_policy, policy_hash
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
-from audit.sampling.episodes import Played, check_fits, play
+from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from suites.base import SUITES, CountTokens, Split, Suite

@@ -22,11 +22,11 @@ from audit.cache.routing import watched_blocks
 from audit.core.errors import DataError, SpecError
 from audit.core.intact import check_checkpoint
 from audit.policies import Policy, parse_policy
-from audit.replay.consistency import breach, quantisation_breach, selection_breach
 from audit.replay.interchange import read_rollouts
+from audit.replay.learner_pass import LearnerPass, suffix_logits
+from audit.replay.ranking_check import Ranked, ranked
 from audit.replay.recorded import Recorded, check_replayable
-from audit.replay.reranking import Ranked, ranked
-from audit.replay.shadow import LearnerView, suffix_logits
+from audit.replay.schedule_check import breach, quantisation_breach, selection_breach
 from audit.sampling.model import LoadedModel
 from audit.training.arms import get_arm
 from audit.training.batch import microbatches
@@ -42,16 +42,16 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 1.0,
 }
 MEAN_SHARE = 10
-VIEWS: tuple[LearnerView, LearnerView] = ("shadow", "dense")
+PASSES: tuple[LearnerPass, LearnerPass] = ("shadow", "dense")
 PASS_TOKENS = 4096  # padded tokens of one pass
 _ROWS = 512  # of logits that are made double at once
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """log p_sampler - log p_view over sampled tokens, nats: largest and mean size, and two estimates of the KL.
+    """log p_sampler - log p_pass over sampled tokens, nats: largest and mean size, and two estimates of the KL.
 
-    ``kl`` is the mean, which estimates KL(sampler || view); ``k3`` the mean of r - log r - 1 with r = view / sampler,
+    ``kl`` is the mean, which estimates KL(sampler || pass); ``k3`` the mean of r - log r - 1 with r = pass / sampler,
     which estimates the same and is never below 0 (Schulman 2020).
     """
 
@@ -158,7 +158,7 @@ def verify(
     taken = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts]).double()
     strays: Strays = []
     reroute = any(rollout.experts is None for rollout in rollouts)
-    replayed = {view: _logprobs(model.model, rollouts, view, heat, strays, reroute=reroute) for view in VIEWS}
+    replayed = {which: _logprobs(model.model, rollouts, which, heat, strays, reroute=reroute) for which in PASSES}
     broken = None if policy is None else _breach(recorded, policy, model.model.config)
     return Verification(
         policy=recorded.policy,
@@ -209,9 +209,9 @@ def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
 
 @torch.no_grad()
 def _logprobs(
-    model: Any, rollouts: Sequence[Rollout], view: LearnerView, temperature: float, strays: Strays, *, reroute: bool
+    model: Any, rollouts: Sequence[Rollout], which: LearnerPass, temperature: float, strays: Strays, *, reroute: bool
 ) -> Tensor:
-    """Log-probs of every sampled token under a view: float64 [n], rollout after rollout, nats.
+    """Log-probs of every sampled token under a pass: float64 [n], rollout after rollout, nats.
 
     ``strays`` grows by the rollout and layer of every recorded code that is at no border in the replay.
     """
@@ -219,7 +219,7 @@ def _logprobs(
     for rows in microbatches(rollouts, 1, PASS_TOKENS):
         picked = [rollouts[row] for row in rows]
         found_strays: Strays = []
-        logits, _ = suffix_logits(model, picked, group=1, view=view, reroute=reroute, strays=found_strays)
+        logits, _ = suffix_logits(model, picked, group=1, kind=which, reroute=reroute, strays=found_strays)
         strays += [(rows[place], layer) for place, layer in found_strays]
         for place, row in enumerate(rows):
             suffix = slice(rollouts[row].prompt_length, None)

@@ -28,8 +28,16 @@ from audit.core.errors import AuditError, DataError, RunError
 from audit.core.intact import own_files
 from audit.sampling.chat import Chat
 from audit.sampling.gguf_header import check_gguf
-from audit.sampling.loading import check_complete, check_numbers, check_sizes, headers
-from audit.sampling.weights import INDEX, file_sha256, weight_files, weights_sha256
+from audit.sampling.weights import (
+    INDEX,
+    check_complete,
+    check_numbers,
+    check_sizes,
+    file_sha256,
+    headers,
+    weight_files,
+    weights_sha256,
+)
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]

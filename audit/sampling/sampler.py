@@ -12,8 +12,8 @@ from typing import TypeVar
 from audit.cache.ledger import Rollout
 from audit.core.errors import SpecError
 from audit.policies import Mixture, Policy
-from audit.sampling.decoder import Episode, ServedModel
 from audit.sampling.decoding import Completion, Decoding, nucleus
+from audit.sampling.episode import Episode, ServedModel
 
 T = TypeVar("T")
 __all__ = ["Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "ServedModel", "nucleus"]

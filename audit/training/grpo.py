@@ -27,7 +27,7 @@ from torch import Tensor
 from audit.cache.ledger import Rollout
 from audit.core.records import Outcome
 from audit.policies import Policy
-from audit.sampling.episodes import Played, play
+from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.batch import Batch, collect

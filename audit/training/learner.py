@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from audit.cache.ledger import Rollout
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
 from audit.training.batch import Batch, microbatches
 from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
@@ -49,7 +49,7 @@ class Learned:
 
 def read_view(model: Any, rollouts: Sequence[Rollout], group: int, view: View, temperature: float) -> Read:
     """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with."""
-    logits, _ = suffix_logits(model, rollouts, group=group, view=view)
+    logits, _ = suffix_logits(model, rollouts, group=group, kind=view)
     sampled, ids = torch.zeros(logits.shape[:2], dtype=torch.bool), torch.zeros(logits.shape[:2], dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
         suffix = rollout.ids[rollout.prompt_length :]

@@ -10,7 +10,7 @@ from torch import Tensor
 from audit import CompressedCache, shadow
 from audit.cache.ledger import NEVER, Rollout
 from audit.policies import parse_policy
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler
 from conform.plays import Conversation, Forwards, Play, served, simulated
 from conform.simulator import Row
@@ -69,7 +69,7 @@ def learned(play: Conversation, rows: Sequence[Row], rollouts: Sequence[Rollout]
             continue
         with torch.no_grad():
             group = 1 if mixed else play.group
-            logits, _ = suffix_logits(served(play.family).model, chosen, group=group, view="shadow")
+            logits, _ = suffix_logits(served(play.family).model, chosen, group=group, kind="shadow")
         for n, rollout, scores in zip(batch, chosen, logits, strict=True):
             told = rollout.ids[rollout.prompt_length :]
             found = scores[: len(told)].log_softmax(-1).gather(1, told[:, None])[:, 0]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 import audit.cache.cache
-import audit.replay.shadow
+import audit.replay.learner_pass
 from audit.cache.cache import EvictingCache
 from audit.cache.layers import LayerPlan
 from audit.policies import POLICIES, Policy, parse_policy
@@ -190,6 +190,6 @@ def test_a_sliding_window_that_sampler_and_shadow_both_ignore_is_caught(monkeypa
     def without_windows(config: Any, policy: Policy) -> list[LayerPlan]:
         return [plan if plan.sliding_window is None else SEES_ALL for plan in plans(config, policy)]
 
-    for module in (audit.cache.cache, audit.replay.shadow):
+    for module in (audit.cache.cache, audit.replay.learner_pass):
         monkeypatch.setattr(module, "layer_plans", without_windows)
     assert gap(play) > 1e-6

@@ -34,7 +34,7 @@ from audit.cache.linear import carry_states
 from audit.cache.rotary import rotary_for
 from audit.cache.routing import watched_blocks
 from audit.policies import Policy, parse_policy
-from audit.replay.shadow import suffix_logits
+from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=512)
@@ -285,7 +285,7 @@ def ledger_of(rollout: Rollout) -> Ledger:
 def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> float:
     """Largest |log p_sampler - log p_learner| over all drawn tokens, nats."""
     with torch.no_grad():
-        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, view=view)
+        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, kind=view)
     worst = 0.0
     for row, rollout in enumerate(played.rollouts):
         tokens = rollout.ids[rollout.prompt_length :]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from audit.cache.layers import layer_plans
 from audit.core.errors import DataError
 from audit.policies import Policy, parse_policy
-from audit.replay.shadow import Replay
+from audit.replay.attention import Replay
 from audit.runs.displacement.trajectories import NOTHING, Trajectory
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Episode

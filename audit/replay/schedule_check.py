@@ -1,7 +1,7 @@
 """What a ledger must look like under the policy it names, as far as counting can tell: nothing is ranked again.
 
 When an eviction comes and how many entries it leaves follows from token counts alone, so both are worked out here and
-compared to the last query. Which entries leave is the policy's ranking: ``audit.replay.reranking`` repeats that.
+compared to the last query. Which entries leave is the policy's ranking: ``audit.replay.ranking_check`` repeats that.
 """
 
 from __future__ import annotations

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from audit.cache.quantised.coded import group_logits, token_logits, token_mix
 from audit.cache.quantised.codes import (
     code_groups,
     code_runs,
     decode_keys,
     decode_tokens,
     encode_tokens,
+    group_logits,
     pack,
     parameters_of,
     split,
     spread_scales,
+    token_logits,
+    token_mix,
     unpack,
     without_empty,
 )

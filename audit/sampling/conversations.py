@@ -56,7 +56,7 @@ def play(
     roles = [prompt.roles for prompt in prompts]
     episode = sampler.open([prompt.ids for prompt in prompts], list(seeds), group=group, roles=roles)
     rows = [
-        _Row(suite, item, prompt, member, sampler.model)
+        _Conversation(suite, item, prompt, member, sampler.model)
         for (suite, item), prompt in zip(suite_items, prompts, strict=True)
         for member in range(group)
     ]
@@ -75,7 +75,7 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
         )
 
 
-def _run(episode: Episode | MixedEpisode, rows: list[_Row], decoding: Decoding) -> None:
+def _run(episode: Episode | MixedEpisode, rows: list[_Conversation], decoding: Decoding) -> None:
     while any(row.open for row in rows):
         completions = episode.decode(decoding, [row.suite.max_new_tokens if row.open else 0 for row in rows])
         for row, completion in zip(rows, completions, strict=True):
@@ -86,7 +86,7 @@ def _run(episode: Episode | MixedEpisode, rows: list[_Row], decoding: Decoding) 
             episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
 
 
-class _Row:
+class _Conversation:
     """One conversation under way."""
 
     def __init__(self, suite: Suite, item: Item, prompt: Rendered, member: int, model: ServedModel) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from audit.cache.ledger import NEVER
+from audit.cache.attention import AttentionCall
+from audit.cache.ledger import NEVER, Rollout
 from audit.cache.quantised.codes import (
     decode_keys,
     decode_tokens,
@@ -16,7 +19,7 @@ from audit.cache.quantised.codes import (
     fit_groups,
     parameters_of,
 )
-from audit.cache.quantised.hints import HINTED, HintTable, Place
+from audit.cache.quantised.hints import HINTED, HintTable, Place, Strays
 from audit.policies import Quantiser, parse_policy, softmax
 
 
@@ -42,12 +45,32 @@ def codec_named(text: str) -> Quantiser:
     return codec
 
 
-def fake_values(values: Tensor, codes: Codes, place: Place) -> Tensor:
+def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
+    """What the cache had quantised, along columns at row positions [B, K]; None where nothing was."""
+    if not rollouts[0].codec:
+        return None
+    keys, values = (
+        _times([getattr(rollout, name) for rollout in rollouts], positions)
+        for name in ("keys_quantised_at", "values_quantised_at")
+    )
+    nothing = torch.zeros(0, dtype=torch.uint16)
+    words = [nothing if rollout.hints is None else rollout.hints for rollout in rollouts]
+    hints = HintTable(words, positions, rollouts[0].evicted_at.shape[0], strays)
+    return Codes(codec_named(rollouts[0].codec), keys, values, hints)
+
+
+def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
+    """Times [T] of each row along columns at row positions [B, K]."""
+    times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)
+    return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
+
+
+def coded_values(values: Tensor, codes: Codes, place: Place) -> Tensor:
     """Values [B, H, K, D] after a round trip through codes; the gradient passes straight through."""
     return _straight(values, _by_token(values.detach(), codes, place))
 
 
-def fake_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes, place: Place) -> Tensor:
+def coded_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes, place: Place) -> Tensor:
     """Keys [B, H, K, D] after a round trip through codes; positions [B, K], evicted_at [B, H, K] or None.
 
     Keys that left before their group was quantised are in no group and stay exact: nobody sees them quantised.
@@ -91,31 +114,6 @@ def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     return torch.where(member, first.gather(2, flush) + rank // size, -1)
 
 
-def two_precisions(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    late: Late,
-    scaling: float,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Attention [B, G*H, Q, D] that sees an entry's codes from its time on.
-
-    ``visible`` bool [B, 1 or H, Q, K]; keys and values [B, H, K, D]. Logits and softmax are float32 at least.
-    """
-    batch, heads, length, size = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    packed = query.reshape(batch, keys.shape[1], -1, length, size).to(dtype)
-    exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (keys, late.keys))
-    logits = torch.where(late.key_seen[:, None, None], stored, exact) * scaling
-    shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), sink_logits)
-    coded = late.value_seen[:, None, None]
-    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), values.to(dtype))
-    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))
-    return out.reshape(batch, heads, length, -1).to(query.dtype)
-
-
 class Late(NamedTuple):
     """What later queries see instead: stored keys and values [B, H, K, D], and which query sees which [B, Q, K]."""
 
@@ -123,6 +121,24 @@ class Late(NamedTuple):
     values: Tensor
     key_seen: Tensor
     value_seen: Tensor
+
+
+def two_precisions(call: AttentionCall, visible: Tensor, late: Late) -> Tensor:
+    """Attention [B, G*H, Q, D] that sees an entry's codes from its time on.
+
+    ``visible`` bool [B, 1 or H, Q, K]; the call's keys and values are [B, H, K, D]. Logits and softmax are float32 at
+    least.
+    """
+    batch, heads, length, size = call.query.shape
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    packed = call.query.reshape(batch, call.key.shape[1], -1, length, size).to(dtype)
+    exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (call.key, late.keys))
+    logits = torch.where(late.key_seen[:, None, None], stored, exact) * call.scaling
+    shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), call.sink_logits)
+    coded = late.value_seen[:, None, None]
+    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), call.value.to(dtype))
+    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))
+    return out.reshape(batch, heads, length, -1).to(call.query.dtype)
 
 
 def _straight(exact: Tensor, stored: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from audit.cache.attention import AttentionCall
 from audit.cache.evict import attention_mass
 from audit.cache.ledger import Rollout
 from audit.cache.moments import QueryCentres, QueryMoments
 from audit.policies import Centres, Moments, Policy, View
-from audit.replay.consistency import Forward
-from audit.replay.fake import Codes
+from audit.replay.codes import Codes
+from audit.replay.schedule_check import Forward
 
 ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by side may take
 
@@ -28,15 +29,10 @@ class Running(NamedTuple):
 
 
 @dataclass(frozen=True)
-class States:
-    """What one layer computed for a row: query [1, G*H, T, D], key, value and what codes make of them [1, H, T, D]."""
+class PassedLayer:
+    """What one layer computed for a row of T tokens, and what codes make of its keys and values [1, H, T, D]."""
 
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float
-    sink_logits: Tensor | None
+    call: AttentionCall
     at: Tensor  # [1, T]
     gone: Tensor  # [1, H, T]
     stored: tuple[Tensor, Tensor] | None
@@ -44,16 +40,16 @@ class States:
 
     def most(self, held: int) -> int:
         """How many evictions from ``held`` entries are ranked at once."""
-        return max(1, ELEMENTS // (self.key.shape[1] * held * max(held, self.key.shape[3])))
+        return max(1, ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Policy, running: Running, rollout: Rollout) -> View:
         """What the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
         keys, values = self.entries(positions, times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)
-        asked = self.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
+        asked = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
         return View(
-            layer=self.layer,
+            layer=self.call.layer,
             keys=keys,
             values=values,
             positions=positions,
@@ -61,11 +57,11 @@ class States:
             queries=asked,
             query_positions=window.clamp(min=-1),
             mass=keys.new_zeros(keys.shape[:3]) if running.masses is None else _taken(running.masses, positions),
-            scaling=self.scaling,
+            scaling=self.call.scaling,
             entry_keys=_entry_keys(rollout, positions),
             moments=None if running.moments is None else _moments([next(running.moments) for _ in times]),
             centres=None if running.centres is None else _centres([next(running.centres) for _ in times]),
-            sink_logits=self.sink_logits,
+            sink_logits=self.call.sink_logits,
         )
 
     def slots(self, times: Tensor) -> Tensor:
@@ -78,7 +74,7 @@ class States:
 
     def entries(self, positions: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [E, H, K, D] at positions [E, H, K], as codes where they were before queries ``times``."""
-        exact = [along(part, positions) for part in (self.key, self.value)]
+        exact = [along(part, positions) for part in (self.call.key, self.call.value)]
         if self.stored is None or self.codes is None:
             return exact[0], exact[1]
         since = [along(part[:, None], positions) for part in (self.codes.keys_at, self.codes.values_at)]
@@ -95,7 +91,9 @@ class States:
             time, part = torch.tensor([seen], device=self.gone.device), slice(start, seen)
             slots = self.slots(time)
             keys, _ = self.entries(slots, time)
-            new = attention_mass(self.query[:, :, part], self.at[:, part], keys, slots, self.scaling, self.sink_logits)
+            new = attention_mass(
+                self.call.query[:, :, part], self.at[:, part], keys, slots, self.call.scaling, self.call.sink_logits
+            )
             total.scatter_add_(2, slots.clamp(min=0), new)
             start = seen
             if seen in due:
@@ -105,7 +103,7 @@ class States:
         """What ``sums`` says of all queries before each eviction."""
         start = 0
         for seen in due:
-            sums.add(self.query[:, :, start:seen], self.at[:, start:seen])
+            sums.add(self.call.query[:, :, start:seen], self.at[:, start:seen])
             start = seen
             yield sums.of(slice(None))
 

@@ -1,8 +1,8 @@
-"""The parts of the interchange form, checked one by one, and what was chosen as lists. See docs/kv.md."""
+"""The interchange form as pydantic checks it part by part, and its lists as tensors. See docs/kv.md."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,68 +18,66 @@ Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
 Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
-
-
 _MOST_CHOICES = 1 << 28  # of one rollout, lists filled up to the longest
 
 
-class Part(BaseModel):
+class Form(BaseModel):
     """A part of a file; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Units(Part):
+class ChoiceUnits(Form):
     """Where keys were chosen, and how many positions at once."""
 
     unit: Length
     layers: list[Index]
 
 
-class ChoiceRow(Part):
+class ChoiceForm(Form):
     """One query's lists, layer by layer and head by head."""
 
     query: Index
     chosen: list[list[list[Index]]]
 
 
-class ChosenRows(Units):
+class ChosenForm(ChoiceUnits):
     """Every choosing query."""
 
-    queries: Annotated[list[ChoiceRow], Field(min_length=1)]
+    queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 
 
-class EventRow(Part):
+class EventForm(Form):
     """One eviction."""
 
     query: Index
     kept: list[list[list[Index]] | None]
 
 
-class Row(Part):
+class RolloutForm(Form):
     """One rollout, in either form."""
 
     prompt_length: Length
 
 
-class TensorRow(Row):
+class TensorRollout(RolloutForm):
     """The header of one whose tensors stand beside."""
 
-    selection: Units | None = None
+    selection: ChoiceUnits | None = None
 
 
-class JsonRow(Row):
+class JsonRollout(RolloutForm):
     """One with everything in lists."""
 
     ids: list[Index]
     sampled: list[tuple[Index, Index]] | None = None
     logprobs: list[Nats]
-    events: list[EventRow] = []
+    events: list[EventForm] = []
     experts: list[list[list[Expert]]] | None = None
-    selection: ChosenRows | None = None
+    selection: ChosenForm | None = None
 
 
-class Header(Part):
+class FileHeader(Form):
     """What all rollouts of a file share."""
 
     format: Literal["kvaudit.rollouts"]
@@ -90,19 +88,19 @@ class Header(Part):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
-class JsonFile(Header):
+class JsonFile(FileHeader):
     """The JSON form."""
 
-    rollouts: Annotated[list[JsonRow], Field(min_length=1)]
+    rollouts: Annotated[list[JsonRollout], Field(min_length=1)]
 
 
-class TensorFile(Header):
+class TensorFile(FileHeader):
     """The header of the safetensors form."""
 
-    rollouts: Annotated[list[TensorRow], Field(min_length=1)]
+    rollouts: Annotated[list[TensorRollout], Field(min_length=1)]
 
 
-def selection_of(rows: ChosenRows) -> Selection:
+def selection_of(rows: ChosenForm) -> Selection:
     """The record that the lists describe; raises ValueError where they are uneven."""
     shapes = {(len(row.chosen), *map(len, row.chosen)) for row in rows.queries}
     layers, *heads = next(iter(shapes))
@@ -121,14 +119,6 @@ def selection_of(rows: ChosenRows) -> Selection:
     queries = torch.tensor([row.query for row in rows.queries], dtype=torch.int32)
     lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
     return Selection(rows.unit, tuple(rows.layers), queries, lists.permute(1, 2, 0, 3))
-
-
-def chosen_rows(selection: Selection) -> dict[str, Any]:
-    """The lists that describe a record."""
-    lists = selection.chosen.permute(2, 0, 1, 3).tolist()
-    named = [[[[n for n in units if n != NONE] for units in heads] for heads in layers] for layers in lists]
-    rows = [{"query": query, "chosen": own} for query, own in zip(selection.queries.tolist(), named, strict=True)]
-    return {"unit": selection.unit, "layers": list(selection.layers), "queries": rows}
 
 
 def experts_of(rows: list[list[list[int]]], tokens: int) -> Tensor:

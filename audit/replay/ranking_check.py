@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from audit.cache.attention import AttentionCall
 from audit.cache.evict import retained
 from audit.cache.layers import LayerPlan, layer_plans
 from audit.cache.ledger import NEVER, Rollout
 from audit.cache.moments import QueryCentres, QueryMoments
 from audit.cache.rotary import Rotary, rotary_for
 from audit.policies import Policy
-from audit.replay.consistency import Forward, evictions, forwards
-from audit.replay.shadow import Replay, codes_of
-from audit.replay.views import Running, States, along
+from audit.replay.attention import Replay
+from audit.replay.codes import codes_of
+from audit.replay.ranking_views import PassedLayer, Running, along
+from audit.replay.schedule_check import Forward, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
 # another ranking agrees on a quarter to a half of them (docs/kv.md).
@@ -36,7 +38,7 @@ ROUGH_CHOICE = 0.85  # with codes in two bytes, where rounding is of the size of
 FLIPS = 2  # choices of a rollout that rounding may change in two bytes, however few there are
 
 
-class Choices(NamedTuple):
+class Rechosen(NamedTuple):
     """Entries that left the layers a policy governs, and how many of them it chooses again."""
 
     evicted: int
@@ -69,7 +71,7 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | 
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
     rotary = rotary_for(model, policy)
-    made = [choices(model, rollout, policy, rotary) for rollout in rollouts]
+    made = [rechosen(model, rollout, policy, rotary) for rollout in rollouts]
     narrow = model.dtype.itemsize < torch.float32.itemsize
     forgiven = FLIPS if narrow and not evictor.blind else 0
     shares = {
@@ -86,7 +88,7 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | 
 
 
 @torch.no_grad()
-def choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> Choices:
+def rechosen(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> Rechosen:
     """Rank again at every eviction of a rollout that keeps the policy's schedule (``breach`` is None)."""
     plans, fed = layer_plans(model.config, policy), forwards(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, fed[-1].seen
@@ -94,7 +96,7 @@ def choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None)
     context = Reranking(plans, at, rollout, fed, rotary)
     model(input_ids=ids, position_ids=at, use_cache=False, kv=context, logits_to_keep=1)
     context.settle()
-    return Choices(context.evicted, context.again)
+    return Rechosen(context.evicted, context.again)
 
 
 class Reranking(Replay):
@@ -112,51 +114,31 @@ class Reranking(Replay):
         self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
         self.evicted = self.again = 0
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """See ``Replay.attend``."""
-        plan, codes = self._plans[layer], self._codes
+        plan, codes = self._plans[call.layer], self._codes
         if plan.governed and plan.policy.evictor.evicts:
             assert self._evicted_at is not None
-            stored = None if codes is None else self._stored(layer, key, value, codes)
-            states = States(
-                layer=layer,
-                query=query,
-                key=key,
-                value=value,
-                scaling=scaling,
-                sink_logits=sink_logits,
-                at=self._keys,
-                gone=self._evicted_at[:, layer],
-                stored=stored,
-                codes=codes,
-            )
-            self._choose(layer, list(self._ranks(states, plan.policy.evictor)), plan.policy.evictor)
-        return super().attend(layer, query, key, value, scaling=scaling, sink_logits=sink_logits)
+            stored = None if codes is None else self._stored(call, codes)
+            passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
+            self._choose(call.layer, list(self._ranks(passed, plan.policy.evictor)), plan.policy.evictor)
+        return super().attend(call)
 
-    def _ranks(self, states: States, policy: Policy) -> Iterator[_Ranks]:
+    def _ranks(self, passed: PassedLayer, policy: Policy) -> Iterator[_Ranks]:
         due = evictions(policy, self._fed)
         queries, rotary = [one.query for one in due], self._rotary
         moments = QueryMoments(rotary, policy.sink) if rotary and policy.moments else None
         centres = QueryCentres(rotary) if rotary and policy.centres else None
         running = Running(
-            masses=states.masses(self._fed, set(queries)) if policy.accumulates else None,
-            moments=None if moments is None else states.statistics(moments, queries),
-            centres=None if centres is None else states.statistics(centres, queries),
+            masses=passed.masses(self._fed, set(queries)) if policy.accumulates else None,
+            moments=None if moments is None else passed.statistics(moments, queries),
+            centres=None if centres is None else passed.statistics(centres, queries),
         )
         for held, alike in groupby(due, lambda one: one.held):
-            several = torch.tensor([one.query for one in alike], device=states.gone.device)
-            for times in torch.split(several, states.most(held)):
-                view = states.view(times, policy, running, self._rollout)
-                left = (along(states.gone, view.positions) == times[:, None, None]) & (view.positions >= 0)
+            several = torch.tensor([one.query for one in alike], device=passed.gone.device)
+            for times in torch.split(several, passed.most(held)):
+                view = passed.view(times, policy, running, self._rollout)
+                left = (along(passed.gone, view.positions) == times[:, None, None]) & (view.positions >= 0)
                 yield _Ranks(policy.importance(view).float(), view.positions, times, left)
 
     def _choose(self, layer: int, ranks: list[_Ranks], policy: Policy) -> None:

@@ -1,0 +1,139 @@
+"""Attention of a pass over what was sampled: every query sees exactly the keys, and codes, that it saw then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
+from audit.cache.layers import LayerPlan
+from audit.cache.linear import Run, States, advance
+from audit.cache.quantised.hints import KEYS, VALUES, Place
+from audit.cache.routing import ReplayedRoutes
+from audit.cache.selection import Choices
+from audit.core.errors import RunError
+from audit.replay.codes import Codes, Late, coded_keys, coded_values, two_precisions
+
+
+class Replay:
+    """Attention of one learner pass; pass it to a model's forward as ``kv=``.
+
+    ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own;
+    ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
+    pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
+    were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token,
+    ``choices`` which keys a query attended to where it chose.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[LayerPlan],
+        queries: Tensor,
+        keys: Tensor,
+        evicted_at: Tensor | None,
+        *,
+        codes: Codes | None = None,
+        experts: Tensor | None = None,
+        choices: Choices | None = None,
+        prefix: Replay | None = None,
+        group: int = 1,
+        last: bool = True,
+    ) -> None:
+        self._codes, self._choices = codes, choices
+        self.routes = None if experts is None else ReplayedRoutes(experts)
+        self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
+        self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, States] = {}
+        self._real, self._last = (queries >= 0).cpu(), last
+        self._settled = False
+
+    def settle(self) -> None:
+        """After a forward: raise RunError where some layer did not attend through this replay."""
+        attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
+        if len(self.held) != attending or len(self.states) != carrying:
+            done = len(self.held.keys() | self.states.keys())
+            raise RunError(
+                f"{done} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
+                "what the sampler did not; set the model's attention to kvaudit"
+            )
+        self._settled = True
+        if self.routes:
+            self.routes.settle()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention output [B, G*H, Q, D] over the prefix and the new keys."""
+        layer = call.layer
+        if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
+            require_once(layer, self.held, len(self._plans))
+        self.held[layer] = (call.key, call.value)
+        call = self._behind_prefix(call)
+        window = self._plans[layer].sliding_window
+        chosen = self._choices is not None and layer in self._choices.slots
+        if self._codes and window is None:
+            return self._in_two_precisions(call, self._codes)
+        query, key = call.query, call.key
+        plain = self._evicted_at is None and self._prefix is None and not chosen
+        if plain and (window is None or query.shape[2] <= window):
+            return causal_attention(query, key, call.value, call.scaling, call.sink_logits)
+        heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
+        parts = [
+            grouped_attention(
+                query[:, :, part], key, call.value, self._visible(layer, part), call.scaling, call.sink_logits
+            )
+            for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
+        ]
+        return torch.cat(parts, 2)
+
+    def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
+        """The call with the prefix's keys and values before its own."""
+        if self._prefix is None:
+            return call
+        if self._learns and not torch.is_grad_enabled():
+            raise RunError(
+                "gradient checkpointing with use_reentrant=True loses the gradient of the prompt that a group "
+                "shares; use gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        before = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[call.layer]]
+        return call._replace(key=torch.cat([before[0], call.key], 2), value=torch.cat([before[1], call.value], 2))
+
+    def carry(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """See ``EvictingCache.carry``; a group takes its prompt's states over, with their gradient."""
+        states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
+        out = advance(run, hidden, self._real, states, last=self._last)
+        self.states[layer] = states
+        return out
+
+    def _in_two_precisions(self, call: AttentionCall, codes: Codes) -> Tensor:
+        stored, parts = self._stored(call, codes), []
+        query = call.query
+        for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
+            at = self._queries[:, part, None]
+            late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
+            some = call._replace(query=query[:, :, part])
+            parts.append(two_precisions(some, self._visible(call.layer, part), late))
+        return torch.cat(parts, 2)
+
+    def _stored(self, call: AttentionCall, codes: Codes) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, K, D] as the cache's codes give them back."""
+        gone = None if self._evicted_at is None else self._evicted_at[:, call.layer]
+        width = max(call.key.shape[3], call.value.shape[3])
+        keys, values = (Place(call.layer, part, width) for part in (KEYS, VALUES))
+        return coded_keys(call.key, self._keys, gone, codes, keys), coded_values(call.value, codes, values)
+
+    def _visible(self, layer: int, part: slice) -> Tensor:
+        """Bool [B, 1, H or G*H, part, K]: j <= i < evicted_at[j] and chosen by i; padding queries see everything."""
+        q, k = self._queries[:, None, part, None], self._keys[:, None, None]
+        visible = (k >= 0) & (k <= q)
+        window = self._plans[layer].sliding_window
+        if window is not None:
+            visible = visible & (q - k < window)
+        if self._evicted_at is not None:
+            visible = visible & (q < self._evicted_at[:, layer, :, None])
+        if self._choices is not None and layer in self._choices.slots:
+            chosen = self._choices.visible(layer, self._queries[:, part], self._keys)
+            apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
+            visible = visible.repeat_interleave(apart, 1) & chosen
+        return visible | (q < 0)

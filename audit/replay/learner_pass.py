@@ -1,0 +1,158 @@
+"""The learner's forward: one parallel pass in which every query sees exactly what it saw while sampling.
+
+The rollouts of a group share their prompt, so the prompt is passed once (queries of the prompt see only prompt keys,
+alike for the whole group) and the suffixes attend to its keys: P + G·R tokens instead of G·(P + R). Gradients flow
+through the shared keys. The dense pass is the same without the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from audit.cache.layers import LayerPlan, kv_heads, layer_plans
+from audit.cache.ledger import NEVER, Rollout
+from audit.cache.quantised.hints import Strays
+from audit.cache.rotary import require_steady
+from audit.cache.routing import NOBODY, check_experts
+from audit.cache.selection import Selection, choices_of
+from audit.core.errors import DataError
+from audit.policies import parse_policy
+from audit.replay.attention import Replay
+from audit.replay.codes import codes_of
+
+LearnerPass = Literal["dense", "shadow"]
+
+
+def suffix_logits(
+    model: Any,
+    rollouts: Sequence[Rollout],
+    *,
+    group: int,
+    kind: LearnerPass,
+    reroute: bool = False,
+    strays: Strays | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits that predict each suffix token, prompts passed once per group.
+
+    ``rollouts`` are whole groups of ``group`` rows that share a prompt (first ``prompt_length`` ids) and its ledger.
+    Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
+    With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense pass. ``strays`` grows
+    by row and layer of every recorded code that is at no border in the replay. Raises DataError where the ledger does
+    not fit the model or the group.
+    """
+    device = next(model.parameters()).device
+    plans = layer_plans(model.config, parse_policy("none"))
+    leaders = rollouts[::group]
+    _check(rollouts, group, plans, model)
+    shadow = kind == "shadow"
+    check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
+    routed = shadow and not reroute and rollouts[0].experts is not None
+    # the last prompt token predicts the first suffix token, so it is the first query of the second pass
+    prompts = pad_sequence([r.ids[: r.prompt_length - 1] for r in leaders], batch_first=True).to(device)
+    before = _positions([r.prompt_length - 1 for r in leaders], 0).to(device)
+    suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
+    start = torch.tensor([r.prompt_length - 1 for r in rollouts])
+    after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
+    prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
+    if prompts.shape[1]:
+        gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
+        codes = codes_of(leaders, before) if shadow else None
+        experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
+        chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
+        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, choices=chosen, last=False)
+        model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
+        prefix.settle()
+    keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
+    gone, codes = None, None
+    if shadow:
+        codes = codes_of(rollouts, keys, strays)
+        own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
+        gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
+    experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
+    chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
+    context = Replay(plans, after, keys, gone, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group)
+    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
+    context.settle()
+    return output.logits, after >= 0
+
+
+def _positions(lengths: Sequence[int], start: Tensor | int) -> Tensor:
+    columns = torch.arange(max(lengths))
+    return torch.where(columns < torch.tensor(lengths)[:, None], columns + start, -1)
+
+
+def _columns(rollouts: Sequence[Rollout], width: int, device: torch.device, *, prompt: bool) -> Tensor:
+    """The ledger of the prompt's or the suffix's keys, right-padded to ``width``: int32 [B, L, H, width]."""
+    parts = []
+    for rollout in rollouts:
+        cut = rollout.prompt_length - 1
+        part = rollout.evicted_at[:, :, :cut] if prompt else rollout.evicted_at[:, :, cut:-1]
+        parts.append(pad(part, (0, width - part.shape[2]), value=NEVER))
+    return torch.stack(parts).to(device)
+
+
+def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, prompt: bool) -> Tensor:
+    """Where the prompt's or the suffix's tokens were sent, right-padded to ``width``: [B, width, M, k]."""
+    parts = []
+    for rollout in rollouts:
+        assert rollout.experts is not None
+        cut = rollout.prompt_length - 1
+        part = rollout.experts[:cut] if prompt else rollout.experts[cut:-1]
+        parts.append(pad(part, (0, 0, 0, 0, 0, width - len(part)), value=NOBODY))
+    return torch.stack(parts).to(device)
+
+
+def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
+    assert len(rollouts) % group == 0, (len(rollouts), group)
+    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)
+    wanted = (len(plans), kv_heads(model.config))
+    for n, rollout in enumerate(rollouts):
+        got = tuple(rollout.evicted_at.shape[:2])
+        if got != wanted:
+            raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
+        _check_leader(n, rollout, rollouts[n - n % group])
+        if rollout.codec != rollouts[0].codec:
+            raise DataError(
+                f"rollout {n} was quantised by {rollout.codec or 'nothing'}, the first of its batch was not"
+            )
+
+
+def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
+    """A group's prompt is passed once, so its members must agree on it and on what its queries saw."""
+    length = leader.prompt_length
+    if rollout.prompt_length != length or not torch.equal(rollout.ids[:length], leader.ids[:length]):
+        raise DataError(f"rollout {number} does not share its group's prompt")
+    # times after the prompt's last query may differ: they are the suffix's own
+    if not _same(leader.experts, rollout.experts, length - 1):
+        raise DataError(f"rollout {number} sent its prompt to other experts than its group")
+    if not _chose_alike(leader.selection, rollout.selection, length - 1):
+        raise DataError(f"rollout {number} attended to other keys of its prompt than its group")
+    theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
+    if not torch.equal(theirs, own):
+        raise DataError(
+            f"rollout {number} has another prompt ledger than its group: its prompt was compressed otherwise"
+        )
+
+
+def _same(one: Tensor | None, other: Tensor | None, length: int) -> bool:
+    """Whether two optional records agree on their first ``length`` tokens."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one[:length], other[:length])
+
+
+def _chose_alike(one: Selection | None, other: Selection | None, length: int) -> bool:
+    """The same for what their first ``length`` queries attended to; no record is one of no choice."""
+    early = [None if s is None else s.until(length) for s in (one, other)]
+    some = [s for s in early if s is not None and len(s.queries)]
+    if len(some) < 2:
+        return not some
+    return (some[0].unit, some[0].layers) == (some[1].unit, some[1].layers) and all(
+        torch.equal(getattr(some[0], name), getattr(some[1], name)) for name in ("queries", "chosen")
+    )
