@@ -141,6 +141,8 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("format: 1", "gate: {reference: smd}", "unknown gate.reference 'smd'. Known: dense, naive"),
         ("format: 1", "gate: {margins: {agent: 5}}", "unknown suite in gate.margins 'agent'. Known: math, refusal"),
         ("format: 1", "gate: {margins: {math: 0}}", "gate.margins.math is 0, wanted greater than 0"),
+        ("format: 1", "gate: {margins: {math: 0.001}}", "gate.margins.math is 0.001, wanted at least 0.01 (percentage"),
+        ("format: 1", "gate: {estimand_margins: {parity: 1e-3}}", "gate.estimand_margins.parity is "),
         ("format: 1", "gate: {estimands: []}", "gate.estimands is [], wanted"),
         (
             "format: 1",

@@ -243,6 +243,20 @@ def test_a_config_that_no_model_has_is_one_line(key: str, value: Any, said: str,
     assert said in refused("generate", "Hello.", "--model", folder)
 
 
+@pytest.mark.parametrize("stop", [True, -3, "<|im_end|>", 1.5, 10**30, 259, [1, True], [[1]], {"a": 1}])
+def test_a_stop_that_is_no_token_of_the_model_is_refused(stop: Any, folder: Path) -> None:
+    rewritten(folder / "generation_config.json", eos_token_id=stop)
+    message = refused("generate", "Hello.", "--model", folder)
+    assert "wanted a token of the model, 0 to 258; mend generation_config.json" in message
+
+
+def test_a_tokenizer_that_ends_with_a_token_the_model_lacks_is_refused(folder: Path) -> None:
+    rewritten(folder / "tokenizer_config.json", eos_token="<|over|>")
+    assert "eos_token '<|over|>' is token 259, the model has tokens 0 to 258" in refused(
+        "generate", "Hello.", "--model", folder
+    )
+
+
 @pytest.mark.parametrize("table", ["files", "ledgers"])
 def test_a_finished_checkpoint_lists_its_own_files_only(table: str, tmp_path: Path) -> None:
     (tmp_path / "outside.bin").write_bytes(b"")

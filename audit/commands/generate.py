@@ -17,6 +17,7 @@ from audit.commands.console import check_seed
 from audit.commands.plugins import load_plugins
 from audit.core.errors import SpecError, UnknownName
 from audit.core.records import Message, Role
+from audit.core.spec import HEATS, is_heat
 from audit.core.text import is_text, visible
 from audit.policies import Policy, parse_policy
 from audit.sampling.model import DtypeName, LoadedModel, load_model
@@ -63,8 +64,8 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
 
 
 def _check(question: Question) -> None:
-    if question.temperature != 0 and not 1e-3 <= question.temperature <= 100:  # as in specs
-        raise SpecError(f"--temperature is {question.temperature:g}, wanted 0, or 0.001 to 100")
+    if not is_heat(question.temperature):
+        raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")
     if not all(is_text(text) for text in (question.text, question.system or "")):
         raise SpecError("the text is not UTF-8; give it in UTF-8")
 

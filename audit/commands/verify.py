@@ -13,6 +13,7 @@ from transformers.utils.logging import set_verbosity_error
 from audit.commands.console import say, wide_console
 from audit.commands.plugins import load_plugins
 from audit.core.errors import SpecError, UnknownName
+from audit.core.spec import HEATS, is_heat
 from audit.core.text import inline
 from audit.replay.interchange import read_rollouts
 from audit.replay.ranking_check import Ranked
@@ -44,6 +45,8 @@ def verify_recorded(asked: Asked) -> int:
         raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
     if asked.tolerance is not None and not math.isfinite(asked.tolerance):
         raise SpecError(f"--tolerance is {asked.tolerance:g}, wanted a finite number of nats")
+    if asked.temperature is not None and not is_heat(asked.temperature):
+        raise SpecError(f"--temperature is {asked.temperature:g}, wanted {HEATS}")
     load_plugins(asked.plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
     recorded, name = _sources(asked)

@@ -31,6 +31,8 @@ from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import match_policies, policy_text
 
 BASE_ARM = "base"  # the model before any training
+HEATS = "0, or 0.001 to 100"  # temperatures, 0 is greedy
+LEAST_MARGIN = 0.01  # percentage points: no sample shows less
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {"safety": 5.0, "capability": 3.0}
 _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
@@ -53,9 +55,20 @@ def _no_truth(value: Any) -> Any:
     return value
 
 
+def is_heat(value: float) -> bool:
+    """Whether a temperature can be sampled at: ``HEATS``."""
+    return value == 0 or 1e-3 <= value <= 100
+
+
 def _usable_temperature(value: float) -> float:
-    if value != 0 and not 1e-3 <= value <= 100:
-        raise PydanticCustomError("temperature", "0, or 0.001 to 100")
+    if not is_heat(value):
+        raise PydanticCustomError("temperature", HEATS)
+    return value
+
+
+def _usable_margin(value: float) -> float:
+    if value < LEAST_MARGIN:
+        raise PydanticCustomError("margin", f"at least {LEAST_MARGIN} (percentage points)")
     return value
 
 
@@ -67,7 +80,7 @@ Heat = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
 HeatOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
-Points = Annotated[Number, Field(gt=0, lt=100)]  # percentage points
+Points = Annotated[Number, Field(gt=0, lt=100), AfterValidator(_usable_margin)]  # percentage points
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 

@@ -26,6 +26,7 @@ from audit.cache.layers import GOVERNED, layer_kinds
 from audit.cache.linear import carry_states
 from audit.core.errors import AuditError, DataError, RunError
 from audit.core.intact import own_files
+from audit.core.yaml_file import shown
 from audit.sampling.chat import Chat
 from audit.sampling.gguf_header import check_gguf
 from audit.sampling.weights import (
@@ -88,7 +89,8 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
             verify_folder(folder)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
-        chat = Chat(tokenizer, _generation_stops(model))
+        _check_tokenizer(name_or_path, model, tokenizer)
+        chat = Chat(tokenizer, _generation_stops(name_or_path, model))
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
     carry_states(model)
@@ -250,9 +252,28 @@ def _first_line(error: Exception) -> str:
     return f"{first} {second}".strip() if first.endswith(":") else first
 
 
-def _generation_stops(model: Any) -> list[int]:
+def _generation_stops(name: str, model: Any) -> list[int]:
+    """The tokens that end an answer by the model's own word; raises DataError for what is no token of the model."""
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    found = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    size = model.get_input_embeddings().weight.shape[0]
+    for stop in found:
+        if type(stop) is not int or not 0 <= stop < size:
+            raise DataError(
+                f"model {name!r}: eos_token_id is {shown(stop)}, wanted a token of the model, 0 to {size - 1}; "
+                "mend generation_config.json"
+            )
+    return found
+
+
+def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
+    """Raise DataError where the tokenizer ends an answer by a token that the model does not have."""
+    stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
+    if stop is not None and stop >= size:
+        raise DataError(
+            f"model {name!r}: the tokenizer's eos_token {shown(tokenizer.eos_token)} is token {stop}, the model has "
+            f"tokens 0 to {size - 1}; the two do not belong together"
+        )
 
 
 def _require_full_attention(name: str, config: Any) -> None:
