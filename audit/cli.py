@@ -1,7 +1,7 @@
 """The command line: parses options, calls ``audit.commands``, and turns what users can mend into one line.
 
 Heavy imports wait inside the commands, so that ``--help`` answers at once.
-Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 looks exhausted,
+Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID,
 130 interrupted, 143 terminated.
 """
 

@@ -189,53 +189,10 @@ def _numbers(estimate: float, low: float | None, high: float | None, p: float | 
     return f"{points(estimate)}, p {pvalue(p)}" if p is not None else ""
 
 
-def logit(report: Report) -> Table:
-    """The interaction in pp beside the log-odds scale."""
-    rows = [
-        [
-            cell_name(report, c.cell),
-            points(c.difference),
-            f"{c.logit:+.2f} [{c.low:+.2f}, {c.high:+.2f}]",
-            pvalue(c.pvalue),
-            "ceiling-driven: the signs disagree" if c.ceiling_driven else "same sign",
-        ]
-        for c in report.analysis.logit
-    ]
-    return table_of(["interaction", "pp", "log odds, 95 % interval", "p", "scales"], rows)
-
-
-def exploration(report: Report) -> Table:
-    """The contrasts outside the gate that stand at the false discovery rate."""
-    found = report.analysis.exploration.findings[:MOST_ROWS] if report.analysis.exploration else ()
-    rows = [
-        [
-            f.cell.estimand,
-            cell_name(report, f.cell),
-            f"{points(f.estimate)} [{points(f.low)}, {points(f.high)}]",
-            pvalue(f.pvalue),
-            pvalue(f.adjusted),
-        ]
-        for f in found
-    ]
-    return table_of(["contrast", "cell", "pp, interval not adjusted", "p", "BH-adjusted"], rows, words=2)
-
-
-def exploration_notes(report: Report) -> tuple[str, ...]:
-    """How many were looked at."""
-    e = report.analysis.exploration
-    if e is None:
-        return ()
-    shown = f", the {MOST_ROWS} smallest p-values shown" if len(e.findings) > MOST_ROWS else ""
-    return (
-        f"Exploratory: {len(e.findings)} of {e.tested} contrasts outside the gate stand at a false discovery rate of "
-        f"{100 * e.q:g} % (Benjamini-Hochberg){shown}; drift.json holds all. Nothing here enters the verdict.",
-    )
-
-
 def displacement(report: Report) -> Table:
     """Token distributions against the reference's, floors first."""
     headers = ["arm", "policy", "suite", "tokens", "mean KL, nats, 95 % interval", "median", "p99", "p99.9", "max"]
-    headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor", "swap p"]
+    headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor"]
     rows = []
     for d in report.displacement:
         arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
@@ -245,6 +202,5 @@ def displacement(report: Report) -> Table:
         row += [percent(d.same_top1), percent(d.rms_dp)]
         row.append("-" if d.refusal_margin is None else f"{d.refusal_margin:+.2f}")
         row.append("-" if d.ratio is None else f"{d.ratio:.1f}x" if d.ratio < MOST_TIMES else f"{d.ratio:.0e}x")
-        row.append(pvalue(d.swap_pvalue))
         rows.append(row)
     return table_of(headers, rows, words=3)

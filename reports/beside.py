@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from audit.core.text import inline
 from reports import analysis_tables as tables
 from reports.analysis.safe import sentence
 from reports.gate import Status, Verdict
@@ -153,20 +152,11 @@ def _gated_families(report: Report) -> set[str]:
     return {c.family for c in report.analysis.doses if any(d.policy in gated for d in c.doses)}
 
 
-def ceiling_notes(report: Report) -> tuple[str, ...]:
-    """The interactions whose sign depends on the scale."""
-    return tuple(
-        inline(f"{tables.cell_name(report, c.cell)}: ceiling-driven, log odds have the other sign ({c.logit:+.2f}).")
-        for c in report.analysis.logit
-        if c.ceiling_driven
-    )
-
-
 def method_sections(report: Report) -> list[Section]:
     """Other ways to analyse the same cells, and the contrasts outside the gate."""
     flips = [m.method for m in report.analysis.methods if m.flips]
     note = f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
-    notes = (note + " The verdict stays the pre-declared one; the t interval and the bootstrap pass too easily.",)
+    notes = (note + " The verdict stays the pre-declared one; the t interval passes too easily.",)
     return [
         Section(
             "reach",
@@ -181,16 +171,8 @@ def method_sections(report: Report) -> list[Section]:
             "methods",
             "Other ways to analyse",
             "Would another analysis of the same cells have said something else?",
-            tables=(tables.methods(report), tables.sensitivity(report), tables.logit(report)),
+            tables=(tables.methods(report), tables.sensitivity(report)),
             notes=notes if report.analysis.methods else (),
             folded=not flips,
-        ),
-        Section(
-            "exploratory",
-            "Exploratory",
-            "Every contrast outside the gate: where to look next, not what was shown.",
-            tables=(tables.exploration(report),),
-            notes=tables.exploration_notes(report),
-            folded=True,
         ),
     ]

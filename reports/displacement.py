@@ -18,15 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
-from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.swap import swap_test
 
 Array = npt.NDArray[np.float64]
 FILE = "displacement.json"
 FORMAT = 1
 DRAWS, LEVEL = 2000, 0.95
 LARGEST_MEAN = 1e6  # nats; far beyond any float's log-probability
-LARGEST_SWAP = 10_000_000  # sequences times clusters that a swap test holds
 WORDS = ("arm", "policy", "suite")
 NUMBERS = ("median_kl", "p99_kl", "p99_9_kl", "max_kl", "same_top1", "rms_dp")
 SHARES = ("same_top1", "rms_dp")
@@ -39,8 +36,6 @@ class Displacement:
 
     ``low, high`` is the 95 % interval of the mean by a bootstrap of clusters of sequences, for display. ``ratio`` is
     the mean over the mean of the floor of the same suite and length, None where that has no row or is 0.
-    ``swap_pvalue`` is the two-sample test of the sequences' means against the floor's own, None where no floor has the
-    same sequences or they are in too few clusters.
     ``refusal_margin`` is candidate minus reference in log-odds of a refusal's first token, None where not measured.
     """
 
@@ -64,7 +59,6 @@ class Displacement:
     rms_dp: float
     ratio: float | None
     refusal_margin: float | None
-    swap_pvalue: float | None = None
 
 
 def load_displacement(run: Path) -> tuple[Displacement, ...]:
@@ -82,27 +76,7 @@ def load_displacement(run: Path) -> tuple[Displacement, ...]:
     if not isinstance(body, dict) or body.get("format") != FORMAT or not isinstance(body.get("rows"), list):
         raise DataError(f"{FILE} is not of format {FORMAT} with a list of rows; measure it again")
     rows = [_row(number, row) for number, row in enumerate(body["rows"], 1)]
-    paths = [row["sequences"] for row in body["rows"]]
-    floors = {_place(row, path): path for row, path in zip(rows, paths, strict=True) if row.floor}
-    found = []
-    for row, path in zip(rows, paths, strict=True):
-        floor = None if row.floor else floors.get(_place(row, path))
-        found.append(replace(_with_ratio(row, rows), swap_pvalue=None if floor is None else _swapped(floor, path)))
-    return tuple(sorted(found, key=lambda d: not d.floor))
-
-
-def _place(row: Displacement, sequences: Sequence[list[Any]]) -> tuple[str, int, tuple[tuple[str, int], ...]]:
-    """What two rows measured on the same answers have in common."""
-    return row.suite, row.context_tokens, tuple((cluster, tokens) for cluster, tokens, _ in sequences)
-
-
-def _swapped(floor: Sequence[list[Any]], own: Sequence[list[Any]]) -> float | None:
-    """P-value of the energy distance between the sequences' means and the floor's, by swaps inside clusters."""
-    clusters = [cluster for cluster, _, _ in own]
-    if len(set(clusters)) < FEWEST_CLUSTERS or len(set(clusters)) * len(own) > LARGEST_SWAP:
-        return None
-    theirs, means = (np.array([mean for _, _, mean in part], dtype=np.float64) for part in (floor, own))
-    return swap_test(theirs, means, np.array(clusters, dtype=object).astype(str)).pvalue
+    return tuple(sorted((_with_ratio(row, rows) for row in rows), key=lambda d: not d.floor))
 
 
 def _row(number: int, row: Any) -> Displacement:

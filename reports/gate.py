@@ -1,6 +1,6 @@
 """The decision: PASS, FAIL, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
 
-Per cell, margin D and one-sided level alpha of this look (lower and upper bound L, U of ESS-Tango), ``stats.rule``:
+Per cell, margin D and one-sided level alpha (lower and upper bound L, U of ESS-Tango), ``stats.rule``:
 PASS          L > -D and the cell has C_min clusters ("non-inferior within D"); PASS* when also U < 0
 FAIL          U < 0 and the drop holds for the family of all gated cells (``family``), and L <= -D
 INCONCLUSIVE  everything else; also what would pass where the reference's own rate is not clearly above D (FLOOR)
@@ -27,7 +27,6 @@ from reports.verdict import (
     AT_FLOOR,
     EXIT_CODES,
     FLOOR,
-    LOOKS_EXHAUSTED,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
@@ -62,7 +61,7 @@ def decide(report: Report) -> Verdict:
     gated = [_waived(d, report.waivers) for d in gated]
     beside, _ = _decisions(shown_cells(report.contrasts, plan), plan, report.adjudication)
     decisions = [*gated, *beside]
-    reasons = (*report.reasons, *_reasons(gated, plan.rules))
+    reasons = (*report.reasons, *_reasons(gated))
     arms = _arm_verdicts(gated)
     start = Status.INVALID if reasons else Status.PASS
     status = worst([start, *(a.status for a in arms)])
@@ -78,8 +77,6 @@ def decide(report: Report) -> Verdict:
         adjustment=adjustment,
         annotations=(),
         gate_sha256=plan.rules.sha256,
-        look=plan.rules.look,
-        looks=plan.rules.looks,
     )
     return replace(verdict, annotations=tuple(remarks(report, verdict)))
 
@@ -125,22 +122,13 @@ def _waived(d: Decision, waivers: Sequence[Waiver]) -> Decision:
     return replace(d, waiver=found[0]) if found and d.status is not Status.INVALID else d
 
 
-def _reasons(gated: Sequence[Decision], rules: Rules) -> list[Reason]:
-    reasons = []
-    if not gated:
-        reasons.append(Reason("NOTHING", "no cell to gate: one arm under one policy cannot be compared"))
-    if rules.exhausted:
-        reasons.append(Reason("LOOKS", f"look {rules.look} was not declared: the gate plans {rules.looks}"))
-    return reasons
+def _reasons(gated: Sequence[Decision]) -> list[Reason]:
+    return [] if gated else [Reason("NOTHING", "no cell to gate: one arm under one policy cannot be compared")]
 
 
 def _exit_code(status: Status, rules: Rules) -> int:
-    """FAIL and INVALID are never downgraded; INCONCLUSIVE at the last of several looks leaves none to wait for."""
-    if rules.exhausted:
-        return LOOKS_EXHAUSTED
-    if status is Status.INCONCLUSIVE:
-        return 0 if rules.on_inconclusive == WARN else LOOKS_EXHAUSTED if rules.last else EXIT_CODES[status]
-    return EXIT_CODES[status]
+    """FAIL and INVALID are never downgraded."""
+    return 0 if status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN else EXIT_CODES[status]
 
 
 def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:

@@ -2,8 +2,8 @@
 
 What the file leaves out is taken from the gate section of the run's spec. A spec may name a gate file
 (``gate.gate_file``); its bytes are then kept in the run's provenance when the run begins. Any other gate file, also
-one that says the same, was declared after the run: the verdict says so with what it changes, and it may be stricter
-than the rules of the run, never milder (``run_report``).
+one that says the same, was declared after the run: no exit code is taken from it (``refuse_late``), and a report made
+with it says so in red with what it changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Asked:
     gate: YamlFile | None = None
     pin: Pin | None = None
     waivers: YamlFile | None = None
-    look: int | None = None
     on_inconclusive: str | None = None
     today: date | None = None
 
@@ -73,6 +72,20 @@ def declared_plan(data: RunData, asked: Asked) -> Plan:
     return _tuned(replace(plan, rules=rules), asked)
 
 
+def refuse_late(data: RunData, asked: Asked) -> None:
+    """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
+    if asked.gate is None or not declares_gate(data):
+        return
+    kept = pinned_gate_file(data.provenance)
+    if kept is None or kept.sha256 != asked.gate.sha256:
+        own = "its spec's gate section" if kept is None else f"{kept.name}, sha256 {kept.sha256[:12]}"
+        raise SpecError(
+            f"{asked.gate.name} (sha256 {asked.gate.sha256[:12]}) was not declared with the run, which began with "
+            f"{own}; leave --gate out, see what the file would change with kvaudit report --gate, or start a run whose "
+            "gate.gate_file names it"
+        )
+
+
 def declares_gate(data: RunData) -> bool:
     """Whether the run began with rules of its own, in its spec or in a gate file kept with it."""
     return bool(_section(data.spec)) or data.provenance.get("gate_file") is not None
@@ -87,7 +100,6 @@ def changes(own: Plan, plan: Plan) -> Iterator[str]:
     """What a plan decides differently from the run's own, in words."""
     for name, old, new in (
         ("alpha", own.rules.alpha, plan.rules.alpha),
-        ("looks", own.rules.looks, plan.rules.looks),
         ("reference", own.reference, plan.reference),
         ("estimands", own.estimands, plan.estimands),
         ("gated policies", _short(own, own.primary), _short(plan, plan.primary)),
@@ -143,12 +155,8 @@ def _plan_of(data: RunData, file: YamlFile | None) -> Plan:
 
 
 def _tuned(plan: Plan, asked: Asked) -> Plan:
-    """The plan with the look and the handling of INCONCLUSIVE that the command line gives."""
-    rules = replace(
-        plan.rules,
-        look=plan.rules.look if asked.look is None else asked.look,
-        on_inconclusive=asked.on_inconclusive or plan.rules.on_inconclusive,
-    )
+    """The plan with the handling of INCONCLUSIVE that the command line gives."""
+    rules = replace(plan.rules, on_inconclusive=asked.on_inconclusive or plan.rules.on_inconclusive)
     return replace(plan, rules=rules)
 
 

@@ -11,8 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from audit.core.records import Message, Record
 from audit.core.yaml_file import parse_yaml
 from reports.columns import Columns
 from reports.panel import Panel, panels
-from reports.rows import Problem, columns_of, one_line, read_unit
+from reports.rows import Problem, one_line, read_unit
 from reports.spec_hash import spec_sha256
 
 KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
@@ -100,15 +99,6 @@ def _check_spec(path: Path, spec: Mapping[str, Any], provenance: Mapping[str, An
                 f"provenance.json is {str(provenance.get(key))[:12]}); put the first one back, or start another run "
                 "with --out"
             )
-
-
-def frame_of(located: Iterable[tuple[str, int, Record]]) -> pd.DataFrame:
-    """Records with (file, line) as a DataFrame; unscored scores are NaN, degenerate ones 0."""
-    columns = Columns()
-    for file, part in groupby(located, key=itemgetter(0)):
-        _, lines, records = zip(*part, strict=True)
-        columns.add(str(file), lines, columns_of(records))
-    return columns.frame()
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Plan:
     suites: tuple[str, ...]
     contexts: tuple[int, ...]
     capability: tuple[str, ...]
-    alpha: float  # one-sided, of this look
+    alpha: float  # one-sided
     margins: dict[str, float]
     train_policy: str | None
     labels: dict[str, str]  # canonical policy -> short name
@@ -104,7 +104,7 @@ def read_plan(spec: Mapping[str, Any], records: pd.DataFrame, provenance: Mappin
         suites=suites,
         contexts=contexts,
         capability=capability,
-        alpha=rules.alpha_per_look,
+        alpha=rules.alpha,
         margins=_margins(gate, suites),
         train_policy=match_policies([policy_text(train_policy)], list(policies))[0] if train_policy else None,
         labels=short_names(policies),

@@ -1,11 +1,11 @@
-"""What must be read wherever a verdict is read: other rules, looks, waivers, labels, INCONCLUSIVE let through."""
+"""What must be read wherever a verdict is read: other rules, waivers, labels, INCONCLUSIVE let through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from audit.core.inputs import WORKED_WITH
-from reports.report import OtherRules, Report
+from reports.report import Report
 from reports.rules import AFTER_RUN, WARN, Rules
 from reports.verdict import JUDGE_DIFF, Decision, Status, Verdict
 
@@ -13,18 +13,14 @@ _NAMED = 3  # cells that a line spells out
 
 
 def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
-    """One plain line each; none for a run of one set of versions that is decided by its spec in one look."""
+    """One plain line each; none for a run of one set of versions that is decided by its spec."""
     rules = report.plan.rules
     if rules.sha256 is not None:
         yield _gate(rules)
-    if report.other_rules:
-        yield from _other_rules(report.other_rules, verdict)
-    if rules.profile or rules.looks > 1:
-        yield _level(rules)
+    if rules.profile:
+        yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
         yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
-    if verdict.status is Status.INCONCLUSIVE and rules.last:
-        yield f"LOOKS: this was the last of {rules.looks} declared looks and it does not decide; no look is left."
     yield from _waivers(report, verdict)
     yield from _labels(report, verdict)
     yield from _versions(report)
@@ -32,37 +28,11 @@ def remarks(report: Report, verdict: Verdict) -> Iterator[str]:
         yield f"FAIL is held to the family by Holm instead of max-T: {verdict.adjustment.reason}."
 
 
-def _gate(rules: Rules | OtherRules) -> str:
+def _gate(rules: Rules) -> str:
     line = f"Gate: {rules.source}, sha256 {(rules.sha256 or '')[:12]}, {rules.declared}"
     if rules.declared != AFTER_RUN:
         return line + "."
     return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
-
-
-def _other_rules(other: OtherRules, verdict: Verdict) -> Iterator[str]:
-    """Both verdicts, where a gate file came after the run: the worse one is the report's."""
-    if other.declared == AFTER_RUN:
-        yield _gate(other)
-        milder = (
-            "No file that came after the run makes its verdict milder; waivers, signed and dated, let cells through."
-        )
-        yield (
-            f"By {other.source} the verdict would be {other.status} (exit {other.exit_code}), by the rules that the "
-            f"run began with it is {verdict.status.value}, which counts. {milder}"
-        )
-        return
-    yield (
-        f"By the rules the run began with ({other.source}) the verdict is {other.status} (exit {other.exit_code}); "
-        f"the gate file came after the run, and the worse of both counts: {verdict.status.value}."
-    )
-
-
-def _level(rules: Rules) -> str:
-    words = [f"profile {rules.profile}"] if rules.profile else []
-    words.append(f"one-sided level {rules.alpha:g}")
-    if rules.looks > 1:
-        words.append(f"look {rules.look} of {rules.looks}, each at {rules.alpha_per_look:.3g}")
-    return "Rules: " + ", ".join(words) + "."
 
 
 def _labels(report: Report, verdict: Verdict) -> Iterator[str]:

@@ -148,18 +148,6 @@ class Example:
 
 
 @dataclass(frozen=True)
-class OtherRules:
-    """What the same records come to by the other rules, where a gate file came after the run."""
-
-    source: str
-    sha256: str | None
-    declared: str
-    changes: tuple[str, ...]
-    status: str
-    exit_code: int
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything that is said about a run. The verdict is a pure function of it: ``gate.decide(report)``."""
 
@@ -178,7 +166,6 @@ class Report:
     displacement: tuple[Displacement, ...] = ()
     adjudication: Adjudication | None = None  # what people said of the judge's labels
     calibration: Stamp | None = None  # how often the gate is wrong
-    other_rules: OtherRules | None = None  # whose verdict is not worse than this report's
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How a verdict is taken: the part of a gate section that a spec and a gate file share, read and checked by hand.
 
 Profiles: ``pr`` has alpha .05 and lets an INCONCLUSIVE verdict through with a warning, ``release`` has alpha .025 and
-blocks it. A section without a profile has alpha .05 and blocks. K planned looks share alpha: each is taken at alpha/K.
+blocks it. A section without a profile has alpha .05 and blocks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from typing import Any, NamedTuple
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.yaml_file import clipped, known_keys, shown
-from reports.stats.looks import alpha_per_look
 
 GATED_ESTIMANDS = ("E1", "E2", "E3", "selectivity", "parity")
 DEFAULT_ESTIMANDS = ("E1", "E2")
 DEFAULT_ALPHA = 0.05
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
 OWN_MARGINS = ("selectivity", "parity")
-MOST_LOOKS = 5  # as many as were simulated
 BLOCK, WARN = "block", "warn"
 WITH_RUN, AFTER_RUN = "declared with the run", "declared after the run"
 KEYS = (
     *("reference", "profile", "alpha", "margins", "estimand_margins", "primary", "contexts", "deployable"),
-    *("estimands", "looks", "look", "on_inconclusive", "pin", "gate_file"),
+    *("estimands", "on_inconclusive", "pin", "gate_file"),
 )
 
 
 class Profile(NamedTuple):
-    """One-sided level over all looks, and what happens to INCONCLUSIVE."""
+    """One-sided level, and what happens to INCONCLUSIVE."""
 
     alpha: float
     on_inconclusive: str
@@ -42,7 +40,7 @@ LEAST_MARGIN = 0.01  # percentage points: no sample shows less
 
 @dataclass(frozen=True)
 class Rules:
-    """The declared rules beside margins and cells. ``alpha`` is over all looks; ``sha256`` is the gate file's, if any.
+    """The declared rules beside margins and cells. ``alpha`` is one-sided; ``sha256`` is the gate file's, if any.
 
     ``changes`` says what a gate file decides differently from the spec of the run, ``pin`` names the file of the pinned
     reference as it was written.
@@ -50,29 +48,12 @@ class Rules:
 
     profile: str | None = None
     alpha: float = DEFAULT_ALPHA
-    looks: int = 1
-    look: int = 1
     on_inconclusive: str = BLOCK
     pin: str | None = None
     source: str = "spec.yaml"
     sha256: str | None = None
     declared: str = WITH_RUN
     changes: tuple[str, ...] = ()
-
-    @property
-    def alpha_per_look(self) -> float:
-        """The level of this look."""
-        return alpha_per_look(self.alpha, self.looks)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether more looks were taken than were declared."""
-        return self.look > self.looks
-
-    @property
-    def last(self) -> bool:
-        """Whether several looks were declared and none is left after this one."""
-        return self.looks > 1 and self.look >= self.looks
 
 
 def read_rules(gate: Mapping[str, Any]) -> Rules:
@@ -87,12 +68,9 @@ def read_rules(gate: Mapping[str, Any]) -> Rules:
     pin = gate.get("pin")
     if pin is not None and not (isinstance(pin, str) and pin):
         raise SpecError(f"gate.pin is {shown(pin)}, wanted the path of a pin file (kvaudit pin CHECKPOINT)")
-    looks = whole(gate, "looks", 1, MOST_LOOKS)
     return Rules(
         profile=profile,
         alpha=alpha,
-        looks=looks,
-        look=whole(gate, "look", 1, 1000),
         on_inconclusive=_choice(gate, known.on_inconclusive),
         pin=pin,
     )
@@ -132,16 +110,6 @@ def number(value: Any, name: str, below: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
         raise SpecError(f"{name} is {shown(value)}, wanted a number above 0 and below {below:g}")
     return float(value)
-
-
-def whole(gate: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    """A whole number in [low, high]; ``low`` where it is not given."""
-    value = gate.get(key)
-    if value is None:
-        return low
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SpecError(f"gate.{key} is {shown(value)}, wanted a whole number from {low} to {high}")
-    return value
 
 
 def _choice(gate: Mapping[str, Any], default: str) -> str:

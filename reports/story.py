@@ -129,9 +129,7 @@ def _detail_sections(report: Report) -> list[Section]:
             "Did training change how much serving compression hurts? The candidate's change from policy none minus the "
             "reference's own: below zero, training made the model more fragile to compression.",
             tables=(tables.estimand(report, "E5", gated_only=True),),
-            notes=("Shown for the gated policies; drift.json holds all.", *beside.ceiling_notes(report))
-            if not serving
-            else (),
+            notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
         ),
         Section(
             "sensitivity",

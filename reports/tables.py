@@ -85,14 +85,12 @@ def compared(report: Report) -> Table:
 
 
 def _declared(plan: Plan) -> list[tuple[str, str]]:
-    """Rules beyond a spec's own: gate file, profile, looks."""
+    """Rules beyond a spec's own: gate file, profile."""
     rules, found = plan.rules, []
     if rules.sha256 is not None:
         found.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
     if rules.profile is not None:
         found.append(("profile", f"{rules.profile}: alpha {rules.alpha:g}, INCONCLUSIVE: {rules.on_inconclusive}"))
-    if rules.looks > 1:
-        found.append(("looks", f"{rules.look} of {rules.looks}, each at {rules.alpha_per_look:.3g}"))
     return found
 
 

@@ -30,7 +30,6 @@ EXIT_CODES = {
     Status.INCONCLUSIVE: 4,
     Status.INVALID: 5,
 }
-LOOKS_EXHAUSTED = 6
 PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
 JUDGE_DIFF = "JUDGE_DIFF"
 FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
@@ -121,8 +120,6 @@ class Verdict:
     adjustment: Adjustment
     annotations: tuple[str, ...]
     gate_sha256: str | None  # of the gate file, None where the spec's own section decides
-    look: int
-    looks: int
 
 
 def worst(statuses: Iterable[Status]) -> Status:

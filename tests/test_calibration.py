@@ -9,7 +9,7 @@ import pytest
 
 from reports.calibration.broken import BrokenTemplates
 from reports.calibration.case import FAST, FULL, Case, Figure, Outcome, Scale, at_least, at_most, confirmed
-from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
+from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
 from reports.gate import Status, decide_cell
@@ -32,7 +32,7 @@ def missed(figures: list[Figure]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "check", [intervals, templates, families, recipes, judges, peeking, doses, power], ids=lambda m: m.__name__[28:]
+    "check", [intervals, templates, families, recipes, judges, doses, power], ids=lambda m: m.__name__[28:]
 )
 def test_every_figure_keeps_to_what_is_asked(check):
     figures = check.figures(simulated(check.cases(SMALL)), SMALL)
@@ -75,12 +75,6 @@ def test_a_gate_without_c_min_is_found_out(monkeypatch):
 def test_a_sequence_that_goes_on_after_a_failure_is_found_out(monkeypatch):
     monkeypatch.setattr(doses, "cleared", lambda passed: passed.shape[-1] - np.argmax(passed[..., ::-1], axis=-1))
     assert missed(doses.figures(simulated(doses.cases(SMALL)), SMALL))
-
-
-def test_looks_at_the_full_level_are_found_out(monkeypatch):
-    monkeypatch.setattr(peeking, "alpha_per_look", lambda alpha, looks: alpha)
-    outcomes = simulated([replace(case, simulations=4000) for case in peeking.cases(SMALL)])
-    assert missed(peeking.figures(outcomes, SMALL))
 
 
 def test_a_recipe_without_seed_variance_is_found_out(monkeypatch):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from reports.drift_ledger import read_ledger
 from test_cli import refused
 
 from audit.core.errors import DataError, SpecError
-from reports.drift_ledger import read_ledger
 from reports.rules import margin_of
 
 

@@ -6,6 +6,7 @@ from datetime import date, timedelta
 
 import pytest
 import yaml
+from reports.drift_ledger import append, read_ledger
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
@@ -15,7 +16,6 @@ from audit.core.errors import DataError, SpecError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from reports.drift_ledger import append, read_ledger
 from reports.pin import load_pin
 
 SNAP = policy("snapkv", 96)

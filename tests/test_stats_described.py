@@ -1,16 +1,12 @@
-"""Descriptions beside the gate: concentration, churn, bootstrap, mid-p and the exploratory list, by hand and oracle."""
+"""Descriptions beside the gate: concentration and churn, by hand and oracle."""
 
 import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from reports.stats.bootstrap import cluster_bootstrap, resampled_means
 from reports.stats.churn import churn, flips
 from reports.stats.concentration import concentration, gini
-from reports.stats.fdr import benjamini_hochberg
-from reports.stats.mcnemar import mid_p
 
 
 def test_concentration_of_a_known_case():
@@ -99,70 +95,3 @@ def test_copies_of_one_draw_churn_like_the_draw():
 
 def test_two_draws_that_disagree_would_churn_on_a_rerun():
     assert churn([0.5, 0.5], [1.0, 0.0], samples=2).rerun_churn == pytest.approx(0.5)
-
-
-def test_bootstrap_is_near_that_of_scipy():
-    rng = np.random.default_rng(3)
-    labels = np.repeat(np.arange(40), rng.integers(1, 6, 40))
-    z = rng.choice([-1.0, 0.0, 1.0], len(labels), p=[0.2, 0.7, 0.1])
-    sums, counts = np.bincount(labels, weights=z), np.bincount(labels)
-    wanted = stats.bootstrap(
-        (sums, counts),
-        lambda s, n, axis: s.sum(axis=axis) / n.sum(axis=axis),
-        paired=True,
-        method="percentile",
-        n_resamples=9999,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    found = cluster_bootstrap(z, labels, draws=9999)
-    assert found.estimate == pytest.approx(z.mean(), abs=1e-12)
-    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=0.006)
-    assert "display only" in found.method
-
-
-def test_bootstrap_does_not_see_labels_or_order():
-    rng = np.random.default_rng(4)
-    z, labels = rng.normal(size=60), np.arange(60) % 13
-    order = rng.permutation(60)
-    one, two = (
-        cluster_bootstrap(z, labels),
-        cluster_bootstrap(z[order], np.array([f"t{99 - x}" for x in labels[order]])),
-    )
-    assert (one.low, one.high) == pytest.approx((two.low, two.high), abs=1e-12)
-
-
-def test_resampled_means_of_many_samples_share_their_draws():
-    sums, counts = np.random.default_rng(5).normal(size=(3, 2, 7)), np.arange(1.0, 8)
-    found = resampled_means(sums, counts, draws=50, rng=np.random.default_rng(6))
-    alone = resampled_means(sums[2, 1], counts, draws=50, rng=np.random.default_rng(6))
-    assert found.shape == (3, 2, 50)
-    assert found[2, 1] == pytest.approx(alone, abs=1e-12)
-
-
-@pytest.mark.parametrize(("losses", "gains"), [(2, 12), (5, 5), (0, 3), (0, 0), (40, 21), (1, 0)])
-def test_mid_p_takes_half_of_the_observed_table(losses, gains):
-    n = losses + gains
-    fewer = min(losses, gains)
-    below = float(stats.binom.cdf(fewer - 1, n, 0.5)) if fewer else 0.0
-    wanted = min(1.0, 2 * (below + 0.5 * float(stats.binom.pmf(fewer, n, 0.5))))
-    if losses == gains:
-        wanted = 1.0 - (float(stats.binom.pmf(fewer, n, 0.5)) if n else 0.0)
-    assert float(mid_p(losses, gains)) == pytest.approx(wanted, abs=1e-10)
-
-
-def test_mid_p_is_the_exact_p_value_less_the_observed_point():
-    contingency = pytest.importorskip("statsmodels.stats.contingency_tables")
-    exact = contingency.mcnemar([[30, 12], [2, 6]], exact=True).pvalue
-    assert float(mid_p(2, 12)) == pytest.approx(exact - float(stats.binom.pmf(2, 14, 0.5)), abs=1e-10)
-
-
-@pytest.mark.parametrize("dependent", [False, True])
-def test_exploratory_list_equals_statsmodels(dependent):
-    multitest = pytest.importorskip("statsmodels.stats.multitest")
-    pvalues = [0.001, 0.2, 0.013, 0.04, 0.9, 0.021]
-    wanted = multitest.multipletests(pvalues, 0.10, method="fdr_by" if dependent else "fdr_bh")
-    found = benjamini_hochberg(pvalues, dependent=dependent)
-    assert found.adjusted == pytest.approx(wanted[1], abs=1e-10)
-    assert list(found.discovered) == wanted[0].tolist()
-    assert benjamini_hochberg([]).adjusted == ()
-    assert benjamini_hochberg([0.1], q=0.1).discovered == (True,)

@@ -12,7 +12,6 @@ from reports.stats.signflip import (
     drop_pvalues,
     flip_moments,
     flip_statistics,
-    max_t,
     max_t_groups,
     max_t_pvalues,
     sign_flip,
@@ -81,8 +80,8 @@ def test_many_draws_approach_the_t_test():
 def test_one_cell_of_max_t_is_the_one_sided_sign_flip():
     for clusters in (9, 40):
         z, labels = uneven(7, clusters)
-        assert max_t(z, labels).pvalues == (sign_flip(z[0], labels).pvalue_drop,)
-        assert max_t(z[0], labels, step_down=False).pvalues == (sign_flip(z[0], labels).pvalue_drop,)
+        assert max_t_groups([(z, labels)]).pvalues == (sign_flip(z[0], labels).pvalue_drop,)
+        assert max_t_groups([(z[0], labels)], step_down=False).pvalues == (sign_flip(z[0], labels).pvalue_drop,)
 
 
 @pytest.mark.parametrize("step_down", [True, False])
@@ -98,7 +97,7 @@ def test_max_t_is_the_enumeration_by_hand(step_down):
         family = order[rank:] if step_down else order
         running = max(running, float(np.mean(flipped[:, family].min(axis=1) <= observed[cell] + 1e-9)))
         wanted[cell] = running
-    assert max_t(z, labels, step_down=step_down).pvalues == pytest.approx(wanted, abs=1e-10)
+    assert max_t_groups([(z, labels)], step_down=step_down).pvalues == pytest.approx(wanted, abs=1e-10)
 
 
 @pytest.mark.parametrize("clusters", [10, 33])
@@ -117,14 +116,14 @@ def test_item_order_and_cluster_labels_change_nothing():
         order = np.random.default_rng(0).permutation(z.shape[1])
         names = np.array([f"template-{997 - label * 7 % 101}" for label in labels])
         assert sign_flip(z[0], labels) == sign_flip(z[0][order], names[order])
-        assert max_t(z, labels) == max_t(z[:, order], names[order])
+        assert max_t_groups([(z, labels)]) == max_t_groups([(z[:, order], names[order])])
 
 
 def test_adjusted_p_values_lie_between_the_raw_ones_and_bonferroni():
     z, labels = uneven(11, 12, cells=5)
     z[3] -= 0.4
     raw = np.array([sign_flip(row, labels).pvalue_drop for row in z])
-    down, single = max_t(z, labels), max_t(z, labels, step_down=False)
+    down, single = max_t_groups([(z, labels)]), max_t_groups([(z, labels)], step_down=False)
     assert np.all(raw <= down.pvalues)
     assert np.all(np.array(down.pvalues) <= single.pvalues)
     assert np.all(single.pvalues <= np.minimum(1, 5 * raw) + 1e-12)
@@ -133,7 +132,7 @@ def test_adjusted_p_values_lie_between_the_raw_ones_and_bonferroni():
 
 def test_a_copy_of_a_cell_costs_nothing():
     z, labels = uneven(12, 25)
-    once, twice = max_t(z, labels), max_t(np.vstack([z, z]), labels)
+    once, twice = max_t_groups([(z, labels)]), max_t_groups([(np.vstack([z, z]), labels)])
     assert twice.pvalues == once.pvalues * 2
 
 
@@ -143,7 +142,7 @@ def test_panels_flip_independently():
     assert family.estimates == pytest.approx([*one.mean(axis=1), two.mean()], abs=1e-12)
     # the chance that no panel falls below t is the product of the panels' chances
     worst = int(np.argmin(family.statistics[:2]))
-    alone = max_t(one, first, step_down=False).pvalues[worst]
+    alone = max_t_groups([(one, first)], step_down=False).pvalues[worst]
     sums, counts = np.bincount(second, weights=two[0])[None], np.bincount(second).astype(float)
     below = np.mean(flip_statistics(sums, counts, signs(15, 9999, 1).patterns) <= family.statistics[worst])
     assert family.pvalues[worst] == pytest.approx(1 - (1 - alone) * (1 - below), abs=0.01)
@@ -154,7 +153,7 @@ def test_no_difference_anywhere_is_no_evidence():
     labels = np.repeat(np.arange(20), 3)
     found = sign_flip(np.zeros(60), labels)
     assert (found.statistic, found.pvalue, found.pvalue_drop) == (0.0, 1.0, 1.0)
-    assert max_t(np.zeros((2, 60)), labels).pvalues == (1.0, 1.0)
+    assert max_t_groups([(np.zeros((2, 60)), labels)]).pvalues == (1.0, 1.0)
 
 
 def test_the_same_loss_in_every_cluster_is_the_most_extreme_pattern():

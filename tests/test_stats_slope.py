@@ -1,13 +1,10 @@
-"""Dose slopes against statsmodels, isotonic curves by hand, the logit contrast against a GEE."""
-
-import math
+"""Dose slopes against statsmodels, isotonic curves by hand."""
 
 import numpy as np
 import pytest
-from scipy import special, stats
+from scipy import stats
 
 from reports.stats.clustered import cr3_effect
-from reports.stats.logit_did import logit_contrast, logit_did
 from reports.stats.slope import dose_weights, isotonic, slope_effect
 
 
@@ -77,67 +74,3 @@ def test_isotonic_pools_adjacent_violators():
 def test_isotonic_averages_equal_doses():
     found = isotonic([1, 1, 2], [0.0, 1.0, 0.8], [3, 1, 1])
     assert (found.x, found.fitted) == ((1, 2), pytest.approx((0.25, 0.8)))
-
-
-def test_logit_did_is_the_log_odds_ratio_with_half_a_count_added():
-    values, labels = scores(5, 4)
-    n, s = values.shape[1], values.sum(axis=1)
-    logits = np.log((s + 0.5) / (n - s + 0.5))
-    found = logit_did(*values, labels)
-    assert found.estimate == pytest.approx(logits[0] - logits[1] - logits[2] + logits[3], abs=1e-12)
-    m = values.mean(axis=1)
-    assert found.contrast == pytest.approx(m[0] - m[1] - m[2] + m[3], abs=1e-12)
-
-
-def test_logit_contrast_is_the_jackknife_over_clusters():
-    values, labels = scores(6, 2)
-
-    def logit_gap(keep):
-        n, s = keep.sum(), values[:, keep].sum(axis=1)
-        return float(np.diff(np.log((s + 0.5) / (n - s + 0.5)))[0])
-
-    whole = logit_gap(labels >= 0)
-    parts = np.array([logit_gap(labels != c) for c in np.unique(labels)])
-    error = math.sqrt((len(parts) - 1) / len(parts) * np.sum((parts - whole) ** 2))
-    found = logit_contrast(values, [-1, 1], labels)
-    assert (found.estimate, found.error) == pytest.approx((whole, error), abs=1e-12)
-    assert found.high == pytest.approx(whole + stats.t.ppf(0.975, len(parts) - 1) * error, abs=1e-10)
-    assert found.pvalue == pytest.approx(2 * stats.t.sf(abs(whole) / error, len(parts) - 1), abs=1e-10)
-
-
-def test_logit_contrast_is_near_a_generalised_estimating_equation():
-    sm = pytest.importorskip("statsmodels.api")
-    values, labels = scores(7, 4, clusters=120)
-    long = values.ravel()
-    arm, served = np.repeat([1, 1, 0, 0], values.shape[1]), np.repeat([1, 0, 1, 0], values.shape[1])
-    design = np.column_stack([np.ones(len(long)), arm, served, arm * served])
-    fit = sm.GEE(long, design, groups=np.tile(labels, 4), family=sm.families.Binomial()).fit(cov_type="bias_reduced")
-    found = logit_did(*values, labels)
-    assert found.estimate == pytest.approx(float(fit.params[3]), abs=0.02)
-    assert found.error == pytest.approx(float(fit.bse[3]), rel=0.05)
-
-
-def test_logit_scale_turns_the_sign_near_the_ceiling():
-    def cell(rate):
-        return (np.arange(200) < round(rate * 200)).astype(float)
-
-    clusters = np.arange(200) % 40
-    found = logit_did(cell(0.95), cell(0.99), cell(0.55), cell(0.60), clusters)
-    assert found.contrast == pytest.approx(0.01, abs=1e-12)
-    assert found.estimate < 0
-    assert found.ceiling_driven
-    assert not logit_did(cell(0.80), cell(0.90), cell(0.88), cell(0.90), clusters).ceiling_driven
-    assert not logit_did(cell(0.95), cell(0.99), cell(0.56), cell(0.60), clusters).ceiling_driven
-
-
-def test_rates_of_zero_and_one_stay_finite():
-    found = logit_did(np.zeros(20), np.ones(20), np.ones(20), np.ones(20), np.arange(20) // 2)
-    assert found.estimate == pytest.approx(-2 * math.log(41), abs=1e-12)
-    assert math.isfinite(found.low)
-    assert special.expit(found.estimate) < 0.01
-
-
-def test_swapping_the_arms_flips_the_logit_contrast():
-    values, labels = scores(8, 4)
-    one, two = logit_did(*values, labels), logit_did(*values[[2, 3, 0, 1]], labels)
-    assert (one.estimate, one.low, one.high) == pytest.approx((-two.estimate, -two.high, -two.low), abs=1e-12)

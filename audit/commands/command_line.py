@@ -64,7 +64,6 @@ GateFile = Annotated[
 Waivers = Annotated[
     Path | None, typer.Option(help="A file of waivers: who, why, until when, which cells.", show_default=False)
 ]
-Look = Annotated[int | None, typer.Option(min=1, help="Which of the declared looks this is.", show_default=False)]
 OnInconclusive = Annotated[
     str | None,
     typer.Option(help="block: exit with 4; warn: exit with 0 and a warning.", show_default=False),

@@ -25,7 +25,6 @@ class GateOptions:
 
     gate: Path | None = None
     waivers: Path | None = None
-    look: int | None = None
     on_inconclusive: str | None = None
 
     def asked(self) -> Asked:
@@ -38,7 +37,6 @@ class GateOptions:
             gate=file,
             pin=load_pin(self.gate.parent / named) if self.gate and isinstance(named, str) else None,
             waivers=None if self.waivers is None else read_waivers(self.waivers),
-            look=self.look,
             on_inconclusive=self.on_inconclusive,
             today=date.today(),
         )

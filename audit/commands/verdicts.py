@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import GateFile, Look, OnInconclusive, Run, Waivers, user_errors
+from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, user_errors
 
 verdicts = typer.Typer(rich_markup_mode=None)
 
@@ -18,7 +18,6 @@ def report(
     *,
     gate_file: GateFile = None,
     waivers: Waivers = None,
-    look: Look = None,
     on_inconclusive: OnInconclusive = None,
 ) -> None:
     """Write a run's report again from its records."""
@@ -26,7 +25,7 @@ def report(
         from audit.commands.gate_options import GateOptions
         from audit.commands.report import write
 
-        write(run, GateOptions(gate_file, waivers, look, on_inconclusive))
+        write(run, GateOptions(gate_file, waivers, on_inconclusive))
 
 
 @verdicts.command()
@@ -35,18 +34,14 @@ def gate(
     *,
     gate_file: GateFile = None,
     waivers: Waivers = None,
-    look: Look = None,
     on_inconclusive: OnInconclusive = None,
-    ledger: Annotated[
-        Path | None, typer.Option(help="A drift ledger to append to: every drift from the pin.", show_default=False)
-    ] = None,
 ) -> None:
-    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 looks exhausted."""
+    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID."""
     with user_errors(f"kvaudit gate {run}"):
         from audit.commands.gate import decide_run
         from audit.commands.gate_options import GateOptions
 
-        raise typer.Exit(decide_run(run, GateOptions(gate_file, waivers, look, on_inconclusive), ledger))
+        raise typer.Exit(decide_run(run, GateOptions(gate_file, waivers, on_inconclusive)))
 
 
 @verdicts.command("pin")

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from reports.analysis.churn import cell_churn
 from reports.analysis.concentrated import cell_concentration
 from reports.analysis.dose import dose_curves
-from reports.analysis.exploration import explore
-from reports.analysis.logit import logit_checks
 from reports.analysis.reach import reached
 from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
@@ -30,8 +28,6 @@ def analyse(report: Report, tables: Mapping[tuple[str, int], Panel], verdict: Ve
         concentration=tuple(cell_concentration(plan, tables, verdict.decisions)),
         sensitivity=cells,
         methods=methods,
-        logit=tuple(logit_checks(plan, tables, report.contrasts)),
         seeds=tuple(seed_spreads(report.contrasts, verdict.decisions)),
         reach=tuple(reached(verdict.decisions)),
-        exploration=explore(plan, report.contrasts),
     )

@@ -161,19 +161,6 @@ class MethodVerdict:
 
 
 @dataclass(frozen=True)
-class LogitCheck:
-    """The interaction (E5) on the log-odds scale; ``ceiling_driven`` where its sign differs from that in pp."""
-
-    cell: CellName
-    difference: float
-    logit: float
-    low: float
-    high: float
-    pvalue: float
-    ceiling_driven: bool
-
-
-@dataclass(frozen=True)
 class SeedSpread:
     """The drift of a gated cell by paired training seed; ``sd`` with its 95 % interval, None below three seeds."""
 
@@ -197,27 +184,6 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A contrast outside the gate that a false discovery rate of 10 % lets stand; its interval is not adjusted."""
-
-    cell: CellName
-    estimate: float
-    low: float
-    high: float
-    pvalue: float
-    adjusted: float
-
-
-@dataclass(frozen=True)
-class Exploration:
-    """Every contrast outside the gate, by Benjamini and Hochberg."""
-
-    tested: int
-    q: float
-    findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True)
 class Analysis:
     """All analyses of a run; empty where none was made."""
 
@@ -227,7 +193,5 @@ class Analysis:
     concentration: tuple[CellConcentration, ...] = ()
     sensitivity: tuple[CellSensitivity, ...] = ()
     methods: tuple[MethodVerdict, ...] = ()
-    logit: tuple[LogitCheck, ...] = ()
     seeds: tuple[SeedSpread, ...] = ()
     reach: tuple[Reach, ...] = ()
-    exploration: Exploration | None = None

@@ -1,7 +1,7 @@
 """Every gated cell analysed in other ways, and whether any of them would flip the verdict.
 
 The verdict stays the pre-declared one. Where another way flips it, a reader should know how thin it is. Of these ways
-the t interval and the bootstrap are known to pass too easily at the margin.
+the t interval is known to pass too easily at the margin.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from reports.contrast import FEWEST_CLUSTERS
 from reports.panel import Panel
 from reports.plan import Plan
 from reports.stats.blindspot import clusters_required
-from reports.stats.bootstrap import cluster_bootstrap
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import LEVEL, Effect
+from reports.stats.effect import Effect
 from reports.stats.signflip import max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
 from reports.verdict import Decision, Status, Verdict, worst
@@ -30,10 +29,9 @@ Codes = npt.NDArray[np.int64]
 DECLARED = "as declared"
 T_INTERVAL = "CR3-t"
 SIGN_FLIP = "cluster sign-flip"
-BOOTSTRAP = "cluster bootstrap, for display"
 WITHOUT_UNSCORED = "unscored left out"
 CLUSTER_MEANS = "templates weighted alike"
-METHODS = (T_INTERVAL, SIGN_FLIP, BOOTSTRAP, WITHOUT_UNSCORED, CLUSTER_MEANS)
+METHODS = (T_INTERVAL, SIGN_FLIP, WITHOUT_UNSCORED, CLUSTER_MEANS)
 
 
 class Reading(NamedTuple):
@@ -98,7 +96,6 @@ def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | N
     return {
         T_INTERVAL: _of_effect(cr3_effect(z, clusters, alpha=alpha), margin),
         SIGN_FLIP: _of_signs(z, clusters, margin, alpha),
-        BOOTSTRAP: _of_bootstrap(z, clusters, margin, alpha),
         WITHOUT_UNSCORED: _of_scored(found, margin, alpha),
         CLUSTER_MEANS: _of_cluster_means(z, clusters, margin, alpha),
     }
@@ -114,13 +111,6 @@ def _of_signs(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading
     drop = sign_flip(z, clusters)
     within = sign_flip(-(z + margin), clusters).pvalue_drop < alpha
     return Reading(drop.estimate, None, None, within, drop.pvalue_drop < alpha, drop.pvalue_drop, drop.n_clusters)
-
-
-def _of_bootstrap(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
-    """Percentiles are no test: there is no p-value."""
-    shown = cluster_bootstrap(z, clusters, level=LEVEL)
-    read = cluster_bootstrap(z, clusters, level=1 - 2 * alpha)
-    return Reading(shown.estimate, shown.low, shown.high, read.low > -margin, read.high < 0, None, shown.n_clusters)
 
 
 def _of_scored(found: Sides, margin: float, alpha: float) -> Reading | None:

@@ -17,7 +17,6 @@ SOURCES = (
     "blindspot.py",
     "clustered.py",
     "effect.py",
-    "looks.py",
     "mover.py",
     "rule.py",
     "safe_budget.py",

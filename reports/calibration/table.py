@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reports.calibration.case import NOT_ASKED, Case, Figure, Outcome, Scale, confirmed
-from reports.calibration.checks import doses, families, intervals, judges, peeking, power, recipes, templates
+from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.run import Progress, simulate
 from reports.calibration.sources import source_hashes
 
@@ -30,7 +30,6 @@ CHECKS = (
     Check(families.cases, families.figures, False),
     Check(recipes.cases, recipes.figures, True),
     Check(judges.cases, judges.figures, True),
-    Check(peeking.cases, peeking.figures, True),
     Check(doses.cases, doses.figures, True),
     Check(power.cases, power.figures, False),
 )

@@ -1,6 +1,6 @@
-"""Cluster-robust inference on a mean of item differences: CR1 and CR3 with a t quantile.
+"""Cluster-robust inference on a mean of item differences: CR3 with a t quantile.
 
-Cameron & Miller 2015 (CR1; CR3 as the cluster jackknife); Miller 2024, arXiv:2411.00640 (CR1 for evaluations).
+Cameron & Miller 2015 (CR3 as the cluster jackknife).
 The variances and the t interval take any number of samples at once; the report has one, the calibration thousands.
 """
 
@@ -77,24 +77,12 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
     return ManyTotals(sums, sizes.astype(np.float64), residuals, mean, (moved - net) / 2, (moved + net) / 2)
 
 
-def cr1_variance(residuals: Array, counts: Array) -> Array:
-    """CR1 variances [...] of item means from residuals [..., C] and cluster sizes [C]."""
-    clusters = counts.shape[-1]
-    variance: Array = clusters / (clusters - 1) * np.sum(residuals**2, axis=-1) / counts.sum(axis=-1) ** 2
-    return variance
-
-
 def cr3_variance(residuals: Array, counts: Array) -> Array:
     """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]."""
     clusters = counts.shape[-1]
     others = counts.sum(axis=-1, keepdims=True) - counts
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
     return variance
-
-
-def cr1(t: Totals) -> float:
-    """CR1 variance of the item mean: C/(C-1) * sum e_c^2 / N^2."""
-    return float(cr1_variance(t.residuals, t.counts))
 
 
 def cr3(t: Totals) -> float:

@@ -97,13 +97,6 @@ def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, s
     )
 
 
-def max_t(
-    z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0, step_down: bool = True
-) -> MaxT:
-    """Adjusted p-values of a drop in K cells z [K, N] on the same items."""
-    return max_t_groups([(z, clusters)], draws=draws, seed=seed, step_down=step_down)
-
-
 def max_t_groups(
     groups: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], *, draws: int = 9999, seed: int = 0, step_down: bool = True
 ) -> MaxT:
