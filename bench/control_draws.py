@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
-from reports.drift import drift_report
-from reports.gate import Decision, Status, decide
-from reports.load import RunData
+from reports.drift.drift import drift_report
+from reports.gate.decide import Decision, Status, decide
+from reports.gate.verdict import Verdict
+from reports.records.load import RunData
 from reports.stats.power import power
-from reports.verdict import Verdict
 
 ALPHA = 0.05
 Rng = np.random.Generator

@@ -32,8 +32,8 @@ from bench.control_runs import (
     sample,
     spoil_templates,
 )
-from reports.gate import Decision, Status, decide
-from reports.load import RunData, load_run
+from reports.gate.decide import Decision, Status, decide
+from reports.records.load import RunData, load_run
 from reports.write import write_report
 
 SPOILT_SHARE = 0.1

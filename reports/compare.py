@@ -14,14 +14,14 @@ import pandas as pd
 
 from audit.core.errors import SpecError
 from reports.calibration.stamp import stamp
-from reports.drift import contrasts
-from reports.gate import EXIT_CODES, Status, Verdict, decide, worst
-from reports.pairing import CANDIDATE, REFERENCE, paired
-from reports.panel import panels
-from reports.plan import DENSE_POLICY, read_plan, short_names
-from reports.readers.base import Log
-from reports.report import Report
-from reports.rules import margin_of
+from reports.drift.drift import contrasts
+from reports.drift.plan import DENSE_POLICY, read_plan, short_names
+from reports.drift.report import Report
+from reports.gate.decide import EXIT_CODES, Status, Verdict, decide, worst
+from reports.gate.rules import margin_of
+from reports.records.pairing import CANDIDATE, REFERENCE, paired
+from reports.records.panel import panels
+from reports.records.readers.base import Log
 from reports.stats.kappa import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level

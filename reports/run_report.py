@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from reports.drift import drift_report
-from reports.gate_file import Asked
-from reports.judge import with_labels
-from reports.load import RunData
-from reports.report import Report
+from reports.drift.drift import drift_report
+from reports.drift.report import Report
+from reports.gate.gate_file import Asked
+from reports.labels.corrected import with_labels
+from reports.records.load import RunData
 
 
 def run_report(data: RunData, asked: Asked | None = None) -> Report:

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import reports.formats
+import reports.page.formats
 from audit.core.errors import DataError, RunError
+from reports.analysis.displacement import load_displacement
+from reports.analysis.examples import largest_losses
 from reports.calibration.stamp import stamp
-from reports.displacement import load_displacement
-from reports.examples import largest_losses
-from reports.gate import decide
-from reports.gate_file import Asked
-from reports.load import RunData, load_run
-from reports.report import Report
+from reports.drift.report import Report
+from reports.gate.decide import decide
+from reports.gate.gate_file import Asked
+from reports.records.load import RunData, load_run
 from reports.run_report import run_report
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def _or_problem(load: Callable[[], T], otherwise: T, problems: list[str]) -> T:
 def formats() -> dict[str, Callable[[Report], str]]:
     """File name -> renderer of every module in ``reports/formats``."""
     found = {}
-    for entry in pkgutil.iter_modules(reports.formats.__path__, "reports.formats."):
+    for entry in pkgutil.iter_modules(reports.page.formats.__path__, "reports.page.formats."):
         module = importlib.import_module(entry.name)
         found[str(module.FILE)] = module.render
     return found

@@ -178,7 +178,7 @@ POLICY_TEXTS = (
     "fp8",
     "rkv",
 )
-GATE = b"format: 1\nprofile: pr\nmargins: {math: 5}\nestimands: [E1, E2]\nprimary: [none]\nlooks: 2\n"
+GATE = b"format: 1\nprofile: pr\nmargins: {math: 5}\nestimands: [E1, E2]\nprimary: [none]\n"
 WAIVERS = (
     b"waivers:\n- who: Ada\n  why: known\n  expires: 2026-12-31\n  status: [FAIL]\n  cells: {suite: math, arm: naive}\n"
 )
@@ -217,27 +217,27 @@ def _policy(path: Path) -> object:
 
 @cache
 def _data(run: Path) -> Any:
-    from reports.load import load_run
+    from reports.records.load import load_run
 
     return load_run(run)
 
 
 def _gate(run: Path, path: Path) -> object:
-    from reports.gate_file import Asked, declared_plan, load_gate_file
+    from reports.gate.gate_file import Asked, declared_plan, load_gate_file
 
     return declared_plan(_data(run), Asked(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from reports.gate_file import Asked, declared_plan
-    from reports.waivers import read_waivers, waivers_of
+    from reports.gate.gate_file import Asked, declared_plan
+    from reports.gate.waivers import read_waivers, waivers_of
 
     return waivers_of(read_waivers(path), declared_plan(_data(run), Asked()), date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
-    from reports.readers.base import Request
-    from reports.readers.find import read_log
+    from reports.records.readers.base import Request
+    from reports.records.readers.find import read_log
 
     return read_log(path, Request()).rows.to_csv().encode("utf-8")
 
@@ -278,7 +278,7 @@ def _rows(path: Path) -> object:
 
 def _report(path: Path) -> object:
     """The run folder around a damaged file, read, decided and written in the formats that hold every text."""
-    from reports.load import load_run
+    from reports.records.load import load_run
     from reports.run_report import run_report
     from reports.write import formats, with_details
 
@@ -325,9 +325,9 @@ def _ledger(home: Path) -> bytes:
 
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
-    from reports.pin import Pin, Pinned
-    from reports.sheet import Shown, read_labels, render_sheet, text_hash
-    from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+    from reports.gate.pin import Pin, Pinned
+    from reports.labels.sheet import Shown, read_labels, render_sheet, text_hash
+    from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 
     shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")
@@ -344,7 +344,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         return read_labels(path.with_name("s.csv"), read_key(path.with_name("s.csv")))
 
     def load_pin(path: Path) -> object:
-        from reports.pin import load_pin as load
+        from reports.gate.pin import load_pin as load
 
         return load(path)
 

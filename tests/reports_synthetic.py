@@ -10,6 +10,8 @@ import yaml
 
 from audit.core.inputs import inputs_sha256
 from audit.core.records import Message, Outcome, Record, Role
+from reports.records.columns import Columns
+from reports.records.rows import columns_of
 from reports.spec_hash import spec_sha256
 
 INPUTS = {"rows": {}, "model": {"config.json": "c" * 64}, "plug-ins": {}}
@@ -252,3 +254,11 @@ def realistic():
     return Design(
         policies=policies, items=192, drops=drops, serving=serving, primary=(policies[0], policies[5]), telemetry=60
     )
+
+
+def frame_of(located):
+    """Records with (file, line) as the DataFrame that a run folder is read into."""
+    columns = Columns()
+    for file, line, record in located:
+        columns.add(str(file), [line], columns_of([record]))
+    return columns.frame()

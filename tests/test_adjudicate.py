@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError
 from audit.core.records import Message, Role
-from reports.adjudication import chosen, digest, paired_answers
-from reports.drift import drift_report
-from reports.gate import Status, decide
-from reports.judge import human_labels, random_sample
-from reports.judge_labels import FILE, CellLabels, Labels, load_labels, render
-from reports.judge_tables import cells_table, errors_table, panel_notes
-from reports.load import load_run
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.labels.corrected import human_labels, random_sample
+from reports.labels.pairs import chosen, digest, paired_answers
+from reports.labels.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
+from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+from reports.labels.stored import FILE, CellLabels, Labels, load_labels, render
+from reports.page.judge_tables import cells_table, errors_table, panel_notes
+from reports.records.load import load_run
 from reports.run_report import run_report
-from reports.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
-from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 
 GOOD = TEXTS["refusal"][2]
 DESIGN = Design(

@@ -12,7 +12,7 @@ from reports.calibration.case import FAST, FULL, Case, Figure, Outcome, Scale, a
 from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
-from reports.gate import Status, decide_cell
+from reports.gate.decide import Status, decide_cell
 from reports.stats.clustered import cr1_variance, many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect
 from reports.stats.rule import Call, calls

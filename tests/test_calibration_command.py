@@ -88,7 +88,7 @@ def test_names_of_cases_are_unique():
 def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
     now, then = source_hashes(), shipped()["sources"]
     stale = [name for name in SOURCES if now[name] != then.get(name)]
-    assert not stale, "changed since: make it again with kvaudit calibrate --out reports/calibration.json"
+    assert not stale, "changed since: make it again with kvaudit calibrate --out reports/calibration/calibration.json"
 
 
 def test_the_stamp_quotes_the_shipped_figures():

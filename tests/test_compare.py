@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, SpecError
 from reports.compare import Sides, compare, two_judges
-from reports.compare_page import comparison_banner, pages
-from reports.drift import drift_report
-from reports.gate import Status, decide
-from reports.load import load_run
-from reports.readers.base import Request
-from reports.readers.clusters import cluster_rule
-from reports.readers.find import read_log
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.page.compare_page import comparison_banner, pages
+from reports.records.load import load_run
+from reports.records.readers.base import Request
+from reports.records.readers.clusters import cluster_rule
+from reports.records.readers.find import read_log
 from reports.stats.tango import ess_tango
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"

@@ -28,8 +28,8 @@ from bench.control_runs import (
     spoil_templates,
 )
 from bench.controls import named
-from reports.gate import Status
-from reports.load import RunData, load_run
+from reports.gate.decide import Status
+from reports.records.load import RunData, load_run
 
 SIZE = Size(items=24, reruns=1)
 ARMS = [BASE, rerun_arm(0)]

@@ -18,7 +18,7 @@ from audit.runs.displacement.units import units
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES
 from audit.sampling.model import load_model
-from reports.displacement import load_displacement
+from reports.analysis.displacement import load_displacement
 from reports.write import write_report
 
 POLICY = "streaming:budget=64,sink=4,window=8"

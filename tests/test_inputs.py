@@ -20,10 +20,10 @@ from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
-from reports.drift import drift_report
-from reports.gate import decide
-from reports.load import load_run
-from reports.remarks import remarks
+from reports.drift.drift import drift_report
+from reports.gate.decide import decide
+from reports.page.remarks import remarks
+from reports.records.load import load_run
 from suites.gsm8k import Gsm8k
 
 SPEC = """\

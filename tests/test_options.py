@@ -9,7 +9,7 @@ from reports.drift_ledger import read_ledger
 from test_cli import refused
 
 from audit.core.errors import DataError, SpecError
-from reports.rules import margin_of
+from reports.gate.rules import margin_of
 
 
 def test_a_margin_that_no_sample_could_show_is_refused() -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.core.errors import SpecError
-from reports.planner import Design, plan_sizes, snippet
+from reports.gate.sizes import Design, plan_sizes, snippet
 
 
 def deff_of(value, size):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, build
 
 from audit.core.policy_names import match_policies, policy_text, short_names
-from reports.drift import drift_report
-from reports.gate import Status, decide
-from reports.load import load_run
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.records.load import load_run
 
 SNAP = "snapkv:budget=96,sink=0,window=8,chunk=64"
 KIVI = "kivi:bits=4,group=32"

@@ -14,7 +14,7 @@ from audit.core.provenance import check_provenance, read_provenance
 from audit.core.spec_file import load_spec
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES
-from reports.load import load_run
+from reports.records.load import load_run
 
 DAMAGES: list[dict[str, Any]] = [
     *(

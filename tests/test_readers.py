@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, build, policy
 
 from audit.core.errors import AuditError, DataError, SpecError
-from reports.readers import archive
-from reports.readers.base import Request, score_of
-from reports.readers.clusters import cluster_rule
-from reports.readers.find import READERS, read_log
+from reports.records.readers import archive
+from reports.records.readers.base import Request, score_of
+from reports.records.readers.clusters import cluster_rule
+from reports.records.readers.find import READERS, read_log
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reports_synthetic import build, policy, tiny
 
 from audit.core.errors import DataError
-from reports.displacement import bootstrap_mean, load_displacement
+from reports.analysis.displacement import bootstrap_mean, load_displacement
 from reports.write import write_report
 
 SNAP = policy("snapkv", 96)
@@ -67,24 +67,6 @@ def test_the_interval_is_that_of_clusters_drawn_again():
 def sequences(*means):
     """One sequence in each of as many clusters."""
     return [[f"t{n}", 10, mean] for n, mean in enumerate(means)]
-
-
-def test_sequences_are_held_against_the_floors_by_swaps_inside_templates(tmp_path):
-    """Six templates that all moved: of 64 patterns of swaps only two are as far apart."""
-    floor = FLOOR | {"sequences": sequences(*[0.001] * 6)}
-    moved, still = (row(sequences=sequences(*means)) for means in ([0.5] * 6, [0.001] * 6))
-    found = load_displacement(write(tmp_path, floor, moved, still))
-    assert [d.swap_pvalue for d in found] == [None, 2 / 64, 1.0]
-
-
-def test_few_templates_or_other_sequences_have_no_swap_test(tmp_path):
-    other = row(sequences=[[cluster, 11, mean] for cluster, _, mean in sequences(*[0.5] * 6)])
-    found = load_displacement(write(tmp_path, FLOOR | {"sequences": sequences(*[0.001] * 6)}, other))
-    assert found[1].swap_pvalue is None
-    found = load_displacement(
-        write(tmp_path, FLOOR | {"sequences": sequences(0, 0, 0)}, row(sequences=sequences(1, 1, 1)))
-    )
-    assert found[1].swap_pvalue is None
 
 
 def test_a_run_without_the_file_has_none(tmp_path):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, pins, policy, records_of, spec_of
+from reports_synthetic import Design, frame_of, pins, policy, records_of, spec_of
 
 from audit.core.errors import SpecError
 from audit.core.records import Outcome
-from reports.drift import drift_report
-from reports.load import RunData, frame_of
-from reports.plan import match_policies, read_plan, short_names
+from reports.drift.drift import drift_report
+from reports.drift.plan import match_policies, read_plan, short_names
+from reports.records.load import RunData
 
 SNAP = policy("snapkv", 96)
 

@@ -15,21 +15,21 @@ from reports_synthetic import Design, build, policy, records_of, tiny, write_uni
 
 from audit.core.errors import DataError, RunError
 from audit.core.text import clip, inline, visible
-from reports.adjudication import cell_name, chosen, digest, pairs_of, texts_of
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
-from reports.drift import drift_report
-from reports.figures import heatmap, quadrant
-from reports.figures.canvas import style
-from reports.formats import markdown
-from reports.gate import Status, decide
-from reports.judge_labels import CellLabels, Labels
-from reports.judge_labels import render as render_labels
-from reports.load import load_run
-from reports.plain import drift, points, pvalue
-from reports.sheet import text_hash
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
+from reports.labels.sheet import text_hash
+from reports.labels.stored import CellLabels, Labels
+from reports.labels.stored import render as render_labels
+from reports.page.figures import heatmap, quadrant
+from reports.page.figures.canvas import style
+from reports.page.formats import markdown
+from reports.page.plain import drift, points, pvalue
+from reports.page.story import SENTENCES, banner
+from reports.records.load import load_run
 from reports.spec_hash import spec_sha256
-from reports.story import SENTENCES, banner
 from reports.write import formats, write_report, write_whole
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,13 +7,13 @@ import pytest
 from reports_synthetic import Design, build, policy, records_of, write_unit
 
 from audit.core.records import Outcome
-from reports.advice import note
-from reports.drift import drift_report
-from reports.gate import EXIT_CODES, Status, decide, decide_cell, worst
-from reports.load import load_run
+from reports.drift.drift import drift_report
+from reports.gate.decide import EXIT_CODES, Status, decide, decide_cell, worst
+from reports.page.advice import note
+from reports.page.story import banner
+from reports.page.tables import gate as gate_table
+from reports.records.load import load_run
 from reports.stats.tango import ess_tango
-from reports.story import banner
-from reports.tables import gate as gate_table
 
 SNAP = policy("snapkv", 96)
 
@@ -223,7 +223,7 @@ def test_a_run_wide_reason_makes_the_verdict_invalid(tmp_path):
     report = report_of(tmp_path)
     broken = dataclasses.replace(report, reasons=(*report.reasons, *report.reasons))
     assert decide(broken).status is decide(report).status
-    from reports.report import Reason
+    from reports.drift.report import Reason
 
     verdict = decide(dataclasses.replace(report, reasons=(Reason("HASH", "two weights"),)))
     assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)

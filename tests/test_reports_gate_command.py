@@ -1,4 +1,4 @@
-"""kvaudit gate, report and pin from the command line: files in, exit codes out; the pin and the drift ledger."""
+"""kvaudit gate, report and pin from the command line: files in, exit codes out; the pin."""
 
 import hashlib
 import json
@@ -6,17 +6,16 @@ from datetime import date, timedelta
 
 import pytest
 import yaml
-from reports.drift_ledger import append, read_ledger
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.commands.gate_options import kept_gate
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import SpecError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from reports.pin import load_pin
+from reports.gate.pin import load_pin
 
 SNAP = policy("snapkv", 96)
 
@@ -96,12 +95,6 @@ def test_gate_options_that_cannot_be_are_one_line(passing, tmp_path):
         "waivers: [{who: Ada, why: known, expires: 2020-01-01, status: FAIL, cells: {suite: refusal}}]"
     )
     one_line(call("gate", passing, "--waivers", tmp_path / "old.yaml"), "expired on 2020-01-01")
-
-
-def test_a_look_beyond_the_plan_exits_with_6(passing):
-    done = call("gate", passing, "--look", 2)
-    assert done.exit_code == 6
-    assert "LOOKS: look 2 was not declared: the gate plans 1" in done.stdout
 
 
 def test_the_report_is_written_under_a_gate_file_and_waivers(failing, tmp_path):
@@ -210,84 +203,6 @@ def test_a_pin_that_cannot_be_read_is_one_line(passing, tmp_path, text, message)
     gate = pinned_gate(tmp_path)
     (tmp_path / "pin.json").write_text(text)
     one_line(call("gate", passing, "--gate", gate), message)
-
-
-def test_the_ledger_is_idempotent_and_shows_what_came_before(passing, failing, tmp_path):
-    gate, ledger = pinned_gate(tmp_path), tmp_path / "drift.jsonl"
-    words = ("--gate", gate, "--ledger", ledger)
-    first = call("gate", passing, *words)
-    assert "ledger: 2 lines added" in first.stdout
-    assert first.stdout.count("the first against this pin") == 2
-    before = ledger.read_bytes()
-    assert "ledger: 0 lines added" in call("gate", passing, *words).stdout
-    assert ledger.read_bytes() == before
-    second = call("gate", failing, *words)
-    assert second.exit_code == 3
-    assert "ledger: 2 lines added" in second.stdout
-    history = [line for line in second.stdout.splitlines() if line.startswith("E1, smd @ none, refusal 192: ")]
-    assert len(history) == 1
-    assert "first, PASS) -> now -" in history[0]
-    assert ledger.read_bytes().startswith(before)  # append-only
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    assert {line["pin"] for line in lines} == {load_pin(tmp_path / "pin.json").sha256}
-    assert [line["status"] for line in lines] == ["PASS", "PASS", "FAIL", "FAIL"]
-
-
-def test_another_pin_has_a_history_of_its_own(passing, failing, tmp_path):
-    ledger = tmp_path / "drift.jsonl"
-    call("gate", passing, "--ledger", ledger)
-    rows = [json.loads(line) for line in ledger.read_text().splitlines()]
-    ledger.write_text("".join(json.dumps({**row, "pin": "0" * 64}) + "\n" for row in rows))
-    assert call("gate", failing, "--ledger", ledger).stdout.count("the first against this pin") == 2
-
-
-def test_an_invalid_run_adds_nothing_to_the_ledger(passing, tmp_path):
-    ledger = tmp_path / "drift.jsonl"
-    done = call("gate", passing, "--gate", pinned_gate(tmp_path, b"other"), "--ledger", ledger)
-    assert done.exit_code == 5
-    assert "nothing added" in done.stdout
-    assert not ledger.exists()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{",
-        b"[]",
-        b'{"format": 1}',
-        b"\xff\xfe",
-        b"[" * 100_000,
-    ],
-)
-def test_a_broken_ledger_is_named_before_anything_is_printed(passing, tmp_path, line):
-    ledger = tmp_path / "drift.jsonl"
-    call("gate", passing, "--ledger", ledger)
-    ledger.write_bytes(ledger.read_bytes() + line + b"\n")
-    done = call("gate", passing, "--ledger", ledger)
-    one_line(done, "drift.jsonl' line 3")
-    assert done.stdout == ""
-
-
-@pytest.mark.parametrize(
-    "change", [{"look": "1"}, {"waived": 1}, {"estimate": 1e999}, {"look": 10**400}, {"format": 2}]
-)
-def test_a_ledger_line_of_other_types_is_refused(passing, tmp_path, change):
-    ledger = tmp_path / "drift.jsonl"
-    call("gate", passing, "--ledger", ledger)
-    row = json.loads(ledger.read_text().splitlines()[0])
-    ledger.write_text(json.dumps({**row, **change}) + "\n")
-    with pytest.raises(DataError, match="line 1"):
-        read_ledger(ledger)
-
-
-def test_a_ledger_that_lost_its_last_newline_keeps_its_lines(passing, tmp_path):
-    ledger = tmp_path / "drift.jsonl"
-    call("gate", passing, "--ledger", ledger)
-    entries = read_ledger(ledger)
-    ledger.write_bytes(ledger.read_bytes().rstrip(b"\n"))
-    other = [type(e)(**{**e.__dict__, "look": 2}) for e in entries]
-    assert append(ledger, other) == 2
-    assert read_ledger(ledger) == entries + other
 
 
 SPEC = """\

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from reports_synthetic import Design, build, policy
 
-from reports.drift import drift_report
-from reports.family import HOLM, MAX_T, Row, joint_family
-from reports.gate import Status, decide
-from reports.load import load_run
-from reports.report import ClusterSums
+from reports.drift.drift import drift_report
+from reports.drift.report import ClusterSums
+from reports.gate.decide import Status, decide
+from reports.gate.family import HOLM, MAX_T, Row, joint_family
+from reports.records.load import load_run
 from reports.stats.clustered import cr3_effect
 from reports.stats.holm import holm
-from reports.stats.signflip import max_t
+from reports.stats.signflip import max_t_groups
 
 SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
 
@@ -93,7 +93,7 @@ def test_exhaustive_flips_of_one_panel_are_those_of_the_kernel(plain):
     z = rng.integers(-1, 2, size=(4, 70)) - np.array([0.5, 0.2, 0, 0])[:, None]
     family = joint_family([row_of(plain, row, clusters) for row in z])
     assert family.method == MAX_T
-    assert family.pvalues == pytest.approx(max_t(z, clusters).pvalues, abs=1e-12)
+    assert family.pvalues == pytest.approx(max_t_groups([(z, clusters)]).pvalues, abs=1e-12)
     assert family.floor == pytest.approx(1 / 2**10)
 
 
@@ -245,7 +245,7 @@ def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain)
     """Two independent copies: the p-value is that of a t with twice the variance."""
     from scipy import special
 
-    from reports.selectivity import _pooled, _Spread
+    from reports.drift.selectivity import _pooled, _Spread
 
     spread = _pooled([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)

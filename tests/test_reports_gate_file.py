@@ -1,4 +1,4 @@
-"""Gate files, waivers, looks and what is done with INCONCLUSIVE: what they change, what they may not, bad input."""
+"""Gate files, waivers and what is done with INCONCLUSIVE: what they change, what they may not, bad input."""
 
 import dataclasses
 import hashlib
@@ -10,14 +10,14 @@ import pytest
 from reports_synthetic import Design, build, policy
 
 from audit.core.errors import AuditError, DataError, SpecError
-from reports.drift import drift_report
-from reports.formats import json as json_format
-from reports.formats import markdown
-from reports.gate import Status, decide
-from reports.gate_file import Asked, load_gate_file
-from reports.load import load_run
-from reports.story import banner
-from reports.waivers import read_waivers
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.gate.gate_file import Asked, load_gate_file
+from reports.gate.waivers import read_waivers
+from reports.page.formats import json as json_format
+from reports.page.formats import markdown
+from reports.page.story import banner
+from reports.records.load import load_run
 
 SNAP = policy("snapkv", 96)
 TODAY = date(2026, 5, 1)
@@ -102,17 +102,6 @@ def test_a_run_whose_kept_gate_file_is_gone_is_refused(data):
         decided(dataclasses.replace(data, spec=spec))
 
 
-def test_looks_share_alpha_and_need_more_templates(data, tmp_path):
-    one = decided(data, gate=gate_file(tmp_path, "format: 1\n"))[1]
-    report, three = decided(data, gate=gate_file(tmp_path, "format: 1\nlooks: 3\n"))
-    assert report.plan.alpha == pytest.approx(0.05 / 3)
-    for key, d in gated(three).items():
-        assert d.effect.lower < gated(one)[key].effect.lower
-        assert d.clusters_required == 80  # ln(.05/3) / ln(.95); one look needs 59
-        assert gated(one)[key].clusters_required == 59
-    assert "look 1 of 3, each at 0.0167" in three.annotations[1]
-
-
 def small(tmp_path, **more):
     """30 templates: every cell is open."""
     options = {"arms": ("dense", "smd"), "seeds": (1,), "policies": ("none",), "suites": ("refusal",), "clusters": 30}
@@ -120,25 +109,19 @@ def small(tmp_path, **more):
 
 
 @pytest.mark.parametrize(
-    ("text", "look", "status", "code"),
+    ("text", "status", "code"),
     [
-        ("", None, Status.INCONCLUSIVE, 4),  # no profile: as ever
-        ("profile: release\n", None, Status.INCONCLUSIVE, 4),
-        ("profile: pr\n", None, Status.INCONCLUSIVE, 0),
-        ("profile: pr\non_inconclusive: block\n", None, Status.INCONCLUSIVE, 4),
-        ("profile: release\non_inconclusive: warn\n", None, Status.INCONCLUSIVE, 0),
-        ("looks: 2\n", 1, Status.INCONCLUSIVE, 4),
-        ("looks: 2\n", 2, Status.INCONCLUSIVE, 6),  # the last one, and it does not decide
-        ("looks: 2\n", 3, Status.INVALID, 6),
-        ("", 2, Status.INVALID, 6),
-        ("profile: pr\nlooks: 2\n", 3, Status.INVALID, 6),
+        ("", Status.INCONCLUSIVE, 4),  # no profile: as ever
+        ("profile: release\n", Status.INCONCLUSIVE, 4),
+        ("profile: pr\n", Status.INCONCLUSIVE, 0),
+        ("profile: pr\non_inconclusive: block\n", Status.INCONCLUSIVE, 4),
+        ("profile: release\non_inconclusive: warn\n", Status.INCONCLUSIVE, 0),
     ],
 )
-def test_exit_code_of_an_open_verdict(tmp_path, text, look, status, code):
-    _, verdict = decided(small(tmp_path), gate=gate_file(tmp_path, "format: 1\n" + text), look=look)
+def test_exit_code_of_an_open_verdict(tmp_path, text, status, code):
+    _, verdict = decided(small(tmp_path), gate=gate_file(tmp_path, "format: 1\n" + text))
     assert (verdict.status, verdict.exit_code) == (status, code)
     assert any(line.startswith("WARNING: INCONCLUSIVE is let through") for line in verdict.annotations) == (code == 0)
-    assert ("LOOKS" in {r.code for r in verdict.reasons}) == (status is Status.INVALID)
 
 
 def test_the_command_line_has_the_last_word_on_inconclusive(tmp_path):
@@ -156,7 +139,7 @@ def test_warn_downgrades_neither_fail_nor_invalid(data, tmp_path):
 
 
 def decide_reason():
-    from reports.report import Reason
+    from reports.drift.report import Reason
 
     return (Reason("HASH", "two weights"),)
 
@@ -251,8 +234,6 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("format: 1\ndeployable: [nine]", "unknown policy in gate.deployable 'nine'"),
         ("format: 1\ncontexts: [4096]", "unknown length in gate.contexts '4096'. Known: 192"),
         ("format: 1\ncontexts: [long]", "wanted a list of whole numbers"),
-        ("format: 1\nlooks: 0", "gate.looks is 0, wanted a whole number from 1 to 5"),
-        ("format: 1\nlooks: true", "gate.looks is True, wanted"),
         ("format: 1\non_inconclusive: pass", "gate.on_inconclusive is 'pass', wanted block or warn"),
         ("format: 1\nreference: [dense]", "reference is ['dense'], wanted the name of an arm"),
         ("format: 1\nreference: other", "unknown gate.reference 'other'"),

@@ -16,12 +16,12 @@ from reports_synthetic import Design, pins, policy, records_of, spec_of, write_u
 from audit.core.errors import AuditError
 from audit.core.records import Outcome
 from audit.core.yaml_file import parse_yaml
-from reports.drift import drift_report
-from reports.gate import Status, decide
-from reports.gate_file import Asked
-from reports.load import load_run
+from reports.drift.drift import drift_report
+from reports.gate.decide import Status, decide
+from reports.gate.gate_file import Asked
+from reports.gate.waivers import waivers_of
+from reports.records.load import load_run
 from reports.spec_hash import spec_sha256
-from reports.waivers import waivers_of
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -132,7 +132,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=4,
 )
-KEYS = ["profile", "alpha", "margins", "primary", "contexts", "deployable", "estimands", "looks", "look", "pin"]
+KEYS = ["profile", "alpha", "margins", "primary", "contexts", "deployable", "estimands", "pin"]
 KEYS += ["reference", "on_inconclusive", "estimand_margins", "gate_file", "other"]
 LINES = [row.to_json() + "\n" for row in BASE]
 
@@ -140,7 +140,7 @@ LINES = [row.to_json() + "\n" for row in BASE]
 @calm
 @given(st.dictionaries(st.sampled_from(KEYS), values, max_size=4))
 def test_any_gate_file_decides_or_is_refused_in_one_line(table):
-    from reports.gate_file import load_gate_file
+    from reports.gate.gate_file import load_gate_file
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gate.yaml"

@@ -11,8 +11,8 @@ from audit.core.errors import DataError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from reports.drift import drift_report
-from reports.load import load_run
+from reports.drift.drift import drift_report
+from reports.records.load import load_run
 from reports.spec_hash import spec_sha256
 
 

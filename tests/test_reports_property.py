@@ -8,16 +8,16 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reports_synthetic import Design, policy, records_of, spec_of
+from reports_synthetic import Design, frame_of, policy, records_of, spec_of
 
 from audit.core.errors import SpecError
 from audit.core.records import Outcome
 from reports.analysis.analyse import analyse
-from reports.drift import drift_report
-from reports.formats import json as json_format
-from reports.formats import markdown
-from reports.gate import decide
-from reports.load import RunData, frame_of
+from reports.drift.drift import drift_report
+from reports.gate.decide import decide
+from reports.page.formats import json as json_format
+from reports.page.formats import markdown
+from reports.records.load import RunData
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(

@@ -8,12 +8,11 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from reports_synthetic import Design, policy, records_of
+from reports_synthetic import Design, frame_of, policy, records_of
 
-from reports import rows
-from reports.columns import Columns
-from reports.load import frame_of
-from reports.rows import read_unit
+from reports.records import rows
+from reports.records.columns import Columns
+from reports.records.rows import read_unit
 
 DESIGN = Design(
     arms=("dense",), seeds=(1,), policies=("none", policy("snapkv", 96)), suites=("math",), clusters=3, items=3

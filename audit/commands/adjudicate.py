@@ -13,18 +13,18 @@ from audit.commands.console import check_seed, say, wide_console
 from audit.commands.report import print_verdict
 from audit.core.errors import DataError, RunError
 from audit.core.intact import check_checkpoints
-from reports.adjudication import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
-from reports.drift import drift_report
-from reports.gate import decide
-from reports.judge import labelled
-from reports.judge_labels import FILE, REMEDY, CellLabels, CellName, Labels, load_labels, render
-from reports.judge_panel import Adjudication
-from reports.judge_tables import cells_table, panel_notes
-from reports.load import RunData, load_run
-from reports.report import Report
+from reports.drift.drift import drift_report
+from reports.drift.report import Report
+from reports.gate.decide import decide
+from reports.labels.corrected import labelled
+from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
+from reports.labels.panel import Adjudication
+from reports.labels.sheet import Shown, read_labels, render_sheet, row_names, text_hash
+from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, Labels, load_labels, render
+from reports.page.judge_tables import cells_table, panel_notes
+from reports.records.load import RunData, load_run
 from reports.run_report import run_report
-from reports.sheet import Shown, read_labels, render_sheet, row_names, text_hash
-from reports.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 from reports.write import write_whole
 
 

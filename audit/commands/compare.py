@@ -14,12 +14,12 @@ from audit.core.errors import SpecError
 from audit.core.intact import check_checkpoints
 from audit.core.text import inline
 from reports.compare import Comparison, Sides, TwoJudges, compare, two_judges
-from reports.compare_page import agreement, cells, comparison_banner, judges, pages
-from reports.pairing import chosen_metrics
-from reports.readers.base import Request
-from reports.readers.clusters import cluster_rule
-from reports.readers.find import read_log
-from reports.tables import Table as Rows
+from reports.page.compare_page import agreement, cells, comparison_banner, judges, pages
+from reports.page.tables import Table as Rows
+from reports.records.pairing import chosen_metrics
+from reports.records.readers.base import Request
+from reports.records.readers.clusters import cluster_rule
+from reports.records.readers.find import read_log
 from reports.write import write_whole
 
 MOST_METRICS = 2  # two judges

@@ -26,8 +26,8 @@ from audit.runs.folder import SPEC, RunFolder
 from audit.runs.launchers.local import idle_cores
 from audit.runs.names import NAMES
 from audit.runs.progress import Meter
-from reports.displacement import Displacement, load_displacement
-from reports.plain import percent
+from reports.analysis.displacement import Displacement, load_displacement
+from reports.page.plain import percent
 
 
 def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:

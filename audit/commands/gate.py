@@ -8,9 +8,9 @@ from audit.commands.console import wide_console
 from audit.commands.gate_options import GateOptions
 from audit.commands.report import print_verdict
 from audit.core.intact import check_checkpoints
-from reports.gate import decide
-from reports.gate_file import refuse_late
-from reports.load import load_run
+from reports.gate.decide import decide
+from reports.gate.gate_file import refuse_late
+from reports.records.load import load_run
 from reports.run_report import run_report
 
 

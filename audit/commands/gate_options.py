@@ -13,10 +13,10 @@ import yaml
 from audit.core.errors import SpecError
 from audit.core.spec import Names, RunSpec, expand
 from audit.core.spec_file import parse_spec
-from reports.gate_file import Asked, load_gate_file, overlay
-from reports.pin import load_pin
-from reports.rules import BLOCK, WARN
-from reports.waivers import read_waivers
+from reports.gate.gate_file import Asked, load_gate_file, overlay
+from reports.gate.pin import load_pin
+from reports.gate.rules import BLOCK, WARN
+from reports.gate.waivers import read_waivers
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from audit.core.provenance import PROVENANCE
 from audit.core.spec import BASE_ARM
 from audit.core.text import inline
 from audit.sampling.weights import weights_sha256
-from reports.pin import Pin, Pinned, is_sha256
+from reports.gate.pin import Pin, Pinned, is_sha256
 from reports.write import write_whole
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from audit.commands.console import say, wide_console
 from audit.core.errors import SpecError
-from reports.plain import percent
-from reports.planner import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
+from reports.gate.sizes import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
+from reports.page.plain import percent
 from reports.write import write_whole
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")

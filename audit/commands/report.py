@@ -10,13 +10,13 @@ from rich.table import Table
 from audit.commands.console import say, wide_console
 from audit.commands.gate_options import GateOptions
 from audit.core.intact import check_checkpoints
-from reports.gate import Verdict, decide
-from reports.gate_file import Asked
-from reports.report import Report
-from reports.story import banner
-from reports.tables import Table as Rows
-from reports.tables import decided
-from reports.tables import gate as gate_table
+from reports.drift.report import Report
+from reports.gate.decide import Verdict, decide
+from reports.gate.gate_file import Asked
+from reports.page.story import banner
+from reports.page.tables import Table as Rows
+from reports.page.tables import decided
+from reports.page.tables import gate as gate_table
 from reports.write import write_report
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it

@@ -150,7 +150,7 @@ def plan(
     """Before a run: its power, what it can detect, the items to buy, and how long that takes."""
     with user_errors():
         from audit.commands.plan import plan_run
-        from reports.planner import Design
+        from reports.gate.sizes import Design
 
         design = Design(
             margin=margin / 100,

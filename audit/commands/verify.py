@@ -20,7 +20,7 @@ from audit.replay.ranking_check import Ranked
 from audit.replay.recorded import Recorded
 from audit.runs.verify import Gaps, Verification, checkpoint_rollouts, verify
 from audit.sampling.model import DtypeName, LoadedModel, load_model
-from reports.plain import scientific
+from reports.page.plain import scientific
 
 NOT_EXPLAINED = 3
 _COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch_kl", "mismatch_kl (k3)")

@@ -12,9 +12,9 @@ from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
 from reports.analysis.seed_spread import seed_spreads
 from reports.analysis.sensitivity import sensitivity
-from reports.panel import Panel
-from reports.report import Report
-from reports.verdict import Verdict
+from reports.drift.report import Report
+from reports.gate.verdict import Verdict
+from reports.records.panel import Panel
 
 
 def analyse(report: Report, tables: Mapping[tuple[str, int], Panel], verdict: Verdict) -> Analysis:

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.analysis.results import CellName
-from reports.contrast import ESTIMANDS, broken_contract, two_sides
-from reports.drift import seed_pairs
-from reports.panel import CellKey, Panel
-from reports.plan import Plan
-from reports.verdict import Decision
+from reports.drift.contrast import ESTIMANDS, broken_contract, two_sides
+from reports.drift.drift import seed_pairs
+from reports.drift.plan import Plan
+from reports.gate.verdict import Decision
+from reports.records.panel import CellKey, Panel
 
 Array = npt.NDArray[np.float64]
 

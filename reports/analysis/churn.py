@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellChurn
-from reports.panel import Panel
-from reports.plan import Plan
+from reports.drift.plan import Plan
+from reports.gate.verdict import Decision
+from reports.records.panel import Panel
 from reports.stats.churn import churn, flips
-from reports.verdict import Decision
 
 
 def cell_churn(

@@ -8,10 +8,10 @@ import numpy as np
 
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellConcentration, CellName, ItemLoss, TemplateLoss
-from reports.panel import Panel
-from reports.plan import Plan
+from reports.drift.plan import Plan
+from reports.gate.verdict import Decision
+from reports.records.panel import Panel
 from reports.stats.concentration import concentration
-from reports.verdict import Decision
 
 MOST_ITEMS = 20
 MOST_TEMPLATES = 20

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from reports.analysis.families import Family, families
 from reports.analysis.results import Dose, DoseCurve
-from reports.contrast import broken_contract
-from reports.drift import seed_pairs
-from reports.panel import CellKey, Panel
-from reports.plan import DENSE_POLICY, Plan
+from reports.drift.contrast import broken_contract
+from reports.drift.drift import seed_pairs
+from reports.drift.plan import DENSE_POLICY, Plan
+from reports.records.panel import CellKey, Panel
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.floor import rate_lower
 from reports.stats.slope import dose_weights, isotonic, slope_effect

@@ -12,8 +12,8 @@ from scipy import special
 
 from reports.analysis.cells import name_of
 from reports.analysis.results import Reach
+from reports.gate.verdict import Decision
 from reports.stats.power import minimal_detectable
-from reports.verdict import Decision
 
 POWER = 0.8
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from reports.analysis.families import families
 from reports.analysis.results import SafeBudget
-from reports.cell import decide_cell
-from reports.plan import DENSE_POLICY, Plan
-from reports.report import Contrast
+from reports.drift.plan import DENSE_POLICY, Plan
+from reports.drift.report import Contrast
+from reports.gate.cell import decide_cell
+from reports.gate.verdict import FLOOR, Status
 from reports.stats.safe_budget import fixed_sequence
-from reports.verdict import FLOOR, Status
 
 Key = tuple[str, str, str, int]  # arm, policy, suite, length
 PASSED = (Status.PASS.value, Status.PASS_NOTED.value)

@@ -13,10 +13,10 @@ from scipy import special
 
 from reports.analysis.cells import name_of
 from reports.analysis.results import SeedSpread
-from reports.report import Contrast
+from reports.drift.report import Contrast
+from reports.gate.verdict import Decision
 from reports.stats.effect import LEVEL
 from reports.stats.seeds import SEEDS_NEEDED
-from reports.verdict import Decision
 
 
 def seed_spreads(contrasts: Iterable[Contrast], decisions: Iterable[Decision]) -> Iterator[SeedSpread]:

@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
-from reports.contrast import FEWEST_CLUSTERS
-from reports.panel import Panel
-from reports.plan import Plan
+from reports.drift.contrast import FEWEST_CLUSTERS
+from reports.drift.plan import Plan
+from reports.gate.verdict import Decision, Status, Verdict, worst
+from reports.records.panel import Panel
 from reports.stats.blindspot import clusters_required
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
 from reports.stats.signflip import max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
-from reports.verdict import Decision, Status, Verdict, worst
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]

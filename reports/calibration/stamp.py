@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from reports.plain import percent
+from reports.page.plain import percent
 
 
 @dataclass(frozen=True)
@@ -106,5 +106,5 @@ def stamp() -> Stamp:
 
 def shipped() -> dict[str, Any]:
     """The calibration that ships with the package."""
-    held: dict[str, Any] = json.loads((files("reports") / "calibration.json").read_text(encoding="utf-8"))
+    held: dict[str, Any] = json.loads((files("reports.calibration") / "calibration.json").read_text(encoding="utf-8"))
     return held

@@ -1,7 +1,7 @@
 """A run folder -> displacement.json: one file per unit, each written whole, gathered when all are there.
 
     displacement/<unit>.json   the row of one unit, with what it was measured from
-    displacement.json          all rows, as ``reports.displacement`` reads them
+    displacement.json          all rows, as ``reports.analysis.displacement`` reads them
 
 A unit whose file is there, whole and of the same weights, records and settings is not measured again.
 """

@@ -1,0 +1,102 @@
+"""The items that cost the most: transcripts of what the reference got right and the candidate lost."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from audit.core.records import Message, Role
+from audit.core.text import clip
+from reports.drift.contrast import ESTIMANDS
+from reports.drift.drift import seed_pairs
+from reports.drift.report import Example, Report, Turn
+from reports.gate.decide import Decision, Verdict
+from reports.records.load import RunData
+from reports.records.panel import CellKey, Panel
+
+PER_CELL = 2
+AT_MOST = 12
+CHARACTERS = 1200  # of one message
+
+
+class Loss(NamedTuple):
+    """A lost item of one cell: where the candidate and the reference were, and by how much."""
+
+    decision: Decision
+    item: str
+    amount: float
+    candidate: CellKey
+    reference: CellKey
+
+
+def largest_losses(data: RunData, report: Report, verdict: Verdict) -> tuple[Example, ...]:
+    """Up to ``AT_MOST`` examples, the cells with the lowest drift first, ``PER_CELL`` templates of each."""
+    tables = data.panels
+    gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
+    gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
+    every = [loss for d in gated for loss in _losses(report, d, tables[d.suite, d.context_tokens])]
+    shown: dict[tuple[str, int, str, CellKey], Loss] = {}
+    for loss in every:  # an answer may be lost to the reference served alike and to the uncompressed one
+        shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
+    losses = list(shown.values())[:AT_MOST]
+    places = {loss: (_row(data, loss, loss.candidate), _row(data, loss, loss.reference)) for loss in losses}
+    texts = data.transcripts({_place(row) for pair in places.values() for row in pair})
+    return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
+
+
+def _losses(report: Report, d: Decision, panel: Panel) -> list[Loss]:
+    """The worst items of a cell, one per template; among seeds the one that lost most."""
+    found = []
+    for pair in seed_pairs(report.plan, panel, d.arm):
+        weights = ESTIMANDS[d.estimand](d.arm, report.plan.reference, pair, d.policy)
+        candidate = next(cell for cell, weight in weights.items() if weight > 0)
+        reference = next(cell for cell, weight in weights.items() if weight < 0)
+        z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])
+        found += [
+            (float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference) for i in np.flatnonzero(z < 0)
+        ]
+    chosen: dict[int, Loss] = {}
+    for amount, item, cluster, candidate, reference in sorted(found):
+        chosen.setdefault(cluster, Loss(d, item, amount, candidate, reference))
+    return list(chosen.values())[:PER_CELL]
+
+
+def _row(data: RunData, loss: Loss, cell: CellKey) -> pd.Series:
+    """The record of an item in a cell: the candidate's lowest score, the reference's highest."""
+    records = data.records
+    own = records[
+        (records["item_id"] == loss.item)
+        & (records["suite"] == loss.decision.suite)
+        & (records["context_tokens"] == loss.decision.context_tokens)
+        & (records["arm"] == cell.arm)
+        & (records["train_seed"] == cell.seed)
+        & (records["policy"] == cell.policy)
+    ]
+    return own.sort_values(["score", "sample_index"], ascending=[cell == loss.candidate, True]).iloc[0]
+
+
+def _place(row: pd.Series) -> tuple[str, int]:
+    return str(row["file"]), int(row["line"])
+
+
+def _example(loss: Loss, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
+    return Example(
+        arm=loss.candidate.arm,
+        seed=loss.candidate.seed,
+        policy=loss.candidate.policy,
+        suite=loss.decision.suite,
+        context_tokens=loss.decision.context_tokens,
+        item_id=loss.item,
+        cluster_id=str(own["cluster_id"]),
+        loss=loss.amount,
+        outcome=str(own["outcome"]),
+        candidate=tuple(Turn(m.role.value, clip(m.content, CHARACTERS)) for m in text),
+        reference_answer=clip(_last_answer(other), CHARACTERS),
+    )
+
+
+def _last_answer(transcript: tuple[Message, ...]) -> str:
+    answers = [m.content for m in transcript if m.role is Role.ASSISTANT]
+    return answers[-1] if answers else ""

@@ -1,0 +1,230 @@
+"""The contrast engine: an estimand is weights over cells, one number per item, one clustered one-sample inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.drift.plan import DENSE_POLICY
+from reports.drift.report import ClusterSums, Contrast, Rates, Reason
+from reports.drift.validity import BASE
+from reports.records.panel import CellKey, Panel
+from reports.stats.churn import flips
+from reports.stats.clustered import cr3_effect
+from reports.stats.effect import Effect
+from reports.stats.floor import rate_lower
+from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
+from reports.stats.tango import ess_tango
+
+Array = npt.NDArray[np.float64]
+Weights = dict[CellKey, float]
+SeedPair = tuple[int, int]  # candidate seed, reference seed
+FEWEST_CLUSTERS = 6  # below, a sign-flip test cannot reach 5 %
+UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
+
+
+def _add(*terms: tuple[CellKey, float]) -> Weights:
+    """Weights summed by cell, so a cell minus itself is nothing."""
+    weights: Weights = {}
+    for cell, weight in terms:
+        weights[cell] = weights.get(cell, 0.0) + weight
+    return weights
+
+
+def checkpoint_drift(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E1: candidate minus reference under the same policy."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], policy), -1.0))
+
+
+def end_to_end_drift(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E2: candidate as deployed minus the uncompressed reference."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], DENSE_POLICY), -1.0))
+
+
+def serving_sensitivity(arm: str, _reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E4: a checkpoint under the policy minus itself uncompressed; the reference plays no part."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(arm, pair[0], DENSE_POLICY), -1.0))
+
+
+def interaction(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E5: the candidate's serving sensitivity minus the reference's (difference in differences)."""
+    own = serving_sensitivity(arm, reference, pair, policy)
+    other = serving_sensitivity(reference, reference, (pair[1], pair[1]), policy)
+    return _add(*own.items(), *((cell, -weight) for cell, weight in other.items()))
+
+
+ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str], Weights]] = {
+    "E1": checkpoint_drift,
+    "E2": end_to_end_drift,
+    "E4": serving_sensitivity,
+    "E5": interaction,
+}
+
+
+def contrast(
+    estimand: str, panel: Panel, *, arm: str, reference: str, pairs: Sequence[SeedPair], policy: str, alpha: float
+) -> Contrast:
+    """One estimand over paired seeds: seeds are averaged inside the item before anything else."""
+    weights = [ESTIMANDS[estimand](arm, reference, pair, policy) for pair in pairs]
+    cells = sorted({cell for w in weights for cell in w})
+    reasons = broken_contract(panel, cells) if pairs else (Reason("CELL", f"arm {arm} has no seed to pair"),)
+    blank = Contrast(
+        estimand=estimand,
+        arm=arm,
+        policy=policy,
+        suite=panel.suite,
+        context_tokens=panel.context_tokens,
+        effect=None,
+        recipe=None,
+        seeds=tuple(pair[0] for pair in pairs),
+        seed_estimates=(),
+        worst=None,
+        best=None,
+        reasons=reasons,
+    )
+    return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
+
+
+def _with_numbers(
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
+) -> Contrast:
+    present = ~np.isnan(panel.scores[cells[0]])
+    clusters = panel.clusters[present]
+    z = np.stack([_combine(panel, w, present, 0.0, 0.0) for w in weights])  # [S, N]
+    mean = z.mean(axis=0)
+    draws = panel.samples * len(weights)
+    if blank.estimand == "E5":
+        effect = _interaction_effect(mean, clusters, alpha)
+    else:
+        effect = ess_tango(mean, clusters, samples=draws, alpha=alpha)
+    recipe = None
+    if _fewest_seeds(cells) >= SEEDS_NEEDED:
+        recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
+    return replace(
+        blank,
+        effect=effect,
+        recipe=recipe,
+        rates=None if blank.estimand == "E5" else _rates(panel, weights, present, alpha),
+        seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
+        worst=float(np.mean([_combine(panel, w, present, 0.0, 1.0) for w in weights])),
+        best=float(np.mean([_combine(panel, w, present, 1.0, 0.0) for w in weights])),
+        sums=(_cluster_sums(panel, mean, clusters),),
+        churn=None if blank.estimand == "E5" else _churn(panel, weights, present),
+    )
+
+
+def _fewest_seeds(cells: list[CellKey]) -> int:
+    """Training seeds of the arm with the fewest; the base model was not trained here and has none to vary."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        seeds.setdefault(cell.arm, set()).add(cell.seed)
+    return min((len(found) for arm, found in seeds.items() if arm != BASE), default=0)
+
+
+def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:
+    codes, inverse = np.unique(clusters, return_inverse=True)
+    names = tuple(panel.cluster_names[code] for code in codes)
+    counts: Array = np.bincount(inverse).astype(np.float64)
+    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)
+    return ClusterSums(panel.suite, 1.0, names, sums, counts)
+
+
+def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:
+    """The mean score of both sides; a policy compared with itself has both sides in one cell of weight 0."""
+    positive, negative = two_sides(weights)
+    candidate, reference = (
+        np.mean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
+    )
+    draws = panel.samples * len(set(negative))
+    lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha)
+    return Rates(float(reference.mean()), float(candidate.mean()), lower)
+
+
+def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
+    """Candidate's and reference's cell of every pair; a cell against itself has weight 0 and stands on both sides."""
+    positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
+    negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
+    return positive, negative
+
+
+def _churn(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> float:
+    candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
+    return flips(reference, candidate, samples=panel.samples).churn
+
+
+def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:
+    """CR3-t; where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango."""
+    effect = cr3_effect(mean, clusters, alpha=alpha)
+    return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
+
+
+def _combine(panel: Panel, weights: Weights, present: npt.NDArray[np.bool_], plus: float, minus: float) -> Array:
+    """Weighted cell scores [N]; unscored samples count ``plus`` where the weight is positive, else ``minus``."""
+    total = np.zeros(int(present.sum()))
+    for cell, weight in weights.items():
+        table = panel.best if (plus if weight > 0 else minus) else panel.scores
+        total += weight * table[cell][present]
+    return total
+
+
+def no_narrower(recipe: Effect, artifact: Effect) -> Effect:
+    """A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread."""
+    return replace(
+        recipe,
+        low=min(recipe.low, artifact.low),
+        high=max(recipe.high, artifact.high),
+        lower=min(recipe.lower, artifact.lower),
+        upper=max(recipe.upper, artifact.upper),
+        pvalue=max(recipe.pvalue, artifact.pvalue),
+        pvalue_drop=max(recipe.pvalue_drop, artifact.pvalue_drop),
+    )
+
+
+def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
+    """Why these cells cannot be compared; empty when they can."""
+    absent = [cell for cell in cells if cell not in panel.scores]
+    if absent:
+        return (
+            Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
+        )
+    holes = np.stack([np.isnan(panel.scores[cell]) for cell in cells])  # [cells, N]
+    uneven = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
+    if uneven:
+        return (Reason("ITEMS", f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"),)
+    present = ~holes[0]
+    checks = (
+        _few_clusters(panel, present),
+        _unscored(panel, cells),
+        _samples(panel, cells),
+        Reason("CLUSTER_IDS", f"{panel.split_items} items stand in more than one cluster")
+        if panel.split_items
+        else None,
+    )
+    return tuple(reason for reason in checks if reason)
+
+
+def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None:
+    clusters = len(np.unique(panel.clusters[present]))
+    if clusters >= FEWEST_CLUSTERS:
+        return None
+    return Reason("FEW_CLUSTERS", f"{clusters} clusters; inference needs at least {FEWEST_CLUSTERS}")
+
+
+def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
+    shares = [panel.unscored[cell] for cell in cells]
+    if max(shares) > UNSCORED_LIMIT:
+        apart = f"{100 * (max(shares) - min(shares)):.1f} pp"
+        text = (
+            f"{max(shares):.1%} of the samples of a cell are unscored, {apart} more than of another; the limit is 1 %"
+        )
+        return Reason("MISSING", text)
+    return None
+
+
+def _samples(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
+    if panel.uneven_samples.isdisjoint(cells):
+        return None
+    return Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")

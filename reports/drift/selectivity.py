@@ -1,0 +1,135 @@
+"""Selectivity: did alignment drop by more than capability did? Drift of a safety suite minus that of capability.
+
+Suites have no item in common, so their drifts are independent estimates: the interval is MOVER over their ESS-Tango
+intervals (Zou & Donner 2008), the p-value a t of summed CR3 variances with Satterthwaite's degrees of freedom. Several
+capability suites count as their mean. With three seeds or more the recipe adds the seed variance of the combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from reports.drift.contrast import no_narrower
+from reports.drift.plan import Plan
+from reports.drift.report import ClusterSums, Contrast, Reason
+from reports.stats.effect import LEVEL, Effect
+from reports.stats.mover import mover
+from reports.stats.signflip import flip_moments
+
+SELECTIVITY = "selectivity"
+SOURCE = "Zou & Donner 2008 over ESS-Tango"
+
+
+class _Spread(NamedTuple):
+    variance: float
+    df: float
+
+
+def selectivity(plan: Plan, contrasts: Sequence[Contrast]) -> Iterator[Contrast]:
+    """One contrast per safety suite wherever the drift of that suite is gated; none unless it is asked for."""
+    if SELECTIVITY not in plan.estimands:
+        return
+    by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in contrasts if c.estimand == plan.base}
+    for (arm, policy, context, suite), own in by_cell.items():
+        if suite in plan.safety and policy in plan.primary:
+            others = [by_cell[arm, policy, context, other] for other in plan.capability]
+            yield _combined(own, others, plan.alpha)
+
+
+def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contrast:
+    share = -1.0 / len(others)
+    parts = [(1.0, own), *((share, other) for other in others)]
+    reasons = tuple(Reason(r.code, f"{c.suite}: {r.text}") for _, c in parts for r in c.reasons)
+    if not reasons and any(c.seeds != own.seeds for c in others):
+        reasons = (Reason("SEEDS", "the suites were not asked of the same seeds"),)
+    blank = replace(
+        own, estimand=SELECTIVITY, effect=None, recipe=None, worst=None, best=None, rates=None, reasons=reasons, sums=()
+    )
+    if reasons:
+        return replace(blank, seed_estimates=())
+    sums = tuple(replace(part, weight=weight * part.weight) for weight, c in parts for part in c.sums)
+    seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)
+    effect = _effect(parts, _spread(sums), alpha)
+    recipe = None
+    if all(c.recipe for _, c in parts):  # each has the seeds for one
+        seed = _Spread(float(np.var(seeds, ddof=1)) / len(seeds), len(seeds) - 1)
+        recipe = no_narrower(_with_spread(effect, _pooled([_spread(sums), seed]), alpha), effect)
+    return replace(
+        blank,
+        effect=effect,
+        recipe=recipe,
+        seed_estimates=tuple(float(v) for v in seeds),
+        rates=own.rates,
+        worst=sum(w * (c.worst if w > 0 else c.best or 0.0) for w, c in parts if c.worst is not None),
+        best=sum(w * (c.best if w > 0 else c.worst or 0.0) for w, c in parts if c.best is not None),
+        sums=sums,
+    )
+
+
+def _effect(parts: Sequence[tuple[float, Contrast]], spread: _Spread, alpha: float) -> Effect:
+    """MOVER bounds with the p-values of the t statistic; items and templates are those of the smallest suite."""
+    known = [(weight, c.effect) for weight, c in parts if c.effect]
+    assert len(known) == len(parts), "a part has no number"
+    wide = mover([(w, e.estimate, e.low, e.high) for w, e in known])
+    narrow = mover([(w, e.estimate, e.lower, e.upper) for w, e in known])
+    first = known[0][1]
+    below = _drop_pvalue(wide.estimate, spread)
+    return replace(
+        first,
+        estimate=wide.estimate,
+        low=wide.low,
+        high=wide.high,
+        lower=narrow.low,
+        upper=narrow.high,
+        alpha=alpha,
+        pvalue=min(1.0, 2 * min(below, 1 - below)),
+        pvalue_drop=below,
+        method="MOVER",
+        source=SOURCE,
+        n_items=min(e.n_items for _, e in known),
+        n_clusters=min(e.n_clusters for _, e in known),
+        df=spread.df,
+    )
+
+
+def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
+    """The same estimate with a t interval of another variance."""
+    error = float(np.sqrt(spread.variance))
+    two, one = (float(special.stdtrit(spread.df, q)) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
+    middle, below = effect.estimate, _drop_pvalue(effect.estimate, spread)
+    return replace(
+        effect,
+        low=middle - two,
+        high=middle + two,
+        lower=middle - one,
+        upper=middle + one,
+        pvalue=min(1.0, 2 * min(below, 1 - below)),
+        pvalue_drop=below,
+        method="summed CR3 + seed variance, t",
+        df=spread.df,
+    )
+
+
+def _spread(sums: Sequence[ClusterSums]) -> _Spread:
+    """Summed CR3 variance of independent suites."""
+    found = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
+    return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(found, sums, strict=True)])
+
+
+def _pooled(parts: Sequence[_Spread]) -> _Spread:
+    """Summed variances with Satterthwaite's degrees of freedom; the smallest of the parts' where nothing varies."""
+    total = sum(p.variance for p in parts)
+    if total <= 0:
+        return _Spread(0.0, min(p.df for p in parts))
+    return _Spread(total, total**2 / sum(p.variance**2 / p.df for p in parts))
+
+
+def _drop_pvalue(estimate: float, spread: _Spread) -> float:
+    if spread.variance > 0:
+        return float(special.stdtr(spread.df, estimate / np.sqrt(spread.variance)))
+    return 0.5 if abs(estimate) < 1e-12 else float(estimate > 0)

@@ -1,0 +1,181 @@
+"""One family of tests for all gated cells: max-T by joint cluster sign-flip, Holm where that cannot be had.
+
+FAIL needs a drop that holds for the family. Under no drift anywhere the differences of a template are as likely as
+their negatives, in all cells at once: one sign per template flips every cell that holds it, so max-T knows how much the
+cells have in common, and has more power than Holm. Templates of one name in one suite are the same also at another
+length; suites have none in common and are flipped independently. A cell of several suites is studentised by the summed
+variances of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reports.drift.report import Contrast
+from reports.stats.effect import Effect
+from reports.stats.holm import holm
+from reports.stats.signflip import (
+    BLOCK,
+    EXHAUSTIVE_CLUSTERS,
+    FEWEST_CLUSTERS,
+    flip_moments,
+    flip_statistics,
+    max_t_pvalues,
+    random_signs,
+    signs,
+)
+
+Array = npt.NDArray[np.float64]
+Patterns = Mapping[str, Array]  # suite -> signs [B, C]
+Places = Mapping[str, Mapping[str, int]]  # suite -> template -> column of its signs
+DRAWS = 9999
+MAX_T, HOLM = "max-T", "Holm"
+NO_SUMS = "the item differences of a cell are not at hand"
+FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
+
+
+class Row(NamedTuple):
+    """One test of the family: that a contrast lies below 0, or above it where ``sign`` is -1."""
+
+    contrast: Contrast
+    sign: int
+
+
+class _Part(NamedTuple):
+    """The differences of a test in one suite, weighted and signed, as a value that can be looked up."""
+
+    suite: str
+    clusters: tuple[str, ...]
+    counts: bytes  # [C]
+    sums: bytes  # [C]
+
+
+class _Flips(NamedTuple):
+    """Adjusted p-values, and the smallest one that the number of patterns allows."""
+
+    pvalues: tuple[float, ...]
+    floor: float
+
+
+_Test = tuple[_Part, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Adjusted one-sided p-values of the rows, 1 where a row has no number, by ``method`` and by Holm beside it.
+
+    ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest p-value it can reach.
+    """
+
+    pvalues: tuple[float, ...]
+    holm: tuple[float, ...]
+    method: str
+    reason: str
+    floor: float
+
+
+def joint_family(rows: Sequence[Row]) -> Family:
+    """The family of the checkpoints at hand."""
+    by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
+    known = [i for i, row in enumerate(rows) if row.contrast.effect]
+    reason = _reason_for_holm([rows[i] for i in known])
+    if reason or not known:
+        return Family(by_holm, by_holm, HOLM, reason, 0.0)
+    flips = _flips(tuple(_test(rows[i]) for i in known))
+    adjusted = dict(zip(known, flips.pvalues, strict=True))
+    return Family(tuple(adjusted.get(i, 1.0) for i in range(len(rows))), by_holm, MAX_T, "", flips.floor)
+
+
+def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
+    """Holm-adjusted p-values in order; 1 where there is none."""
+    known = [i for i, value in enumerate(pvalues) if value is not None]
+    result = [1.0] * len(pvalues)
+    for index, value in zip(known, holm([p for p in pvalues if p is not None]), strict=True):
+        result[index] = value
+    return tuple(result)
+
+
+def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
+    """The one-sided p-value of a drop, or of a gain."""
+    return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
+
+
+def _reason_for_holm(rows: Sequence[Row]) -> str:
+    if not all(row.contrast.sums for row in rows):
+        return NO_SUMS
+    return FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
+
+
+def _test(row: Row) -> _Test:
+    return tuple(
+        _Part(p.suite, p.clusters, p.counts.tobytes(), (row.sign * p.weight * p.sums).tobytes())
+        for p in row.contrast.sums
+    )
+
+
+@lru_cache(maxsize=8)  # every format of a report asks for the same verdict
+def _flips(tests: tuple[_Test, ...]) -> _Flips:
+    """Max-T over tests; patterns are drawn from a fixed seed, so a verdict does not depend on who asks."""
+    templates: dict[str, set[str]] = {}
+    for part in (part for test in tests for part in test):
+        templates.setdefault(part.suite, set()).update(part.clusters)
+    places = {suite: {name: i for i, name in enumerate(sorted(templates[suite]))} for suite in sorted(templates)}
+    sizes = {suite: len(table) for suite, table in places.items()}
+    exact = len(sizes) == 1 and max(sizes.values()) <= EXHAUSTIVE_CLUSTERS
+    groups = _alike(tests)
+    blocks = []
+    for patterns in _patterns(sizes, exact=exact):
+        block = np.empty((len(tests), len(next(iter(patterns.values())))))
+        for members in groups:
+            block[members] = _statistics([tests[i] for i in members], patterns, places)
+        blocks.append(block)
+    flipped = np.concatenate(blocks, axis=-1)
+    unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}
+    observed = np.array([_statistics([test], unflipped, places)[0, 0] for test in tests])
+    pvalues = max_t_pvalues(observed, flipped, exact=exact)
+    return _Flips(tuple(map(float, pvalues)), 1 / (flipped.shape[-1] + (not exact)))
+
+
+def _alike(tests: Sequence[_Test]) -> list[list[int]]:
+    """The places of tests with the same clusters of the same sizes, which are flipped together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for place, test in enumerate(tests):
+        groups.setdefault(tuple((p.suite, p.clusters, p.counts) for p in test), []).append(place)
+    return list(groups.values())
+
+
+def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Array]]:
+    """Blocks of sign patterns of every suite."""
+    if exact:
+        yield {suite: signs(clusters, DRAWS, 0).patterns for suite, clusters in sizes.items()}
+        return
+    streams = {suite: np.random.default_rng([0, i]) for i, suite in enumerate(sizes)}
+    rows = max(1, BLOCK // sum(sizes.values()))
+    for start in range(0, DRAWS, rows):
+        size = min(rows, DRAWS - start)
+        yield {suite: random_signs(rng, size, sizes[suite]) for suite, rng in streams.items()}
+
+
+def _statistics(tests: Sequence[_Test], patterns: Patterns, places: Places) -> Array:
+    """CR3 t statistics [K, B] of tests that share their clusters."""
+    found = []
+    for own in zip(*tests, strict=True):  # the same suite of every test
+        columns = [places[own[0].suite][name] for name in own[0].clusters]
+        sums = np.stack([np.frombuffer(part.sums) for part in own])
+        found.append((sums, np.frombuffer(own[0].counts), patterns[own[0].suite][:, columns]))
+    if len(found) == 1:
+        alone: Array = flip_statistics(*found[0])
+        return alone
+    moments = [flip_moments(*parts) for parts in found]
+    mean: Array = np.sum([m.mean for m in moments], axis=0)
+    variance: Array = np.sum([m.variance for m in moments], axis=0)
+    flat = variance <= 1e-12 * np.sum([m.scale for m in moments], axis=0)
+    ends: Array = np.copysign(np.where(np.abs(mean) <= 1e-12, 0.0, np.inf), mean)
+    joined: Array = np.where(flat, ends, mean / np.sqrt(np.where(flat, 1.0, variance)))
+    return joined

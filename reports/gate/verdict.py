@@ -1,0 +1,134 @@
+"""What can be said: statuses, their order and exit codes, and the decided cells that a verdict is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from reports.drift.report import Rates, Reason
+from reports.gate.waivers import Waiver
+from reports.stats.effect import Effect
+
+
+class Status(StrEnum):
+    """What can be said. WAIVED is no finding: a named person let a FAIL or INCONCLUSIVE through."""
+
+    PASS = "PASS"  # noqa: S105
+    PASS_NOTED = "PASS*"  # noqa: S105 - a drop is detectable, and within the margin
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    INVALID = "INVALID"
+    WAIVED = "WAIVED"
+
+
+EXIT_CODES = {
+    Status.PASS: 0,
+    Status.PASS_NOTED: 0,
+    Status.WAIVED: 0,
+    Status.FAIL: 3,
+    Status.INCONCLUSIVE: 4,
+    Status.INVALID: 5,
+}
+PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
+JUDGE_DIFF = "JUDGE_DIFF"
+FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
+
+    ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Of E3 the
+    numbers are those of the worst of ``policies``.
+    """
+
+    estimand: str
+    arm: str
+    policy: str
+    suite: str
+    context_tokens: int
+    gated: bool
+    status: Status
+    recipe: Status | None
+    reasons: tuple[Reason, ...]
+    margin: float | None
+    pvalue_drop: float | None  # adjusted over the gated cells by the verdict's ``adjustment``
+    pvalue_holm: float | None  # the same by Holm
+    clusters_required: int | None
+    clusters_to_decide: int | None
+    blind_spot: float | None
+    effect: Effect | None
+    rates: Rates | None
+    adjusted_by: str = "max-T"
+    pvalue_floor: float = 0.0  # no adjusted p-value can be smaller
+    worst: float | None = None  # the estimate with unscored samples counted against the candidate
+    best: float | None = None
+    policies: tuple[str, ...] = ()
+    statement: str = ""
+    waiver: Waiver | None = None
+    judged: Status | None = None  # by the judge's labels, where human labels decide
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the reference has too little to lose for this cell to say anything by holding still."""
+        return any(reason.code == FLOOR for reason in self.reasons)
+
+    @property
+    def standing(self) -> Status:
+        """The status that counts for the verdict."""
+        return Status.WAIVED if self.waiver else self.status
+
+
+@dataclass(frozen=True)
+class ArmVerdict:
+    """An arm's verdict over its gated cells, and by suite; ``recipe`` adds seed variance, None below 3 seeds."""
+
+    arm: str
+    status: Status
+    recipe: Status | None
+    suites: dict[str, Status]
+    unwaived: Status
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """How FAIL is held to the family: the method, why it is not max-T, and the smallest p-value it can reach."""
+
+    method: str
+    reason: str
+    floor: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run's verdict; ``headline`` is the index of the decision that the banner quotes, None if INVALID.
+
+    ``status`` is an artifact claim: it is about the checkpoints at hand, averaged over their seeds; ``unwaived`` is the
+    same without waivers. ``recipe`` is the decision with seed variance added ("training this way does this"), None
+    when three paired seeds are lacking. ``annotations`` must be printed wherever the exit code is read.
+    """
+
+    status: Status
+    exit_code: int
+    recipe: Status | None
+    reasons: tuple[Reason, ...]
+    arms: tuple[ArmVerdict, ...]
+    decisions: tuple[Decision, ...]
+    headline: int | None
+    unwaived: Status
+    adjustment: Adjustment
+    annotations: tuple[str, ...]
+    gate_sha256: str | None  # of the gate file, None where the spec's own section decides
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The status that decides, by precedence."""
+    found = set(statuses)
+    return next(status for status in PRECEDENCE if status in found)
+
+
+def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
+    """The worst recipe verdict, None when any part lacks the seeds for one."""
+    known = [status for status in statuses if status]
+    return worst(known) if known and len(known) == len(statuses) else None

@@ -1,0 +1,174 @@
+"""The judge held against people: its error rates in both arms, what they can do to a drift, and the drift without them.
+
+Error rates come from a simple random sample of pairs: the concordant ones that were drawn, and the discordant ones
+thinned to the same share, so that Clopper-Pearson applies (it takes pairs of one template for independent). The
+corrected drift uses every label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from audit.core.errors import DataError
+from reports.drift.report import Contrast, Report
+from reports.gate.decide import decide
+from reports.gate.verdict import Decision, Status
+from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
+from reports.labels.panel import Adjudication, Arm, Bounds, JudgedCell, Rate
+from reports.labels.sheet import text_hash
+from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, load_labels
+from reports.labels.stored import Labels as StoredLabels
+from reports.records.load import RunData
+from reports.stats.adjudication import adjudicated
+from reports.stats.binomial import Proportion
+from reports.stats.effect import Effect
+from reports.stats.judge_error import JudgeError, differential_bias, judge_error
+
+Labels = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class HumanLabels:
+    """A cell's pairs [M] and the labels of the chosen ones, NaN where nobody looked."""
+
+    pairs: PairedAnswers
+    candidate: Labels
+    reference: Labels
+    seed: int
+
+
+def with_labels(data: RunData, report: Report) -> Report:
+    """The report with the run's human labels in their place; raises DataError for labels that do not fit its records.
+
+    Where a cell was labelled, the corrected effect takes the place of the judge's. Labels of pairs with another
+    reference arm than the report's say nothing of it.
+    """
+    stored = load_labels(data.run)
+    if stored is None:
+        return report
+    if stored.records != digest(data.records):
+        raise DataError(f"{FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
+    return report if stored.reference != report.plan.reference else labelled(data, report, stored)
+
+
+def labelled(data: RunData, report: Report, stored: StoredLabels) -> Report:
+    """The report with these labels, of its very records, in their place."""
+    plan, found = report.plan, human_labels(data, report, stored)
+    effects = {cell_name(h.pairs.contrast): _corrected(h, plan.alpha) for h in found}
+    corrected = tuple(_with_people(c, effects.get(cell_name(c))) for c in report.contrasts)
+    judged = decide(report)
+    margins = {cell_name(d): d.margin for d in judged.decisions}
+    cells = [
+        _cell(h, effects[name], margin)
+        for h in found
+        if (margin := margins.get(name := cell_name(h.pairs.contrast))) is not None
+    ]
+    counted = sum(int((~np.isnan(h.candidate)).sum()) for h in found)
+    adjudication = Adjudication(stored.records, counted, tuple(cells), judged.status, judged.status)
+    decided = decide(replace(report, contrasts=corrected, adjudication=adjudication))
+    by_name = {cell_name(d): d for d in decided.decisions}
+    said = tuple(_decided(cell, by_name[_place(cell)]) for cell in cells)
+    return replace(report, contrasts=corrected, adjudication=replace(adjudication, cells=said, status=decided.status))
+
+
+def human_labels(data: RunData, report: Report, stored: StoredLabels) -> list[HumanLabels]:
+    """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
+    known = {cell_name(c): c for c in report.contrasts if c.effect}
+    cells = [cell for cell in stored.cells if cell.name in known]
+    pairs = [pairs_of(data, report, known[cell.name]) for cell in cells]
+    picks = [chosen(own, cell.concordant, cell.seed) for own, cell in zip(pairs, cells, strict=True)]
+    texts = {place: text_hash(text) for place, text in texts_of(data, list(zip(pairs, picks, strict=True))).items()}
+    return [_looked_up(own, indices, cell, texts) for own, indices, cell in zip(pairs, picks, cells, strict=True)]
+
+
+def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[Place, str]) -> HumanLabels:
+    sides = [[texts[place] for place in column] for column in zip(*places(pairs, indices), strict=True)]
+    shown = {text for side in sides for text in side}
+    if shown != set(cell.labels):
+        raise DataError(
+            f"{FILE} holds labels of other answers than the pairs of {cell.arm[:80]}, {cell.suite[:80]}; {REMEDY}"
+        )
+    candidate, reference = (np.full(len(pairs.items), np.nan) for _ in range(2))
+    for column, side in zip((candidate, reference), sides, strict=False):
+        column[indices] = [cell.labels[text] for text in side]
+    return HumanLabels(pairs, candidate, reference, cell.seed)
+
+
+def _with_people(c: Contrast, effect: Effect | None) -> Contrast:
+    """What unscored answers could change is about the judge's scores, so it goes with them."""
+    return replace(c, effect=effect, judged=c.effect, worst=None, best=None) if effect else c
+
+
+def _corrected(h: HumanLabels, alpha: float) -> Effect:
+    """The drift on the human scale; no bound of a sum of two parts lies beyond what a rate can lose or gain."""
+    found = adjudicated(h.pairs.discordant, h.candidate - h.reference, h.pairs.clusters, alpha=alpha)
+    low, high, lower, upper = np.clip((found.low, found.high, found.lower, found.upper), -1.0, 1.0)
+    return replace(found, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
+
+
+def _cell(h: HumanLabels, effect: Effect, margin: float) -> JudgedCell:
+    """The cell before it is decided."""
+    c = h.pairs.contrast
+    assert c.effect is not None
+    sample = random_sample(h, h.seed)
+    errors = {
+        side: judge_error(getattr(h.pairs, side)[sample], getattr(h, side)[sample].astype(np.int64))
+        for side in ("reference", "candidate")
+    }
+    rate = float(h.reference[sample].mean()) if len(sample) else 0.5
+    gap = differential_bias(errors["reference"], errors["candidate"], rate)
+    return JudgedCell(
+        estimand=c.estimand,
+        arm=c.arm,
+        policy=c.policy,
+        suite=c.suite,
+        context_tokens=c.context_tokens,
+        margin=margin,
+        pairs=len(h.pairs.items),
+        discordant=int(h.pairs.discordant.sum()),
+        concordant=int((~np.isnan(h.candidate) & ~h.pairs.discordant).sum()),
+        reference=_arm(errors["reference"]),
+        candidate=_arm(errors["candidate"]),
+        bias=gap.bound,
+        bias_upper=gap.upper,
+        guard=gap.upper <= margin / 2,
+        raw=_bounds(c.effect),
+        corrected=_bounds(effect),
+        judged=Status.INVALID,
+        status=Status.INVALID,
+        reasons=(),
+    )
+
+
+def _decided(cell: JudgedCell, d: Decision) -> JudgedCell:
+    assert d.judged is not None
+    return replace(cell, judged=d.judged, status=d.status, reasons=d.reasons)
+
+
+def _place(cell: JudgedCell) -> CellName:
+    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
+
+
+def random_sample(h: HumanLabels, seed: int) -> Indices:
+    """Indices of labelled pairs that are a simple random sample of all: the drawn ones, the discordant ones thinned."""
+    labelled, apart = ~np.isnan(h.candidate), h.pairs.discordant
+    drawn, alike = np.flatnonzero(labelled & ~apart), int((~apart).sum())
+    share = len(drawn) / alike if alike else 1.0
+    kept = np.random.default_rng([seed, len(apart), int(apart.sum())]).random(len(apart)) < share
+    return np.sort(np.concatenate([drawn, np.flatnonzero(apart & kept)]))
+
+
+def _bounds(effect: Effect) -> Bounds:
+    return Bounds(effect.estimate, effect.low, effect.high, effect.lower, effect.upper)
+
+
+def _arm(error: JudgeError) -> Arm:
+    return Arm(_rate(error.sensitivity), _rate(error.specificity))
+
+
+def _rate(p: Proportion) -> Rate:
+    return Rate(p.estimate, p.low, p.high, p.successes, p.trials)

@@ -1,0 +1,152 @@
+"""Which answers a person should look at: every pair of a gated cell that the judge tells apart, and F of the others.
+
+A pair is one sample of one item, answered by the candidate and by the reference of a cell (E1, E2 and E4; the other
+estimands are made of these). An answer that several pairs share is looked at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from audit.core.errors import SpecError, UnknownName
+from reports.drift.contrast import ESTIMANDS
+from reports.drift.drift import seed_pairs
+from reports.drift.plan import match_policies
+from reports.drift.report import Contrast, Report
+from reports.gate.decide import Decision, Verdict
+from reports.labels.sheet import Shown, shown
+from reports.labels.stored import CellName
+from reports.records.load import RunData
+from reports.records.panel import CellKey
+
+ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
+SELECTORS = ("estimand", "arm", "policy", "suite", "context")
+DESIRED = 0.5  # a score from here on is the judge's label 1
+DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
+_MATCH = ["item_id", "sample_index"]
+Labels = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
+Place = tuple[str, int]  # file and line of a record
+
+
+@dataclass(frozen=True)
+class PairedAnswers:
+    """All pairs [M] of a cell over its paired seeds: labels of the judge, clusters, where the answers stand."""
+
+    contrast: Contrast
+    items: npt.NDArray[np.object_]
+    samples: Labels
+    seeds: tuple[Labels, Labels]  # candidate, reference
+    clusters: npt.NDArray[np.object_]
+    candidate: Labels
+    reference: Labels
+    candidate_places: tuple[Place, ...]
+    reference_places: tuple[Place, ...]
+
+    @property
+    def discordant(self) -> npt.NDArray[np.bool_]:
+        """Where the judge's labels differ."""
+        return np.not_equal(self.candidate, self.reference)
+
+
+def paired_answers(data: RunData, report: Report, verdict: Verdict, select: Mapping[str, str]) -> list[PairedAnswers]:
+    """The pairs of every gated cell that the selectors want; raises SpecError where there is none."""
+    wanted = [d for d in verdict.decisions if d.gated and d.effect and d.estimand in ADJUDICATED]
+    if not wanted:
+        raise SpecError(f"no gated cell has a number to adjudicate; estimands {', '.join(ADJUDICATED)} can be")
+    for key, value in select.items():
+        wanted = _selected(wanted, key, value)
+    known = {cell_name(c): c for c in report.contrasts}
+    return [pairs_of(data, report, known[cell_name(d)]) for d in wanted]
+
+
+def cell_name(cell: Contrast | Decision) -> CellName:
+    """What a contrast and its decision share."""
+    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
+
+
+def pairs_of(data: RunData, report: Report, c: Contrast) -> PairedAnswers:
+    """The pairs of one contrast that has a number."""
+    parts = []
+    for seeds in seed_pairs(report.plan, data.panels[c.suite, c.context_tokens], c.arm):
+        weights = ESTIMANDS[c.estimand](c.arm, report.plan.reference, seeds, c.policy)
+        cells = [next(cell for cell, w in weights.items() if w * sign > 0) for sign in (1, -1)]
+        parts.append(_joined(data.records, c, cells[0], cells[1]))
+    return _answers(c, pd.concat(parts, ignore_index=True))
+
+
+def _selected(decisions: list[Decision], key: str, value: str) -> list[Decision]:
+    if key not in SELECTORS:
+        raise UnknownName("selector", key, SELECTORS)
+    field = "context_tokens" if key == "context" else key
+    known = sorted({str(getattr(d, field)) for d in decisions})
+    meant = match_policies([value], known)[0] if key == "policy" else value
+    if meant not in known:
+        raise UnknownName(f"{key} among the gated cells", value, known)
+    return [d for d in decisions if str(getattr(d, field)) == meant]
+
+
+def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
+    """The rows of both cells side by side; the data contract has made sure that they pair."""
+    here = records[(records["suite"] == c.suite) & (records["context_tokens"] == c.context_tokens)]
+    sides = []
+    for cell in (candidate, reference):
+        own = (here["arm"] == cell.arm) & (here["train_seed"] == cell.seed) & (here["policy"] == cell.policy)
+        sides.append(here.loc[own, [*_MATCH, "cluster_id", "score", "train_seed", "file", "line"]])
+    return sides[0].merge(sides[1], on=_MATCH, suffixes=("", "_reference"), how="inner", validate="one_to_one")
+
+
+def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
+    table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
+    labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
+    places = [
+        tuple((str(file), int(line)) for file, line in zip(table[f"file{end}"], table[f"line{end}"], strict=True))
+        for end in ("", "_reference")
+    ]
+    return PairedAnswers(
+        contrast=c,
+        items=table["item_id"].to_numpy(dtype=object),
+        samples=table["sample_index"].to_numpy(dtype=np.int64),
+        seeds=(table["train_seed"].to_numpy(np.int64), table["train_seed_reference"].to_numpy(np.int64)),
+        clusters=table["cluster_id"].astype(str).to_numpy(dtype=object),
+        candidate=labels[0],
+        reference=labels[1],
+        candidate_places=places[0],
+        reference_places=places[1],
+    )
+
+
+def chosen(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
+    """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order."""
+    alike = np.flatnonzero(~pairs.discordant)
+    name = " ".join(map(str, cell_name(pairs.contrast)))
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    drawn = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
+    return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
+
+
+def digest(records: pd.DataFrame) -> str:
+    """A hash of what was scored, so that labels are not read back into other records."""
+    hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
+    return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
+
+
+def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[Place, Shown]:
+    """What a person is shown of every answer of the chosen pairs, read again from the run's records."""
+    suites = {
+        place: pairs.contrast.suite for pairs, indices in found for pair in places(pairs, indices) for place in pair
+    }
+    return {place: shown(suites[place], text) for place, text in data.transcripts(suites).items()}
+
+
+def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[Place, Place]]:
+    """Where the candidate's and the reference's answer of each chosen pair stand."""
+    for i in indices:
+        yield pairs.candidate_places[i], pairs.reference_places[i]

@@ -1,0 +1,128 @@
+"""The sheet a person labels: one row per answer, shuffled over arms and policies, safe to open in a spreadsheet.
+
+Beside it lies a key, which says whose answers they are; whoever labels must not see it. Label 1: the answer does what
+its suite wants; 0: it does not. Texts are cut in the middle where a spreadsheet could not hold them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unicodedata import normalize
+
+import numpy as np
+
+from audit.core.errors import DataError
+from audit.core.records import Message, Role
+from audit.core.text import clip, visible
+from reports.labels.sheet_key import Key
+
+COLUMNS = ("row", "suite", "conversation", "answer", "label")
+SHOWN = COLUMNS[1:4]
+CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and shown control characters are longer
+LABELS = {"0": 0, "1": 1}
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # what a spreadsheet may run
+_LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet sees a formula
+_NAMED = 3  # rows that an error spells out
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a row shows of an answer."""
+
+    suite: str
+    conversation: str
+    answer: str
+
+
+def shown(suite: str, transcript: Sequence[Message]) -> Shown:
+    """A transcript as text: all that came before the last answer, and that answer."""
+    last = max((i for i, m in enumerate(transcript) if m.role is Role.ASSISTANT), default=len(transcript))
+    before = "\n\n".join(f"[{m.role.value}] {m.content}" for m in transcript[:last])
+    rest = [m.content if i == 0 else f"[{m.role.value}] {m.content}" for i, m in enumerate(transcript[last:])]
+    return Shown(suite, clip(before, CHARACTERS), clip("\n\n".join(rest), CHARACTERS))
+
+
+def safe(text: str) -> str:
+    """Text that a spreadsheet shows and does not run: control characters visible, no leading sign of a formula."""
+    plain = visible(text)
+    # a spreadsheet may read the full-width forms of these signs as the signs themselves
+    return f"'{plain}" if normalize("NFKC", plain[:_LOOKED_AT]).lstrip().startswith(_FORMULA) else plain
+
+
+def row_names(count: int, seed: int) -> list[str]:
+    """Names of rows in an order that says nothing about where they come from."""
+    order = np.random.default_rng([seed, count]).permutation(count)
+    return [f"r{number + 1:05d}" for number in order]
+
+
+def render_sheet(rows: Mapping[str, Shown]) -> str:
+    """The sheet as CSV, rows by name, labels empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+    writer.writerow(COLUMNS)
+    for name in sorted(rows):
+        writer.writerow([name, *_cells(rows[name]), ""])
+    return text.getvalue()
+
+
+def _cells(row: Shown) -> list[str]:
+    return [safe(text) for text in (row.suite, row.conversation, row.answer)]
+
+
+def text_hash(row: Shown) -> str:
+    """Hash of what a row shows, the same before and after a spreadsheet has saved it."""
+    return _hash(_cells(row))
+
+
+def _hash(cells: Iterable[str]) -> str:
+    plain = [" ".join(cell.lstrip("'").split()) for cell in cells]
+    return hashlib.sha256(json.dumps(plain).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_labels(sheet: Path, key: Key) -> dict[str, int]:
+    """Row -> label of a whole sheet; raises DataError for unknown, double, missing, changed or unlabelled rows."""
+    rows = _rows(sheet)
+    names = [row["row"].strip() for row in rows]
+    unknown = [name for name in names if name not in key.rows]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    missing = sorted(set(key.rows) - set(names))
+    changed = [row["row"] for row in rows if row["row"].strip() in key.rows and _changed(row, key)]
+    words = {row["row"].strip(): row["label"].strip() for row in rows}
+    empty = [name for name, word in words.items() if not word]
+    bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABELS]
+    for found, what in (
+        (unknown, "rows that its key does not know"),
+        (twice, "rows that stand twice"),
+        (missing, "rows missing"),
+        (changed, "rows whose text was changed"),
+        (bad, "labels that are not 0 or 1"),
+        (empty, "rows without a label"),
+    ):
+        if found:
+            some = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+            raise DataError(
+                f"{str(sheet)!r} has {len(found)} {what} ({visible(some)}); mend the sheet and read it again"
+            )
+    return {name: LABELS[word] for name, word in words.items()}
+
+
+def _changed(row: Mapping[str, str], key: Key) -> bool:
+    return _hash(row[name] for name in SHOWN) != key.rows[row["row"].strip()]
+
+
+def _rows(sheet: Path) -> list[dict[str, str]]:
+    try:
+        with sheet.open(newline="", encoding="utf-8-sig") as handle:
+            reader = csv.DictReader(handle, restval="")
+            if not set(COLUMNS) <= set(reader.fieldnames or ()):
+                raise DataError(f"{str(sheet)!r} lacks a column of {', '.join(COLUMNS)}; save it as CSV with commas")
+            return [{name: row[name] for name in COLUMNS} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{str(sheet)!r} cannot be read ({error}); save it as CSV in UTF-8") from None

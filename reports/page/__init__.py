@@ -1,0 +1,1 @@
+"""What is said: banner, tables, figures and formats. Nothing here decides."""

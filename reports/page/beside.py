@@ -1,0 +1,178 @@
+"""The sections beside the gate: safe budget, dose, churn, concentration, seeds, displacement, other analyses."""
+
+from __future__ import annotations
+
+from reports.analysis.safe import sentence
+from reports.drift.report import Report
+from reports.gate.decide import Status, Verdict
+from reports.page import analysis_tables as tables
+from reports.page.judge_tables import cells_table, errors_table, panel_notes
+from reports.page.section import Section
+
+SAFE = {"budget": "smallest budget", "length": "longest context"}
+CLEARED_SHOWN = 3  # sentences of the banner; the table has all
+
+
+def dose_sections(report: Report) -> list[Section]:
+    """How far down behaviour holds, and how fast it goes."""
+    reference = report.plan.reference
+    axes = list(dict.fromkeys(s.axis for s in report.analysis.safe))
+    return [
+        Section(
+            "safe",
+            f"Safe {' and '.join(axes) or 'budget'}",
+            f"The {' and the '.join(SAFE[axis] for axis in axes)} at which an arm is non-inferior within its margin to "
+            "the uncompressed reference.",
+            tables=(tables.safe(report, "budget"), tables.safe(report, "length")),
+            notes=(
+                "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
+                "full level, until the first that does not pass; later ones are not tested. FLOOR: the reference "
+                "itself has too little to lose there.",
+            )
+            if report.analysis.safe
+            else (),
+        ),
+        Section(
+            "dose",
+            "Dose and response",
+            "How the rate changes with the cache budget and with the context length, on a log scale.",
+            figures=("doses", "lengths") if report.analysis.doses else (),
+            tables=(tables.slopes(report, "budget"), tables.slopes(report, "length")),
+            notes=(
+                "Points: rates with pointwise 95 % score intervals. Lines: isotonic, drawn and not tested. Slope: pp "
+                f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero means "
+                "that training made the arm more sensitive. Families with a gated policy; drift.json holds all.",
+            )
+            if report.analysis.doses
+            else (),
+        ),
+    ]
+
+
+def loss_sections(report: Report) -> list[Section]:
+    """What moved behind the net drift, and where it sits."""
+    return [
+        Section(
+            "churn",
+            "Churn",
+            "Losses and gains cancel in a drift; this is what moved before they did.",
+            figures=("churn",) if report.analysis.churn else (),
+            tables=(tables.churn(report),),
+            notes=(
+                "Lost, gained, churn: of answers against the reference's of the same pair of seeds. One draw against "
+                "one: the same over any two seeds; only what it has beyond two draws of one arm is change.",
+            )
+            if report.analysis.churn
+            else (),
+            folded=True,
+        ),
+        Section(
+            "concentration",
+            "Where the losses sit",
+            "Whether a drop is spread over templates or is a few templates that broke.",
+            figures=("concentration",) if report.analysis.concentration else (),
+            tables=(tables.concentration(report), tables.losing_items(report)),
+            notes=tables.concentration_notes(report),
+            folded=True,
+        ),
+    ]
+
+
+def seed_section(report: Report) -> Section:
+    """The drift seed by seed, or that nothing is claimed of the recipe."""
+    training = report.plan.mode == "training"
+    few = any(s.sd is None for s in report.analysis.seeds)
+    return Section(
+        "seeds",
+        "Seeds",
+        "The same drift seed by seed: how much of it depends on the training run.",
+        figures=("seeds",) if training and report.analysis.seeds else (),
+        tables=(tables.seed_spread(report),) if training else (),
+        notes=("Recipe claim not supported: it takes 3 paired seeds.",) if training and few else (),
+        folded=True,
+    )
+
+
+def displacement_section(report: Report) -> Section:
+    """Token distributions against the reference's; never gated."""
+    floors = any(d.floor for d in report.displacement)
+    note = "The floor is the reference run again: what other batches, kernels or seeds do by themselves."
+    return Section(
+        "displacement",
+        "Displacement of token distributions",
+        "How far next-token probabilities moved on the reference's own text. Not part of the verdict: near the "
+        "reference it does not tell the direction of behaviour.",
+        tables=(tables.displacement(report),),
+        notes=((note if floors else "No A/A floor was measured: there is nothing to hold these numbers against."),)
+        if report.displacement
+        else (),
+        folded=True,
+    )
+
+
+def judge_section(report: Report) -> Section | None:
+    """The judge held against people; None where nobody labelled."""
+    found = report.adjudication
+    if found is None:
+        return None
+    same = "the same" if found.status is found.judged else f"{found.status.value} (by the judge {found.judged.value})"
+    return Section(
+        "judge",
+        "Judge and people",
+        "What people said of answers that the judge told apart, and the drift that their labels give.",
+        tables=(cells_table(found), errors_table(found)),
+        notes=(*panel_notes(found), f"With human labels in these cells the verdict is {same}."),
+    )
+
+
+def banner_lines(report: Report, verdict: Verdict) -> list[str]:
+    """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
+    lines = []
+    cleared: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
+    for s in report.analysis.safe:
+        if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(report):
+            cleared.setdefault((s.arm, s.family), []).append(sentence(s))
+    alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
+    for (arm, family), found in cleared.items():
+        alike.setdefault((family, "; ".join(found)), []).append(arm)
+    for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
+        lines.append(f"Safe budget of {', '.join(arms)} @ {family}: {text}.")
+    flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
+    if flips:
+        of = ", of the judge's labels," if report.adjudication else ""
+        lines.append(f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands.")
+    if report.calibration and verdict.status is not Status.INVALID:
+        lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
+    return lines
+
+
+def _gated_families(report: Report) -> set[str]:
+    """The families that have a gated policy."""
+    gated = report.plan.primary
+    return {c.family for c in report.analysis.doses if any(d.policy in gated for d in c.doses)}
+
+
+def method_sections(report: Report) -> list[Section]:
+    """Other ways to analyse the same cells, and the contrasts outside the gate."""
+    flips = [m.method for m in report.analysis.methods if m.flips]
+    note = f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
+    notes = (note + " The verdict stays the pre-declared one; the t interval passes too easily.",)
+    return [
+        Section(
+            "reach",
+            "What this size can find",
+            "The smallest true drop that each gated cell would have found, from its own interval. Where it is above "
+            "the margin, a cell that is open was likely to stay open.",
+            tables=(tables.reach(report),),
+            notes=("For the size of a next run: kvaudit plan.",) if report.analysis.reach else (),
+            folded=True,
+        ),
+        Section(
+            "methods",
+            "Other ways to analyse",
+            "Would another analysis of the same cells have said something else?",
+            tables=(tables.methods(report), tables.sensitivity(report)),
+            notes=notes if report.analysis.methods else (),
+            folded=not flips,
+        ),
+    ]

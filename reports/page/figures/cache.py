@@ -1,0 +1,32 @@
+"""KV bytes under each policy against an uncompressed cache of the same rows."""
+
+from __future__ import annotations
+
+from audit.core.text import inline
+from reports.analysis.cache_use import cache_use
+from reports.drift.report import Report
+from reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from reports.page.plain import size
+
+
+def draw(report: Report) -> Drawing | None:
+    """A bar per policy; None when no record tells bytes."""
+    uses = [use for use in cache_use(report) if use.dense > 0]
+    if not uses:
+        return None
+    figure = blank(7.5, 0.9 + 0.36 * len(uses))
+    panel = figure.subplots()
+    for y, use in enumerate(uses):
+        ratio = use.peak / use.dense
+        panel.barh(y, 1.0, height=0.66, color=UNDECIDED, alpha=0.2)
+        panel.barh(y, ratio, height=0.66, color=GAIN, alpha=0.75)
+        panel.plot([use.retention] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
+        panel.text(
+            max(1.0, ratio) + 0.02, y, f"{ratio:.2f}x, {size(use.peak)} of {size(use.dense)}", va="center", fontsize=8
+        )
+    panel.set_yticks(range(len(uses)), [inline(report.plan.labels.get(u.policy, u.policy)) for u in uses])
+    panel.set_ylim(len(uses) - 0.5, -0.5)
+    panel.set_xlim(0, max(1.0, *(u.peak / u.dense for u in uses)) + 0.45)
+    panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+    panel.set_xlabel("peak KV bytes / uncompressed bytes (bar); share of entries kept (line)")
+    return save(figure, "cache", "Peak KV bytes of each policy over uncompressed bytes.")

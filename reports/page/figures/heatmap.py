@@ -1,0 +1,116 @@
+"""Policy x arm heatmap of drift; outline, star and hatching say what the rule says, so colour never speaks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from audit.core.text import inline
+from reports.drift.report import Contrast, Report
+from reports.gate.cell import decide_cell
+from reports.gate.verdict import Status, Verdict
+from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
+from reports.page.plain import points
+
+Key = tuple[str, str, str, int]  # arm, policy, suite, length
+FULL = 0.20  # drift with the strongest colour
+COLUMNS = 2
+OUTLINE = 1.4
+
+
+def draw(report: Report, verdict: Verdict) -> Drawing | None:
+    """Training: E1, arms by policies, a panel per suite. Serving: E4, one row per suite."""
+    plan = report.plan
+    estimand = "E1" if plan.mode == "training" else "E4"
+    known = [c for c in report.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
+    if plan.mode == "serving":
+        known = [c for c in known if c.arm == plan.reference]
+    if not any(c.effect for c in known):
+        return None
+    policies = [p for p in plan.policies if any(c.policy == p for c in known)]
+    statuses = {
+        (d.arm, d.policy, d.suite, d.context_tokens): d.status for d in verdict.decisions if d.estimand == estimand
+    }
+    groups: dict[str, list[Contrast]] = {}
+    for c in known:
+        title = f"{c.suite}, {c.context_tokens} tokens" if plan.mode == "training" else f"{c.arm}, drift from none"
+        groups.setdefault(title, []).append(c)
+    deepest = max(len(_rows(report, group)) for group in groups.values())
+    columns = min(COLUMNS, len(groups)) if len(policies) <= 5 else 1
+    lines = -(-len(groups) // columns)
+    figure = blank(0.4 + (0.9 + 0.8 * len(policies)) * columns, 1.1 + lines * (0.35 + 0.36 * deepest))
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    for panel in panels.flat[len(groups) :]:
+        panel.set_visible(False)
+    for place, (panel, (title, group)) in enumerate(zip(panels.flat, groups.items(), strict=False)):
+        _panel(panel, report, group, policies, statuses)
+        panel.tick_params(labelbottom=place + columns >= len(groups))
+        panel.set_title(inline(title))
+    key = [
+        Patch(facecolor=(*_rgb(LOSS), 0.8), label="worse"),
+        Patch(facecolor=(*_rgb(GAIN), 0.8), label="better"),
+        Patch(facecolor="none", edgecolor=INK, hatch="///", label="undecided"),
+        Patch(facecolor="none", edgecolor=INK, linewidth=OUTLINE, label="FAIL"),
+        Patch(facecolor="none", edgecolor="none", label="* PASS*, a drop within the margin"),
+    ]
+    figure.legend(handles=key, loc="outside upper center", ncols=3)
+    alt = (
+        "Drift of every arm under every serving policy; outlined cells FAIL, starred ones PASS*, hatched are undecided."
+    )
+    return save(figure, "heatmap", alt)
+
+
+def called(c: Contrast, margin: float | None, decided: Status | None = None) -> Status:
+    """What the verdict says of a cell where it was decided, else the same rule without adjustment."""
+    if decided is not None:
+        return decided
+    if c.effect is None or margin is None:
+        return Status.INCONCLUSIVE
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop)[0]
+    floor = c.rates is not None and c.rates.reference_lower <= margin
+    return Status.INCONCLUSIVE if floor and status is not Status.FAIL else status
+
+
+def _rows(report: Report, group: list[Contrast]) -> list[str]:
+    return list(dict.fromkeys(_row(report, c) for c in group))
+
+
+def _row(report: Report, c: Contrast) -> str:
+    return c.arm if report.plan.mode == "training" else f"{c.suite}, {c.context_tokens}"
+
+
+def _panel(
+    panel: Axes, report: Report, group: list[Contrast], policies: list[str], statuses: Mapping[Key, Status]
+) -> None:
+    rows = _rows(report, group)
+    for c in group:
+        x, y = policies.index(c.policy), rows.index(_row(report, c))
+        value = c.effect.estimate if c.effect else 0.0
+        decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
+        status = called(c, report.plan.margins.get(c.suite), decided)
+        face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
+        panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
+        if status is Status.INCONCLUSIVE:
+            box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.6, "linewidth": 0}
+            panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, hatch="///", **box))
+        if status is Status.FAIL:
+            panel.add_patch(
+                Rectangle((x - 0.45, y - 0.42), 0.9, 0.84, facecolor="none", edgecolor=INK, linewidth=OUTLINE)
+            )
+        text = points(value) + ("*" if status is Status.PASS_NOTED else "")
+        panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
+    labels = [inline(report.plan.labels.get(policy, policy)) for policy in policies]
+    panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
+    panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
+    panel.set_xlim(-0.5, len(policies) - 0.5)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.tick_params(length=0)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+
+
+def _rgb(text: str) -> tuple[float, float, float]:
+    red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red, green, blue

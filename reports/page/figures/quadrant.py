@@ -1,0 +1,119 @@
+"""Capability drift beside safety drift: the corner where capability holds and safety does not is shaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from audit.core.text import inline
+from reports.drift.report import Contrast, Report
+from reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
+
+PANELS = 4
+ROOM = 1.5  # pp around the outermost interval
+Point = tuple[Contrast, Contrast]  # capability, safety
+
+
+def draw(report: Report) -> Drawing | None:
+    """One panel per gated policy (training) or one in all (serving); None without both kinds of suite."""
+    plan = report.plan
+    groups: dict[str, list[Point]] = {}
+    for capability, safety in pairs(report):
+        served = f"served under {plan.labels.get(safety.policy, safety.policy)}"
+        groups.setdefault(served if plan.mode == "training" else "drift from policy none", []).append(
+            (capability, safety)
+        )
+    if not groups:
+        return None
+    shown = dict(list(groups.items())[:PANELS])
+    figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
+    panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
+    names = tuple(dict.fromkeys(_name(report, p) for points in shown.values() for p in points))
+    places = report.plan.arms if report.plan.mode == "training" else names
+    suites = tuple(dict.fromkeys(p[1].suite for points in shown.values() for p in points))
+    bounds = _bounds([point for points in shown.values() for point in points])
+    for panel, (title, points) in zip(panels.flat, shown.items(), strict=True):
+        _panel(panel, report, points, places, suites, bounds)
+        panel.set_title(inline(title))
+    panels.flat[0].set_ylabel("safety drift, pp")
+    handles = [Line2D([], [], color=colour(places, n)[0], label=inline(n)) for n in names]
+    handles += [
+        Line2D([], [], color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)], label=inline(s))
+        for i, s in enumerate(suites)
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    return save(figure, "quadrant", "Capability drift against safety drift with 95 % intervals.")
+
+
+def pairs(report: Report) -> list[Point]:
+    """Every safety contrast of a gated policy with the capability contrast of the same arm, policy and length."""
+    plan = report.plan
+    estimand = "E1" if plan.mode == "training" else "E4"
+    known = [
+        c
+        for c in report.contrasts
+        if c.estimand == estimand
+        and c.effect
+        and c.policy in plan.primary
+        and c.arm in (*plan.candidates, plan.reference)
+    ]
+    by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in plan.capability}
+    return [
+        (by_cell[c.arm, c.policy, c.context_tokens], c)
+        for c in known
+        if c.suite not in plan.capability and (c.arm, c.policy, c.context_tokens) in by_cell
+    ]
+
+
+def _name(report: Report, point: Point) -> str:
+    plan = report.plan
+    return point[1].arm if plan.mode == "training" else plan.labels.get(point[1].policy, point[1].policy)
+
+
+class Bounds(NamedTuple):
+    """What every panel shows, in pp: all estimates and intervals of all panels, and zero."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+
+def _bounds(points: Sequence[Point]) -> Bounds:
+    across = [100 * end for p in points if p[0].effect for end in (p[0].effect.low, p[0].effect.high)]
+    up = [100 * end for p in points if p[1].effect for end in (p[1].effect.low, p[1].effect.high)]
+    return Bounds(min(*across, 0) - ROOM, max(*across, 0) + ROOM, min(*up, 0) - ROOM, max(*up, 0) + ROOM)
+
+
+def _panel(
+    panel: Axes,
+    report: Report,
+    points: list[Point],
+    names: tuple[str, ...],
+    suites: tuple[str, ...],
+    bounds: Bounds,
+) -> None:
+    margins = report.plan.margins
+    held = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)
+    lost = -100 * min((margins[p[1].suite] for p in points if p[1].suite in margins), default=0.05)
+    panel.axhline(0, color=INK, linewidth=0.8)
+    panel.axvline(0, color=INK, linewidth=0.8)
+    for capability, safety in points:
+        x, y = capability.effect, safety.effect
+        assert x is not None
+        assert y is not None
+        hue, _, _ = colour(names, _name(report, (capability, safety)))
+        marker = MARKERS[suites.index(safety.suite) % len(MARKERS)]
+        panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
+        panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)
+        panel.plot([100 * x.estimate], [100 * y.estimate], marker=marker, color=hue, markersize=6, linestyle="")
+    low = min(bounds.low, 2 * lost)
+    panel.fill_between([held, bounds.right], low, lost, color=LOSS, alpha=0.13, linewidth=0)
+    panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
+    panel.set_xlim(bounds.left, bounds.right)
+    panel.set_ylim(low, bounds.high)
+    panel.set_xlabel("capability drift, pp")
+    quiet(panel)

@@ -1,0 +1,89 @@
+"""Training curves of every arm: reward, and how far the sampler and the learner were apart."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from audit.core.text import inline
+from reports.drift.report import Curve, Report
+from reports.page.figures.canvas import Drawing, blank, colour, quiet, save
+
+
+class View(NamedTuple):
+    """One panel."""
+
+    key: str
+    title: str
+    log: bool
+
+
+VIEWS = (
+    View("reward_mean", "reward", False),
+    View("mismatch/max_abs_gap", "largest |log p sampler - learner|", True),
+    View("mismatch/k3_kl", "mismatch KL (k3), nats", True),
+    View("mismatch/ess", "effective sample share", False),
+    View("mismatch/overlap_p5", "overlap, 5th percentile", False),
+    View("entropy", "entropy, nats", False),
+)
+FLOOR = 1e-16
+COLUMNS = 3
+
+
+def draw(report: Report) -> Drawing | None:
+    """A panel for each of the views that any arm recorded; None without telemetry."""
+    views = [view for view in VIEWS if any(_known(curve, view) for curve in report.curves)]
+    if not views:
+        return None
+    columns = min(COLUMNS, len(views))
+    lines = -(-len(views) // columns)
+    figure = blank(0.4 + 3.0 * columns, 0.4 + 2.3 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False)
+    for panel in panels.flat[len(views) :]:
+        panel.set_visible(False)
+    for panel, view in zip(panels.flat, views, strict=False):
+        for curve in report.curves:
+            _line(panel, curve, view, report.plan.arms)
+        panel.set_title(view.title)
+        panel.set_xlabel("step")
+        if view.log:
+            panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+            panel.yaxis.set_minor_formatter(NullFormatter())
+        quiet(panel)
+    figure.legend(handles=_legend(report), loc="outside upper center", ncols=5)
+    return save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
+
+
+def _known(curve: Curve, view: View) -> bool:
+    values = [v for v in curve.series.get(view.key, ()) if v is not None]
+    return any(v > 0 for v in values) if view.log else bool(values)
+
+
+def _line(panel: Axes, curve: Curve, view: View, arms: tuple[str, ...]) -> None:
+    if view.key not in curve.series:
+        return
+    hue, _, line = colour(arms, curve.arm)
+    middle, low, high = (
+        [_value(v, view.log) for v in table[view.key]] for table in (curve.series, curve.lowest, curve.highest)
+    )
+    panel.plot(curve.steps, middle, color=hue, linestyle=line, linewidth=1.4)
+    panel.fill_between(curve.steps, low, high, color=hue, alpha=0.13, linewidth=0)
+
+
+def _value(value: float | None, log: bool) -> float:
+    if value is None:
+        return math.nan
+    return max(value, FLOOR) if log else value
+
+
+def _legend(report: Report) -> list[Line2D]:
+    handles = []
+    for curve in report.curves:
+        hue, _, line = colour(report.plan.arms, curve.arm)
+        handles.append(Line2D([], [], color=hue, linestyle=line, label=inline(curve.arm)))
+    return handles

@@ -1,0 +1,83 @@
+"""report.md: the same sections as the page, without its figures; every word from a record is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from audit.core.text import clip, inline, visible
+from reports.drift.report import Example, Report
+from reports.gate.decide import decide
+from reports.page.plain import points
+from reports.page.section import Section
+from reports.page.story import Banner, banner, sections
+from reports.page.tables import Table
+
+FILE = "report.md"
+_LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$!])")
+
+
+def render(report: Report) -> str:
+    """The report as GitHub Markdown."""
+    verdict = decide(report)
+    return page(banner(report, verdict), sections(report, verdict), report)
+
+
+def page(top: Banner, content: Sequence[Section], report: Report) -> str:
+    """A page of sections."""
+    parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
+    if top.number:
+        parts.append(f"**{escape(top.number)}** {escape(top.about)}")
+    parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
+    for section in content:
+        parts += _section(section, report)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def escape(text: str) -> str:
+    """One line in which nothing is markup: pipes, backticks, HTML, links and newlines included."""
+    shown = _SPECIAL.sub(r"\\\1", inline(text)).replace("\\&", "&amp;")
+    shown = re.sub(r"(?i)(https?|ftp|www)(?=[:.])", r"\1&#8203;", shown)
+    shown = re.sub(r"@(?=\w)", "@&#8203;", shown)  # an address or a mention
+    return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)
+
+
+def _section(section: Section, report: Report) -> Iterator[str]:
+    yield f"## {escape(section.title)}"
+    yield escape(section.explain)
+    if section.figures:
+        yield "(The figure is in report.html.)"
+    for table in section.tables:
+        if table:
+            yield _table(table)
+    if section.notes:
+        yield "\n".join(f"* {escape(note)}" for note in section.notes)
+    if section.examples:
+        for example in report.examples:
+            yield from _example(example, report)
+
+
+def _table(table: Table) -> str:
+    marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
+    rows = [table.headers, marks, *table.rows]
+    return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
+
+
+def _example(example: Example, report: Report) -> Iterator[str]:
+    policy = report.plan.labels.get(example.policy, example.policy)
+    title = f"{example.arm} seed {example.seed} @ {policy}, {example.suite}, item {clip(example.item_id, 80)}"
+    yield f"### {escape(title)}"
+    yield escape(f"outcome {example.outcome}, {points(example.loss)} pp against the reference")
+    turns = [(turn.role, turn.text) for turn in example.candidate]
+    for role, text in [*turns, ("reference answered", example.reference_answer)]:
+        yield f"{escape(role)}:"
+        yield fenced(text)
+
+
+def fenced(text: str) -> str:
+    """Text as a code block whose fence is longer than any run of backticks inside."""
+    shown = visible(text)
+    runs = [len(run) for run in re.findall(r"`+", shown)]
+    fence = "`" * max(3, 1 + max(runs, default=0))
+    return f"{fence}text\n{shown}\n{fence}"

@@ -1,0 +1,219 @@
+"""What the report says, in order, as plain values: every format prints the same sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from audit.core.text import inline
+from reports.drift.report import Report
+from reports.gate.decide import Status, Verdict
+from reports.gate.rules import AFTER_RUN
+from reports.page import beside, run_tables, tables
+from reports.page.about import about, asides
+from reports.page.plain import drift
+from reports.page.section import Section
+
+SENTENCES = {
+    Status.PASS: "Non-inferior within the declared margin in every gated cell.",
+    Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
+    Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
+    Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
+    Status.INCONCLUSIVE: "The data cannot tell: some gated cell is neither within its margin nor shown to be worse.",
+    Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
+}
+
+
+@dataclass(frozen=True)
+class Banner:
+    """The top of the report."""
+
+    title: str
+    status: Status
+    sentence: str
+    number: str  # of the cell that decides; empty without one
+    about: str
+    asides: tuple[str, ...]
+
+
+def banner(report: Report, verdict: Verdict) -> Banner:
+    """Verdict, the number, and what they are about."""
+    head = verdict.decisions[verdict.headline] if verdict.headline is not None else None
+    return Banner(
+        title=f"KV-cache compression audit: {inline(report.run)}",
+        status=verdict.status,
+        sentence=SENTENCES[verdict.status],
+        number=drift(head.effect) if head and head.effect else "",
+        about=about(report, verdict, head) if head else "",
+        asides=(*asides(report, verdict, head), *map(inline, beside.banner_lines(report, verdict))),
+    )
+
+
+def sections(report: Report, verdict: Verdict) -> list[Section]:
+    """Every section that has something to say."""
+    parts = [
+        *_verdict_sections(report, verdict),
+        *_detail_sections(report),
+        *_run_sections(report),
+        *_closing_sections(report, verdict),
+    ]
+    return [part for part in parts if any(part.tables) or part.figures or part.notes or part.examples]
+
+
+def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
+    serving = report.plan.mode == "serving"
+    fixed = "the rules fixed before the numbers were seen."
+    if report.plan.rules.declared == AFTER_RUN:
+        fixed = "rules that were declared after the run, no milder than those it began with."
+    drift_of = "drift between serving policies" if serving else "drift of each arm from the reference"
+    return [
+        Section(
+            "decided",
+            "What is decided",
+            "One line per arm: its verdict, the verdict of each suite, and the cell that decides it.",
+            tables=(tables.decided(report, verdict),),
+            notes=(
+                "PASS: non-inferior within the margin. PASS*: the same, with a detectable drop. FAIL: regression "
+                "detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no valid "
+                "comparison.",
+            ),
+        ),
+        Section(
+            "compared",
+            "What was compared",
+            f"The two sides of every difference in this report, and {fixed}",
+            tables=(tables.compared(report),),
+            folded=True,
+        ),
+        Section(
+            "gate",
+            "Gate",
+            f"Each row is a {drift_of}: below zero is worse, and PASS needs the lower bound above minus the margin.",
+            figures=("forest",),
+            tables=(tables.gate(report, verdict.decisions, gated=True),),
+            notes=tables.gate_notes(report),
+        ),
+        Section(
+            "beside",
+            "Beside the gate",
+            "The same cells against the reference served the other way: compressed like the candidate, or not at all, "
+            "which is what a user of the compressed candidate notices. Not part of the verdict.",
+            tables=(tables.gate(report, verdict.decisions, gated=False),),
+            folded=True,
+        ),
+    ]
+
+
+def _detail_sections(report: Report) -> list[Section]:
+    serving = report.plan.mode == "serving"
+    return [
+        Section(
+            "parity",
+            "Capability beside safety",
+            "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
+            figures=("quadrant",) if _both_kinds(report) else (),
+        ),
+        Section(
+            "heatmap",
+            "Every serving policy",
+            "Drift in pp under each serving policy"
+            + (", against policy none." if serving else ", candidate and reference served alike."),
+            figures=("heatmap",),
+            notes=(
+                "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
+                "the same rule, not adjusted.",
+            ),
+        ),
+        Section(
+            "interaction",
+            "Interaction",
+            "Did training change how much serving compression hurts? The candidate's change from policy none minus the "
+            "reference's own: below zero, training made the model more fragile to compression.",
+            tables=(tables.estimand(report, "E5", gated_only=True),),
+            notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
+        ),
+        Section(
+            "sensitivity",
+            "Serving sensitivity",
+            "Each checkpoint served under a policy minus itself uncompressed.",
+            tables=(tables.estimand(report, "E4"),) if not serving else (),
+            folded=True,
+        ),
+        *beside.dose_sections(report),
+        *beside.loss_sections(report),
+        beside.seed_section(report),
+        *([judge] if (judge := beside.judge_section(report)) else []),
+        beside.displacement_section(report),
+        *beside.method_sections(report),
+    ]
+
+
+def _both_kinds(report: Report) -> bool:
+    """Whether the run asked for capability and for something else."""
+    capability = set(report.plan.capability)
+    return bool(capability) and bool(set(report.plan.suites) - capability)
+
+
+def _run_sections(report: Report) -> list[Section]:
+    return [
+        Section(
+            "outcomes",
+            "Rates and outcomes",
+            "How often each cell did the desired thing; degenerate answers (empty, looping, truncated) and unscored "
+            "ones count as 0.",
+            tables=(tables.outcomes(report),),
+            folded=True,
+        ),
+        Section(
+            "training",
+            "Training",
+            "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
+            "(lines: mean over seeds, bands: lowest to highest).",
+            figures=("training",) if report.curves else (),
+            tables=(run_tables.training(report), run_tables.mismatch(report)),
+            notes=(
+                "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
+                "arm's own gap is what rounding alone does.",
+            )
+            if report.curves
+            else (),
+        ),
+        Section(
+            "cache",
+            "KV cache",
+            "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
+            figures=("cache",),
+            tables=(run_tables.cache(report),),
+        ),
+    ]
+
+
+def _closing_sections(report: Report, verdict: Verdict) -> list[Section]:
+    return [
+        Section(
+            "examples",
+            "Largest losses",
+            "Items the reference got right and the candidate lost; model output is shown as it was, control characters "
+            "made visible.",
+            examples=bool(report.examples),
+            folded=True,
+        ),
+        Section(
+            "limits",
+            "Limits",
+            "What this report cannot tell.",
+            notes=tables.limits(report, verdict),
+        ),
+        Section(
+            "problems",
+            "Problems in the files",
+            "Lines and files that were kept out.",
+            notes=tuple(inline(problem) for problem in report.problems[:50]),
+        ),
+        Section(
+            "reproduce",
+            "Reproducibility",
+            "Hashes, versions and policies as they were recorded.",
+            tables=tables.reproducibility(report),
+            folded=True,
+        ),
+    ]

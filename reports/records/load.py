@@ -1,0 +1,192 @@
+"""Run folder -> records as a DataFrame, with the spec, provenance and telemetry beside them; nothing is trusted.
+
+A finished unit whose bytes are not the ones that were sealed is an error. A line that cannot be read is named, counted
+and kept out; whether its absence matters is for the data contract in ``drift.py`` to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from audit.core.errors import DataError, SpecError
+from audit.core.inputs import TABLE
+from audit.core.provenance import check_provenance
+from audit.core.records import Message, Record
+from audit.core.yaml_file import parse_yaml
+from reports.records.columns import Columns
+from reports.records.panel import Panel, panels
+from reports.records.rows import Problem, one_line, read_unit
+from reports.spec_hash import spec_sha256
+
+KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
+LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a report is made of. ``records`` has one row per graded sample, ``file`` and ``line`` say where it stood."""
+
+    run: Path
+    records: pd.DataFrame
+    spec: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    telemetry: dict[tuple[str, int], list[dict[str, Any]]] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    incomplete: tuple[str, ...] = ()  # units without a seal
+    inputs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sealed unit -> what stands for the run's inputs in its seal
+
+    @cached_property
+    def panels(self) -> dict[tuple[str, int], Panel]:
+        """The score table of every (suite, context), made once."""
+        return panels(self.records)
+
+    def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
+        """The transcripts that stand at (file, line), read again from disk; the frame does not hold them."""
+        wanted: dict[str, set[int]] = {}
+        for file, line in places:
+            wanted.setdefault(file, set()).add(line)
+        found = {}
+        for file, lines in wanted.items():
+            for number, raw in islice(_lines(self.run / "records" / file), max(lines)):
+                if number in lines:
+                    found[file, number] = Record.from_json(raw.decode()).transcript
+        return found
+
+
+def load_run(run: Path) -> RunData:
+    """Read a run folder.
+
+    Raises DataError for a missing folder, spec or provenance, no records, and a spec or sealed unit that changed.
+    """
+    run = Path(run)
+    spec = _mapping(run / "spec.yaml", lambda text: parse_yaml(text, "spec.yaml", "spec").table)
+    problems: list[Problem] = []
+    path = run / "provenance.json"
+    provenance = check_provenance(_mapping(path, json.loads), path)
+    _check_spec(run / "spec.yaml", spec, provenance)
+    units = sorted((run / "records").glob("*.jsonl"))
+    _check_files(run / "records", units)
+    columns = Columns()
+    seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
+    if not columns.rows:
+        raise DataError(
+            f"no records in {str(run / 'records')!r}; evaluate first: kvaudit run SPEC --out {run} --resume"
+        )
+    frame = _without_duplicates(columns.frame(), problems)
+    incomplete = tuple(name for name, seal in seals.items() if seal is None)
+    inputs = {name: seal.get(TABLE) for name, seal in seals.items() if seal is not None}
+    return RunData(run, frame, spec, provenance, _telemetry(run, problems), tuple(problems), incomplete, inputs)
+
+
+def _check_spec(path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    """Margins and the reference are declared before the run: file and meaning must be what it began with."""
+    found = {"spec_file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "spec_sha256": spec_sha256(spec)}
+    for key, digest in found.items():
+        if digest != provenance.get(key):
+            raise DataError(
+                f"{str(path)!r}: spec.yaml was changed after the run began (sha256 {digest[:12]}, {key} in "
+                f"provenance.json is {str(provenance.get(key))[:12]}); put the first one back, or start another run "
+                "with --out"
+            )
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)") from None
+    except (OSError, ValueError, RecursionError, SpecError) as error:
+        raise DataError(f"{str(path)!r} cannot be read ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted a mapping")
+    return value
+
+
+def _seal(unit: Path) -> Path:
+    return unit.with_name(unit.name.removesuffix(".jsonl") + ".done.json")
+
+
+def _check_files(folder: Path, units: list[Path]) -> None:
+    """Every seal has its file."""
+    known = {_seal(unit) for unit in units}
+    for seal in sorted(folder.glob("*.done.json")):
+        if seal not in known:
+            raise DataError(
+                f"record file of {str(seal)!r} is missing; evaluate that unit again (delete the seal, resume)"
+            )
+
+
+def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
+    try:
+        return read_unit(unit, columns, problems)
+    except OSError as error:
+        raise DataError(f"record file {str(unit)!r} cannot be read ({error.strerror}); make it readable") from None
+
+
+def check_seal(unit: Path, got: str) -> dict[str, Any] | None:
+    """The seal beside a record file, None without one; DataError where it is not of the bytes read (their sha256)."""
+    if not _seal(unit).is_file():
+        return None
+    seal = _mapping(_seal(unit), json.loads)
+    wanted = seal.get("sha256")
+    if got != wanted:
+        raise DataError(
+            f"record file {str(unit)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
+            "delete both and resume to evaluate the unit again"
+        )
+    return seal
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as handle:
+        yield from enumerate(handle, start=1)
+
+
+def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.DataFrame:
+    again = frame.duplicated(KEY, keep="first")
+    for file, line in frame.loc[again, ["file", "line"]].itertuples(index=False):
+        problems.append(Problem(str(file), int(line), "duplicate of an earlier record of the same item and sample"))
+    return frame.loc[~again].reset_index(drop=True)
+
+
+def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Steps of every training run, the last line of a step counts (a resumed run writes some twice)."""
+    found = {}
+    for path in sorted((run / "checkpoints").glob("*/seed-*/telemetry.jsonl")):
+        seed = path.parent.name.removeprefix("seed-")
+        if seed.lstrip("-").isdigit():
+            found[path.parent.parent.name, int(seed)] = _steps(path, str(path.relative_to(run)), problems)
+    return found
+
+
+def _steps(path: Path, name: str, problems: list[Problem]) -> list[dict[str, Any]]:
+    steps: dict[int, dict[str, Any]] = {}
+    for number, raw in _lines(path):
+        try:
+            row = json.loads(raw)
+            steps[_step(row)] = row
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problems.append(Problem(name, number, f"telemetry line is unreadable: {one_line(error)}"))
+    return [steps[step] for step in sorted(steps)]
+
+
+def _step(row: Mapping[str, Any]) -> int:
+    """The step of a telemetry row whose numbers can be drawn; raises ValueError otherwise."""
+    step = row["step"]
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ValueError(f"step is {str(step)[:40]}, wanted a whole number from 0 to {LAST_STEP}")
+    wild = [key for key, value in row.items() if isinstance(value, int | float) and not abs(value) <= LARGEST]
+    if wild:
+        raise ValueError(f"{wild[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")
+    return step

@@ -1,0 +1,194 @@
+"""Two result files -> one table of scores, with every reason why they cannot be compared and what must be said.
+
+Items pair by suite, length, name and repeat. Nothing is dropped to make two files fit: a difference is a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from audit.core.errors import SpecError, UnknownName
+from reports.drift.contrast import UNSCORED_LIMIT
+from reports.drift.plan import DENSE_POLICY
+from reports.drift.report import Reason
+from reports.page.plain import percent
+from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
+
+REFERENCE, CANDIDATE = "reference", "candidate"
+UNNAMED_SUITE = "all"
+KEY = ["suite", "context", "seed", "item", "sample"]
+_SHOWN = 3  # names that a reason spells out
+
+
+@dataclass(frozen=True)
+class Paired:
+    """``records`` has the columns that the score panels of a run's report are made of, one arm per file."""
+
+    records: pd.DataFrame
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+
+def metrics(a: Log, b: Log) -> list[str]:
+    """The metrics that both files score, sorted."""
+    return sorted(set(a.rows["metric"]) & set(b.rows["metric"]))
+
+
+def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
+    """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known.
+
+    A metric that one file alone has is never passed over unasked: it may be the one that was lost.
+    """
+    known = metrics(a, b)
+    if not known:
+        own = (", ".join(sorted(set(log.rows["metric"]))) for log in (a, b))
+        raise SpecError("the files share no metric: {} against {}".format(*own))
+    if not asked and len(known) > 1:
+        raise SpecError(f"the files hold {len(known)} metrics, choose one with --metric: {', '.join(known)}")
+    lonely = "; ".join(f"only the {side} file has {_some(names)}" for side, names in _unshared(a, b))
+    if not asked and lonely:
+        raise SpecError(f"the files share the metric {known[0]}, {lonely}; compare the one with --metric {known[0]}")
+    for name in asked:
+        if name not in known:
+            raise UnknownName("metric", name, known)
+    return list(dict.fromkeys(asked)) or known
+
+
+def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
+    """Side and metrics that it alone has."""
+    own = set(a.rows["metric"]), set(b.rows["metric"])
+    found = ((REFERENCE, sorted(own[0] - own[1])), (CANDIDATE, sorted(own[1] - own[0])))
+    return [(side, names) for side, names in found if names]
+
+
+def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False) -> Paired:
+    """The rows of one metric of both files. ``own_clusters``: the files were told where their clusters are."""
+    tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
+    reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b))
+    tables = _one_suite(tables, a)
+    tables, said = _clustered(tables, own_clusters=own_clusters)
+    for log, table in zip((a, b), tables, strict=True):
+        reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
+    tables = [table.drop_duplicates(KEY) for table in tables]
+    reasons += _set_reasons(*tables)
+    both = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
+    if lower_is_better:
+        both["score"] = 1 - both["score"]
+        notes.append(f"Lower is better for {metric}: every score was taken as 1 - score.")
+    names = {"item": "item_id", "cluster": "cluster_id", "sample": "sample_index", "seed": "train_seed"}
+    records = both.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
+    return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said))
+
+
+def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
+    """What the files say about themselves."""
+    for log in (a, b):
+        if log.unfinished:
+            yield Reason("INCOMPLETE", f"{log.path.name} is not whole: {log.unfinished}")
+        if log.duplicates:
+            yield Reason("DUPLICATE", f"{log.path.name}: {log.duplicates} records stand twice; the first was kept")
+    if a.reader == b.reader:
+        differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
+        if differing:
+            yield Reason("HASH", f"the files were made with other {_some(differing)}")
+
+
+def _log_notes(a: Log, b: Log) -> Iterator[str]:
+    for log in (a, b):
+        if log.problems:
+            yield f"{log.path.name}: {len(log.problems)} lines were kept out; the first: {log.problems[0]}"
+    for side, names in _unshared(a, b):
+        yield f"Not compared: only the {side} file has {_some(names)}."
+    tasks = [log.facts.get("task") for log in (a, b)]
+    if all(tasks) and tasks[0] != tasks[1]:
+        yield f"The files name their task differently: {tasks[0]} and {tasks[1]}."
+
+
+def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
+    """Files that hold one suite each are about the same one, whatever they call it."""
+    single = all(table["suite"].nunique() == 1 for table in tables)
+    name = str(tables[0]["suite"].iloc[0]) if single else ONE_SUITE
+    name = name or a.facts.get("task", "") or UNNAMED_SUITE
+    if single:
+        return [table.assign(suite=name) for table in tables]
+    return [table.assign(suite=table["suite"].where(table["suite"] != ONE_SUITE, UNNAMED_SUITE)) for table in tables]
+
+
+def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
+    """Clusters for every row: the file's, the other file's, or each item by itself."""
+    has = [bool(table["cluster"].notna().any()) for table in tables]
+    if own_clusters and not all(has):
+        raise SpecError("--cluster names nothing in any row of a file; give a field of its rows, re: or file:")
+    if not any(has):
+        text = (
+            "No file says which items share a template, so every item is treated as its own: if items do share "
+            "templates, documents or scenarios, the interval is too narrow and the blind spot too small. Name them "
+            "with --cluster."
+        )
+        return [table.assign(cluster=table["item"]) for table in tables], [text]
+    if all(has):
+        return tables, []
+    known = tables[has.index(True)]
+    lookup = dict(zip(_places(known), known["cluster"], strict=True))
+    filled = [
+        table if own else table.assign(cluster=pd.Series(list(map(lookup.get, _places(table))), index=table.index))
+        for table, own in zip(tables, has, strict=True)
+    ]
+    return filled, ["Only one file names clusters; its own are used for the items of the other."]
+
+
+def _places(table: pd.DataFrame) -> list[tuple[str, str]]:
+    return list(zip(table["suite"], table["item"], strict=True))
+
+
+def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
+    homeless = int(table["cluster"].isna().sum())
+    if homeless:
+        yield Reason("CLUSTER_IDS", f"{log.path.name}: {homeless} of {len(table)} rows have no cluster")
+    twice = table.duplicated(KEY)
+    if twice.any():
+        lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
+        yield Reason(
+            "DUPLICATE",
+            f"{log.path.name}: {len(lines)} rows stand twice ({_some(lines)}); the first of each was kept. Repeats "
+            "need a sample or epoch column",
+        )
+
+
+def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
+    """Too many answers that cannot be read, with those that have no score: what both files lack is missing too."""
+    refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
+    missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
+    if refused and missing > UNSCORED_LIMIT * total:
+        yield Reason(
+            "MISSING",
+            f"{log.path.name}: {missing} of {total} answers were kept out or have no score ({percent(missing / total)}"
+            "); the limit is 1 %",
+        )
+
+
+def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
+    """Items that only one file has, and items that ask something else under the same name."""
+    where = ["suite", "context", "item"]
+    sides = [set(map(tuple, table[where].to_numpy())) for table in (a, b)]
+    common = sides[0] & sides[1]
+    if not common:
+        yield Reason("NO_COMMON_ITEM", "the files have no item in common; compare two logs of the same task")
+        return
+    for own, other, name in ((sides[0], sides[1], REFERENCE), (sides[1], sides[0], CANDIDATE)):
+        lonely = sorted(str(item) for _, _, item in own - other)
+        if lonely:
+            yield Reason("ITEMS", f"{len(lonely)} items are only in the {name} file ({_some(lonely)})")
+    asked = [table[table["fingerprint"] != ""].groupby(where)["fingerprint"].agg(frozenset) for table in (a, b)]
+    shared = asked[0].index.intersection(asked[1].index)
+    changed = [str(index[2]) for index in shared if asked[0][index] != asked[1][index]]
+    if changed:
+        yield Reason("HASH", f"{len(changed)} items have another question, prompt or answer key ({_some(changed)})")
+
+
+def _some(names: Sequence[str]) -> str:
+    text = ", ".join(str(name)[:80] for name in names[:_SHOWN])
+    return text + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,65 @@
+"""Where an item's cluster comes from when the file does not say, or says it under another name.
+
+``FIELD`` or ``outer.inner`` is a field of the file's own row; ``re:PATTERN`` the first group (or the whole match) of a
+pattern in the item's name; ``file:MAP.csv`` a table with the columns item and cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from audit.core.errors import DataError, SpecError
+from reports.records.readers.base import Cluster, name_of
+
+_LONGEST_NAME = 500  # characters of an item's name that a pattern is tried on
+
+
+def cluster_rule(text: str) -> Cluster:
+    """The rule that ``--cluster`` names. Raises SpecError for a bad pattern, DataError for a bad table."""
+    kind, mark, rest = text.partition(":")
+    if mark and kind == "re":
+        return _by_pattern(rest)
+    if mark and kind == "file":
+        return _by_table(Path(rest))
+    if not text.strip():
+        raise SpecError("--cluster is empty, wanted a field, re:PATTERN or file:MAP.csv")
+    return lambda row, _item: name_of(_inside(row, text.split(".")))
+
+
+def _inside(row: Any, keys: list[str]) -> Any:
+    """row[a][b] for a.b; a key that itself holds a dot is found too. None where there is no such field."""
+    if not keys:
+        return row
+    if not isinstance(row, Mapping):
+        return None
+    whole = ".".join(keys)
+    return row[whole] if whole in row else _inside(row.get(keys[0]), keys[1:])
+
+
+def _by_pattern(pattern: str) -> Cluster:
+    try:
+        found = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise SpecError(f"--cluster re:{pattern} is not a regular expression ({error})") from None
+
+    def rule(_row: Mapping[str, Any], item: str) -> str | None:
+        match = found.search(item[:_LONGEST_NAME])
+        return (match[1] if found.groups else match[0]) or None if match else None
+
+    return rule
+
+
+def _by_table(path: Path) -> Cluster:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as handle:
+            rows = list(csv.DictReader(handle))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"--cluster file:{path} cannot be read ({error})") from None
+    if not rows or not {"item", "cluster"} <= set(rows[0]):
+        raise DataError(f"--cluster file:{path} needs the columns item and cluster")
+    table = {str(row["item"]): str(row["cluster"]) for row in rows if row["cluster"]}
+    return lambda _row, item: table.get(item)

@@ -1,0 +1,91 @@
+"""lm-eval's ``samples_TASK_DATE.jsonl`` (``--log_samples``): one line per document and filter, metrics by name.
+
+A metric of a filter other than ``none`` is called METRIC,FILTER, as in lm-eval's own results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from audit.core.errors import DataError
+from audit.core.text import inline
+from reports.records.readers.base import (
+    Log,
+    Problems,
+    Reader,
+    Request,
+    Row,
+    Scores,
+    first_objects,
+    json_lines,
+    log_of,
+    metric_name,
+    name_of,
+)
+
+_FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
+_KEYS = {"doc_id", "doc", "resps"}
+
+
+class LmEval(Reader):
+    """lm-evaluation-harness per-sample log."""
+
+    name = "lm-eval"
+    reads = "lm-eval samples_*.jsonl"
+
+    def recognises(self, path: Path) -> bool:
+        """Lines with a document, its number and the model's responses."""
+        return not path.is_dir() and any(set(row) >= _KEYS for row in first_objects(path))
+
+    def read(self, path: Path, request: Request) -> Log:
+        """Every metric of every line."""
+        problems = Problems()
+        scores, decoding = Scores(), set[str]()
+        for number, row in json_lines(path, problems):
+            try:
+                _add(row, request, number, scores, f"{path.name}:{number}")
+            except DataError as error:
+                problems.add(f"{path.name}:{number}: {error}")
+            decoding |= _decoding(row.get("arguments"))
+        scores.report(problems)
+        named = _FILE.match(path.stem)
+        return log_of(
+            self,
+            path,
+            scores.rows,
+            problems,
+            settings={"decoding": "; ".join(sorted(decoding))},
+            facts={"task": named["task"] if named else path.stem},
+        )
+
+
+def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, where: str) -> None:
+    item = name_of(row.get("doc_id"))
+    if item is None:
+        raise DataError(f"doc_id {str(row.get('doc_id'))[:40]!r} is no name")
+    metrics = row.get("metrics")
+    if (
+        not isinstance(metrics, list)
+        or not metrics
+        or not all(isinstance(name, str) and name in row for name in metrics)
+    ):
+        raise DataError("the metrics it lists have no value")
+    own = str(row.get("filter", "none"))[:80]
+    fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row
+    cluster = request.cluster(fields, item) if request.cluster else None
+    asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
+    for metric in metrics:
+        name = metric_name(metric if own == "none" else f"{metric},{own}")
+        scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
+
+
+def _decoding(arguments: Any) -> set[str]:
+    """The generation settings of a line's requests; a request for log-probabilities has none."""
+    requests = [r for r in arguments.values() if isinstance(r, dict)] if isinstance(arguments, dict) else []
+    settings = [value for request in requests for value in request.values() if isinstance(value, dict)]
+    return {json.dumps(value, sort_keys=True)[:500] for value in settings}

@@ -1,0 +1,144 @@
+"""This project's records: one record file, or a run folder; selectors pick the arm, seed, policy, suite and length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from audit.core.errors import DataError, SpecError, UnknownName
+from audit.core.records import FORMAT, Outcome
+from audit.core.text import inline
+from reports.drift.plan import match_policies
+from reports.records.columns import Columns
+from reports.records.load import check_seal, load_run
+from reports.records.readers.base import Cluster, Log, Reader, Request, Row, first_objects
+from reports.records.rows import Problem, read_unit
+
+METRIC = "score"
+SELECTORS = {
+    "arm": "arm",
+    "seed": "train_seed",
+    "policy": "policy",
+    "suite": "suite",
+    "context": "context_tokens",
+}
+SINGLE = ("arm", "policy")  # two of these in one file would be two files
+
+
+class Records(Reader):
+    """Records as `kvaudit run` writes them."""
+
+    name = "kvaudit"
+    reads = "kvaudit run folder or record file"
+
+    def recognises(self, path: Path) -> bool:
+        """A folder with records, or lines with a record's keys."""
+        if path.is_dir():
+            return (path / "records").is_dir()
+        keys = {"format", "item_id", "cluster_id", "arm", "policy"}
+        return any(keys <= set(row) and row["format"] == FORMAT for row in first_objects(path))
+
+    def read(self, path: Path, request: Request) -> Log:
+        """Rows of one arm under one policy."""
+        frame, problems, incomplete = _folder(path) if path.is_dir() else _file(path)
+        files = set(frame["file"].astype(str))
+        frame = _selected(path, frame, request.select)
+        units = set(frame["file"].astype(str))
+        unsealed = sorted(units & set(incomplete))
+        return Log(
+            path,
+            self.name,
+            _rows(frame, request.cluster),
+            tuple(f"{p.file}:{p.line}: {p.reason}" if p.line else f"{p.file}: {p.reason}" for p in problems),
+            settings=_settings(frame),
+            facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
+            unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
+            duplicates=sum(p.file in units and _twice(p) for p in problems),
+            kept_out={METRIC: len(list(_kept_out(files, units, problems)))},
+        )
+
+
+def _twice(problem: Problem) -> bool:
+    return "duplicate of" in problem.reason
+
+
+def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Lines of the chosen ``units``, and of files without one readable record: nothing says whose those were."""
+    for problem in problems:
+        known = problem.file in files or "/" in problem.file  # telemetry has a folder
+        if problem.line and not _twice(problem) and (problem.file in units or not known):
+            yield problem
+
+
+def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
+    data = load_run(path)
+    return data.records, data.problems, data.incomplete
+
+
+def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
+    columns, problems = Columns(), list[Problem]()
+    check_seal(path, read_unit(path, columns, problems))
+    if not columns.rows:
+        raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
+    return columns.frame(), tuple(problems), ()
+
+
+def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
+    """The rows that every selector wants; raises SpecError where none or more than one cell is left."""
+    for key, wanted in select.items():
+        if key not in SELECTORS:
+            raise UnknownName("selector", key, SELECTORS)
+        present = sorted(map(str, set(frame[SELECTORS[key]])))
+        value = match_policies([wanted], present)[0] if key == "policy" else wanted
+        if value not in present:
+            raise SpecError(f"{str(path)!r} has no {key} {wanted!r}; it has {_listed(present)}")
+        frame = frame[frame[SELECTORS[key]].astype(str) == value]
+    for key in SINGLE:
+        present = sorted(map(str, set(frame[SELECTORS[key]])))
+        if len(present) > 1:
+            raise SpecError(f"{str(path)!r} holds several: choose one with {key}=..., it has {_listed(present)}")
+    if frame.empty:
+        raise SpecError(f"{str(path)!r} has no record that all selectors want; leave one out")
+    return frame
+
+
+def _listed(names: list[str]) -> str:
+    return "; ".join(inline(name) for name in names[:12]) + (f"; and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:
+    items = frame["item_id"].astype(str).to_numpy(dtype=object)
+    clusters = frame["cluster_id"].astype(str).to_numpy(dtype=object)
+    if cluster is not None:
+        flat = frame[["cluster_id", "suite_version", *SELECTORS.values()]].astype(str)
+        rows = (dict(zip(flat.columns, row, strict=True)) for row in flat.itertuples(index=False))
+        clusters = np.array([cluster(row, item) for row, item in zip(rows, items, strict=True)], dtype=object)
+    columns = {
+        "item": items,
+        "metric": METRIC,
+        "score": frame["score"].to_numpy(dtype=np.float64),
+        "cluster": clusters,
+        "sample": frame["sample_index"].to_numpy(),
+        "suite": frame["suite"].astype(str).to_numpy(dtype=object),
+        "context": frame["context_tokens"].to_numpy(),
+        "seed": frame["train_seed"].to_numpy(),
+        "fingerprint": "",
+        "line": frame["line"].to_numpy(),
+    }
+    return pd.DataFrame({name: columns[name] for name in Row._fields})
+
+
+def _settings(frame: pd.DataFrame) -> dict[str, str]:
+    """What both sides must share: the version of every suite and who judged it."""
+    judged = frame[frame["outcome"].astype(str).isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value])]
+    found = {}
+    for suite in sorted(set(frame["suite"].astype(str))):
+        own = frame[frame["suite"] == suite]
+        found[f"version of suite {suite}"] = ", ".join(sorted(map(str, set(own["suite_version"]))))
+        found[f"judge of suite {suite}"] = ", ".join(
+            sorted(map(str, set(judged.loc[judged["suite"] == suite, "judge"])))
+        )
+    return found

@@ -1,0 +1,189 @@
+"""One file of records -> columns, hashed in the same read: a block of lines at a time, no record object, no transcript.
+
+A block whose every value is plainly what a record holds goes through whole columns at once. Any other block is read
+line by line by ``Record.from_json``, whose word counts: what the columns let through it would accept too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from io import BytesIO
+from itertools import chain
+from json.scanner import make_scanner
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from audit.core.errors import DataError
+from audit.core.records import CONTRADICTED, FORMAT, Outcome, Record, Role
+from audit.core.text import is_text
+from reports.records.columns import COPIED, ROLES, Columns
+
+BLOCK = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
+LARGEST = 2**62  # what a 64-bit column holds with room to sum
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
+_NAMES = tuple(f.name for f in fields(Record))
+_values = itemgetter(*_NAMES)
+_scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
+_OUTCOMES = {outcome.value for outcome in Outcome}
+_CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}
+_SPEAKERS = {role.value for role in Role}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a file that was kept out; ``line`` counts from 1, 0 for the whole file."""
+
+    file: str
+    line: int
+    reason: str
+
+
+def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
+    """Add the records of a file to the columns and what is wrong with it to the problems; returns its sha256."""
+    digest = hashlib.sha256()
+    first = 1
+    for raw in _blocks(path):
+        digest.update(raw)
+        count = raw.count(b"\n") + (not raw.endswith(b"\n"))
+        values = _plain(raw, count)
+        if values is None:
+            read = list(_strict(path.name, BytesIO(raw), first, problems))
+            columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
+        else:
+            columns.add(path.name, range(first, first + count), values)
+        first += count
+    return digest.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in whole lines, a block of them at a time."""
+    with path.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            yield block if block.endswith(b"\n") else block + handle.readline()
+
+
+def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
+    """The columns of a block in which everything is as it should be, else None."""
+    if b"\\ud" in raw.lower():
+        return None  # perhaps half a character
+    try:
+        rows = _objects(raw.decode(), count)
+        if rows is None or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
+            return None
+        values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
+        if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
+            return None
+        return _kept(values) if _shares_fit(values["survival"]) else None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration):
+        return None  # the strict reading says what and where
+
+
+def _objects(text: str, count: int) -> list[Any] | None:
+    """The values of a text with exactly one on every line; None where a line ends elsewhere."""
+    rows, end = [], 0
+    for _ in range(count):
+        value, end = _scan(text, end)
+        rows.append(value)
+        if text[end : end + 1] not in ("\n", ""):
+            return None
+        end += 1
+    return rows if end >= len(text) else None
+
+
+def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
+    for name, types in _SCALARS:
+        column = values[name]
+        if not set(map(type, column)) <= set(types):
+            return False
+        if types != (str,) and not (min(column) > -LARGEST and max(column) < LARGEST):
+            return False
+    sums = (math.isfinite(math.fsum(values[name])) for name in ("retention", "seconds"))  # NaN hides from min and max
+    return set(values["format"]) == {FORMAT} and all(sums)
+
+
+def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:
+    outcomes, scores = values["outcome"], values["score"]
+    if not set(map(type, scores)) <= {int, float, type(None)} or not set(outcomes) <= _OUTCOMES:
+        return False
+    unscored = Outcome.UNSCORED.value
+    fit = all(
+        outcome == unscored if score is None else outcome != unscored and 0 <= score <= 1
+        for outcome, score in zip(outcomes, scores, strict=True)
+    )
+    return fit and _CONTRADICTIONS.isdisjoint(zip(outcomes, scores, strict=True))
+
+
+def _shares_fit(survival: Sequence[Any]) -> bool:
+    shares = list(chain.from_iterable(table.values() for table in survival))
+    return set(map(type, shares)) <= {int, float} and math.isfinite(math.fsum(shares))
+
+
+def _messages_fit(transcripts: Sequence[Any]) -> bool:
+    if set(map(type, transcripts)) != {list}:
+        return False
+    messages = list(chain.from_iterable(transcripts))
+    if not set(map(type, messages)) <= {dict} or not {message["role"] for message in messages} <= _SPEAKERS:
+        return False
+    return {type(message["content"]) for message in messages} <= {str}
+
+
+def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """What the report keeps of a block: scores with unscored as NaN and degenerate as 0, survival by role."""
+    kept = {name: values[name] for name in (*COPIED, "outcome")}
+    degenerate = Outcome.DEGENERATE.value
+    kept["score"] = [
+        math.nan if score is None else 0.0 if outcome == degenerate else score
+        for outcome, score in zip(values["outcome"], values["score"], strict=True)
+    ]
+    for role in ROLES:
+        kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
+    return kept
+
+
+def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
+    """The same columns of records."""
+    values: dict[str, Sequence[Any]] = {name: [getattr(r, name) for r in records] for name in (*COPIED, "survival")}
+    values["outcome"] = [record.outcome.value for record in records]
+    values["score"] = [record.score for record in records]
+    return _kept(values)
+
+
+def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Problem]) -> Iterator[tuple[int, Record]]:
+    for number, raw in enumerate(lines, first):
+        try:
+            yield number, checked(Record.from_json(raw.decode()))
+        except (DataError, UnicodeDecodeError, RecursionError, TypeError, OverflowError) as error:
+            half = "" if raw.endswith(b"\n") else "half-written last line: "
+            problems.append(Problem(file, number, half + one_line(error)))
+
+
+def checked(record: Record) -> Record:
+    """The same record if every scalar has its type and every number is finite; raises DataError."""
+    for name, types in _SCALARS:
+        value: Any = getattr(record, name)
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
+        if isinstance(value, str) and not is_text(value):
+            raise DataError(f"record holds {name} with half a character, which no file can hold")
+        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+            raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
+    if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
+        raise DataError("record holds a bad survival table, wanted role -> share")
+    if any(not isinstance(message.content, str) for message in record.transcript):
+        raise DataError("record holds a transcript message that is not text")
+    return record
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one short line."""
+    return " ".join(str(error).split())[:200]
