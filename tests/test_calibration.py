@@ -13,7 +13,7 @@ from reports.calibration.checks import doses, families, intervals, judges, power
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
 from reports.gate.decide import Status, decide_cell
-from reports.stats.clustered import cr1_variance, many_totals, t_bounds
+from reports.stats.clustered import many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect
 from reports.stats.rule import Call, calls
 from reports.stats.seeds import Recipe, many_recipe_effects
@@ -45,7 +45,9 @@ def test_an_interval_of_cr1_and_z_quantiles_is_found_out(monkeypatch):
 
     def normal(z, counts, *, samples=1, alpha):
         t = many_totals(z, counts)
-        return t_bounds(t.mean, cr1_variance(t.residuals, t.counts), 1e9, alpha=alpha)
+        clusters = len(t.counts)
+        cr1 = clusters / (clusters - 1) * (t.residuals**2).sum(axis=-1) / t.counts.sum() ** 2
+        return t_bounds(t.mean, cr1, 1e9, alpha=alpha)
 
     monkeypatch.setattr(intervals, "many_ess_tango", normal)
     found = missed(intervals.figures(simulated(intervals.cases(SMALL)), SMALL))

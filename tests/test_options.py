@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from reports.drift_ledger import read_ledger
 from test_cli import refused
 
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import SpecError
 from reports.gate.rules import margin_of
 
 
@@ -32,8 +29,3 @@ def test_text_that_is_no_utf_8_is_refused() -> None:
 @pytest.mark.parametrize("value", ["inf"])
 def test_a_tolerance_that_explains_everything_is_refused(value: str) -> None:
     assert "--tolerance is" in refused("verify", "x", f"--tolerance={value}")
-
-
-def test_a_ledger_is_a_regular_file() -> None:
-    with pytest.raises(DataError, match="is no regular file"):
-        read_ledger(Path("/dev/zero"))

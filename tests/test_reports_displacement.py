@@ -138,7 +138,7 @@ def reported(tmp_path_factory):
 def test_the_table_shows_floor_ratio_and_llama_cpp_columns(reported):
     text = (reported / "report.md").read_text()
     assert "| dense again (A/A floor) | none | refusal, 192 | 100 | 0.002 \\[0.001, 0.003\\] |" in text
-    assert "| 0.001 | 0.5 | 1.5 | 4 | 97.0 % | 4.0 % | -0.25 | 10.0x | - |" in text
+    assert "| 0.001 | 0.5 | 1.5 | 4 | 97.0 % | 4.0 % | -0.25 | 10.0x |" in text
     assert "&lt;i&gt;smd" in (reported / "report.html").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from datetime import date, timedelta
 
 import pytest
@@ -75,12 +76,25 @@ def test_gate_exits_with_its_verdict(passing, failing):
     assert call("gate", failing).exit_code == 3
 
 
-def test_gate_reads_a_gate_file_and_prints_where_it_comes_from(passing, tmp_path):
-    (tmp_path / "gate.yaml").write_text("format: 1\nprofile: release\n")
-    done = call("gate", passing, "--gate", tmp_path / "gate.yaml")
+def begun_with(run, gate, folder):
+    """The run as if it had begun with this gate file and the pin beside it."""
+    copy = shutil.copytree(run, folder / "begun")
+    story = json.loads((copy / "provenance.json").read_text())
+    text = gate.read_text()
+    story["gate_file"] = {"name": gate.name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+    if (gate.parent / "pin.json").exists():
+        story["gate_pin"] = json.loads((gate.parent / "pin.json").read_text())
+    (copy / "provenance.json").write_text(json.dumps(story))
+    return copy
+
+
+def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(passing, tmp_path):
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("format: 1\nprofile: release\n")
+    done = call("gate", begun_with(passing, gate, tmp_path), "--gate", gate)
     assert done.exit_code == 0
-    sha = hashlib.sha256((tmp_path / "gate.yaml").read_bytes()).hexdigest()
-    assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared after the run" in done.stdout
+    sha = hashlib.sha256(gate.read_bytes()).hexdigest()
+    assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in done.stdout
     assert "Rules: profile release, one-sided level 0.025." in done.stdout
     assert "Blind spot: a failure confined to 3.6 % of the templates" in done.stdout  # 1 - .025^(1/100)
 
@@ -90,11 +104,21 @@ def test_gate_options_that_cannot_be_are_one_line(passing, tmp_path):
     one_line(call("gate", passing, "--gate", tmp_path / "none.yaml"), "none.yaml", "No such file")
     one_line(call("gate", passing, "--waivers", tmp_path / "none.yaml"), "waiver file", "No such file")
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {poetry: 5}\n")
-    one_line(call("gate", passing, "--gate", tmp_path / "gate.yaml"), "unknown suite in gate.margins 'poetry'")
+    one_line(call("report", passing, "--gate", tmp_path / "gate.yaml"), "unknown suite in gate.margins 'poetry'")
     (tmp_path / "old.yaml").write_text(
         "waivers: [{who: Ada, why: known, expires: 2020-01-01, status: FAIL, cells: {suite: refusal}}]"
     )
     one_line(call("gate", passing, "--waivers", tmp_path / "old.yaml"), "expired on 2020-01-01")
+
+
+def test_gate_takes_no_exit_code_from_a_file_that_came_after_the_run(failing, tmp_path):
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("format: 1\nmargins: {refusal: 60}\n")
+    one_line(call("gate", failing, "--gate", gate), "was not declared with the run", "its spec's gate section")
+    begun = begun_with(failing, gate, tmp_path)
+    assert call("gate", begun, "--gate", gate).exit_code == 0
+    gate.write_text("format: 1\nmargins: {refusal: 61}\n")
+    one_line(call("gate", begun, "--gate", gate), "was not declared with the run", "began with gate.yaml, sha256")
 
 
 def test_the_report_is_written_under_a_gate_file_and_waivers(failing, tmp_path):
@@ -176,13 +200,13 @@ def pinned_gate(tmp_path, content=b"dense1"):
 
 
 def test_a_reference_that_is_the_pinned_one_is_decided(passing, tmp_path):
-    assert call("gate", passing, "--gate", pinned_gate(tmp_path)).exit_code == 0
+    assert call("gate", begun_with(passing, pinned_gate(tmp_path), tmp_path)).exit_code == 0
 
 
 def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
-    done = call("gate", passing, "--gate", pinned_gate(tmp_path, b"other weights"))
+    done = call("gate", begun_with(passing, pinned_gate(tmp_path, b"other weights"), tmp_path))
     assert done.exit_code == 5
-    assert "REFHASH: pin.json pins other weights, or none, for dense seed 1" in done.stdout
+    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
 
 
 @pytest.mark.parametrize(
