@@ -17,11 +17,10 @@ from audit.policies import parse_policy
 from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import Batch, collect, microbatches
-from audit.training.learner import learn, read_view, view_logprobs
-from audit.training.losses import group_advantages
+from audit.training.batch import Batch, collect, microbatches, row_seeds, training_items
+from audit.training.grpo import group_advantages, learn
+from audit.training.learner import pass_logprobs, read_tokens
 from audit.training.optimiser import Optimiser
-from audit.training.schedule import row_seeds, training_items
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def test_sharing_the_prompt_changes_neither_log_probs_nor_gradient(base: LoadedM
     found = []
     for group in (4, 1):
         model = copy.deepcopy(base.model).double()
-        read = read_view(model, batch.rollouts, group, view, 1.0)
+        read = read_tokens(model, batch.rollouts, group, view, 1.0)
         (read.logprobs * torch.linspace(-1, 1, len(read.logprobs))).sum().backward()
         found.append([read.logprobs.detach(), *(weight.grad for weight in model.parameters())])
     assert_all_close(found[0], found[1], 1e-5)  # gradients of size 10; Llama's norm rounds to float32 even in float64
@@ -98,9 +97,9 @@ def test_tokens_between_two_turns_are_replayed_but_not_learned(base: LoadedModel
     batch = collect(rollouts, [1.0, 0.0], 2, base.device)
     drawn = [len(one.ids) + len(two.ids) for one, two in zip(first, second, strict=True) if one and two]
     assert batch.mask.sum(dim=1).tolist() == drawn
-    logprobs = view_logprobs(base.model, batch, "shadow", config())
+    logprobs = pass_logprobs(base.model, batch, "shadow", config())
     torch.testing.assert_close(logprobs, batch.sampler_logprobs, rtol=0, atol=1e-5)
-    assert (view_logprobs(base.model, batch, "dense", config()) - batch.sampler_logprobs).abs().max() > 0.5
+    assert (pass_logprobs(base.model, batch, "dense", config()) - batch.sampler_logprobs).abs().max() > 0.5
 
 
 def test_temperature_is_the_samplers(base: LoadedModel) -> None:
@@ -110,7 +109,7 @@ def test_temperature_is_the_samplers(base: LoadedModel) -> None:
     played = play(sampler, questions, Decoding(9, temperature=0.7), row_seeds(settings, 0), group=4)
     rollouts = [row.rollout for row in played]
     sampled = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts])
-    warm, plain = (read_view(base.model, rollouts, 4, "shadow", t).logprobs.detach() for t in (0.7, 1.0))
+    warm, plain = (read_tokens(base.model, rollouts, 4, "shadow", t).logprobs.detach() for t in (0.7, 1.0))
     torch.testing.assert_close(warm, sampled, rtol=0, atol=1e-5)
     assert (plain - sampled).abs().max() > 0.1
 

@@ -19,8 +19,8 @@ from audit.sampling.model import LoadedModel, load_model, locate
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.training.arms import ARMS
-from audit.training.learner import read_view
-from audit.training.schedule import slots, training_items
+from audit.training.batch import slots, training_items
+from audit.training.learner import read_tokens
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_final_rollouts_come_from_the_finished_weights_and_the_steps_do_not(trai
     for name in ("step-2", "final"):
         rollouts = load_ledgers(trained["smd"] / "ledgers" / f"{name}.safetensors")[0]
         with torch.no_grad():
-            replayed = read_view(model, rollouts, 4, "shadow", 1.0).logprobs
+            replayed = read_tokens(model, rollouts, 4, "shadow", 1.0).logprobs
         recorded = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts])
         gaps[name] = float((recorded - replayed).abs().max())
     assert gaps["final"] < 1e-3

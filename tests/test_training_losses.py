@@ -8,30 +8,36 @@ from dataclasses import replace
 import pytest
 import torch
 
-from audit.training.losses import (
-    LossInputs,
-    clipped_surrogate,
-    distill_rows,
-    dr_grpo,
-    full_kl,
-    group_advantages,
-    grpo,
-    k3,
-)
+from audit.training.batch import Batch
+from audit.training.corrections import Correction
+from audit.training.grpo import group_advantages
+from audit.training.losses.base import LossInputs, clipped_surrogate, full_kl, k3
+from audit.training.losses.dr_grpo import DrGrpo
+from audit.training.losses.grpo import Grpo
 
 RATIOS = torch.tensor([[1.3, 1.0], [0.7, 1.0]])
 MASK = torch.tensor([[True, True], [True, False]])
 
 
-def inputs(ratios: torch.Tensor = RATIOS, mask: torch.Tensor = MASK, **options: object) -> LossInputs:
+def inputs(
+    ratios: torch.Tensor = RATIOS,
+    mask: torch.Tensor = MASK,
+    *,
+    weights: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    **options: object,
+) -> LossInputs:
     """Two rollouts with advantages +1 and -1, old log-probs 0, weights 1."""
     plain = LossInputs(
         logprobs=ratios.log().requires_grad_(),
-        old_logprobs=torch.zeros_like(ratios),
+        correction=Correction(
+            weights=torch.ones_like(ratios) if weights is None else weights,
+            keep=mask if keep is None else keep,
+            old_logprobs=torch.zeros_like(ratios),
+            metrics={},
+        ),
         advantages=torch.tensor([1.0, -1.0]),
         mask=mask,
-        weights=torch.ones_like(ratios),
-        keep=mask,
         batch_rows=2,
         max_tokens=4,
         epsilon_low=0.2,
@@ -41,18 +47,18 @@ def inputs(ratios: torch.Tensor = RATIOS, mask: torch.Tensor = MASK, **options: 
 
 
 def test_grpo_averages_tokens_within_a_rollout_then_rollouts() -> None:
-    outputs = grpo(inputs())
+    outputs = Grpo()(inputs())
     # row 0: (min(1.3, 1.2) + 1) / 2 = 1.1; row 1: min(-.7, -.8) = -.8
     assert outputs.loss.item() == pytest.approx(-(1.1 - 0.8) / 2)
     assert outputs.metrics == {"clipped": 2.0}
 
 
 def test_dr_grpo_divides_by_a_constant() -> None:
-    assert dr_grpo(inputs()).loss.item() == pytest.approx(-(1.2 + 1.0 - 0.8) / (2 * 4))
+    assert DrGrpo()(inputs()).loss.item() == pytest.approx(-(1.2 + 1.0 - 0.8) / (2 * 4))
 
 
 def test_the_upper_clip_bound_is_its_own() -> None:
-    outputs = grpo(inputs(epsilon_high=0.28))
+    outputs = Grpo()(inputs(epsilon_high=0.28))
     assert outputs.loss.item() == pytest.approx(-((1.28 + 1.0) / 2 - 0.8) / 2)
 
 
@@ -64,19 +70,19 @@ def test_clipping_never_hides_a_worse_outcome() -> None:
 
 def test_grpo_gradient_at_ratio_one_is_minus_advantage_over_length_and_rows() -> None:
     given = inputs(torch.ones(2, 2))
-    grpo(given).loss.backward()
+    Grpo()(given).loss.backward()
     torch.testing.assert_close(given.logprobs.grad, torch.tensor([[-0.25, -0.25], [0.5, 0.0]]))
 
 
 def test_correction_weights_scale_a_tokens_gradient() -> None:
     given = inputs(torch.ones(2, 2), weights=torch.tensor([[2.0, 0.5], [1.0, 1.0]]))
-    grpo(given).loss.backward()
+    Grpo()(given).loss.backward()
     torch.testing.assert_close(given.logprobs.grad, torch.tensor([[-0.5, -0.125], [0.5, 0.0]]))
 
 
 def test_a_token_that_is_not_kept_has_no_gradient_but_still_counts_in_the_length() -> None:
     given = inputs(torch.ones(2, 2), keep=torch.tensor([[True, False], [True, False]]))
-    grpo(given).loss.backward()
+    Grpo()(given).loss.backward()
     torch.testing.assert_close(given.logprobs.grad, torch.tensor([[-0.25, 0.0], [0.5, 0.0]]))
 
 
@@ -86,7 +92,7 @@ def test_what_stands_in_the_padding_never_reaches_loss_or_gradient(hostile: floa
     reference = torch.tensor([[0.1, 0.1], [0.1, hostile]])
     given = inputs(torch.ones(2, 2), beta=0.1, ref_logprobs=reference)
     given = replace(given, logprobs=values.requires_grad_())
-    outputs = grpo(given)
+    outputs = Grpo()(given)
     outputs.loss.backward()
     assert math.isfinite(outputs.loss.item())
     assert given.logprobs.grad is not None
@@ -94,7 +100,7 @@ def test_what_stands_in_the_padding_never_reaches_loss_or_gradient(hostile: floa
 
 
 def test_a_rollout_without_sampled_tokens_adds_nothing() -> None:
-    outputs = grpo(inputs(mask=torch.tensor([[True, True], [False, False]])))
+    outputs = Grpo()(inputs(mask=torch.tensor([[True, True], [False, False]])))
     assert outputs.loss.item() == pytest.approx(-1.1 / 2)
 
 
@@ -118,7 +124,7 @@ def test_k3_as_a_loss_pulls_to_the_reference_while_the_log_ratio_does_not() -> N
 def test_beta_weighs_the_kl_like_the_policy_term() -> None:
     reference = torch.log(torch.tensor([[0.5, 1.0], [2.0, 1.0]]))
     given = inputs(torch.ones(2, 2), beta=0.1, ref_logprobs=reference, advantages=torch.zeros(2))
-    outputs = grpo(given)
+    outputs = Grpo()(given)
     first, second = 0.5 + math.log(2) - 1, 2 - math.log(2) - 1
     assert outputs.loss.item() == pytest.approx(0.1 * (first / 2 + second) / 2)
     assert outputs.metrics["kl_ref"] == pytest.approx(first + second)
@@ -138,14 +144,15 @@ def test_full_kl_is_exact_and_leaves_the_teacher_alone() -> None:
 
 def test_distillation_is_added_with_its_weight() -> None:
     given = inputs(torch.ones(2, 2), advantages=torch.zeros(2), distill_weight=0.1, distill_kl=torch.full((2, 2), 3.0))
-    outputs = grpo(given)
+    outputs = Grpo()(given)
     assert outputs.loss.item() == pytest.approx(0.3)
     assert outputs.metrics["distill_kl"] == pytest.approx(9.0)
 
 
 def test_a_group_that_earned_nothing_is_no_teacher() -> None:
     rewards, graded = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0]), torch.tensor([True, True, True, True, True, False])
-    assert distill_rows(rewards, graded, 2).tolist() == [False, False, True, True, False, False]
+    batch = Batch((), 2, torch.zeros(6, 1), graded[:, None], graded[:, None], rewards, graded)
+    assert batch.earned.tolist() == [False, False, True, True, False, False]
 
 
 def test_advantages_are_standardised_within_a_group() -> None:

@@ -21,7 +21,7 @@ from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError
 from audit.sampling.model import LoadedModel
 from audit.training import checkpoint, files, grpo
-from audit.training.telemetry import TelemetryLog
+from audit.training.files import TelemetryLog
 
 
 class Killed(BaseException):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from training_world import rows
 
 from audit.core.errors import DataError, RunError
-from audit.training.mismatch import mismatch_panel
-from audit.training.telemetry import TelemetryLog, clean, read_telemetry
+from audit.training.files import TelemetryLog
+from audit.training.telemetry import mismatch_panel
 
 LN2 = math.log(2)
 
@@ -85,12 +85,12 @@ def test_rows_are_appended_one_line_each_and_nan_becomes_null(tmp_path: Path) ->
     log = TelemetryLog(tmp_path / "telemetry.jsonl")
     log.append({"step": 1, "loss": float("nan")})
     log.append({"step": 2, "loss": 0.5})
-    lines = log.path.read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
+    assert rows(log.path.parent) == [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
 
 
-def test_clean_reaches_into_mappings() -> None:
-    assert clean({"a": {"b": float("inf")}, "c": 1}) == {"a": {"b": None}, "c": 1}
+def test_a_number_that_is_not_finite_becomes_null_inside_mappings_too(tmp_path: Path) -> None:
+    TelemetryLog(tmp_path / "telemetry.jsonl").append({"a": {"b": float("inf")}, "c": 1})
+    assert rows(tmp_path) == [{"a": {"b": None}, "c": 1}]
 
 
 def test_truncating_forgets_later_rows_and_half_a_line(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_truncating_forgets_later_rows_and_half_a_line(tmp_path: Path) -> None:
     log.append({"step": 2})
     log.path.write_bytes(log.path.read_bytes() + b'{"ste')
     log.truncate(size)
-    assert read_telemetry(log.path) == [{"step": 1}]
+    assert rows(tmp_path) == [{"step": 1}]
 
 
 def test_a_log_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -142,16 +142,16 @@ def test_a_full_disk_is_a_run_error() -> None:
         TelemetryLog(full).append({"step": 1})
 
 
-def test_reading_nothing_or_no_json_is_a_data_error(tmp_path: Path) -> None:
+def test_a_log_that_is_gone_or_no_json_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        read_telemetry(tmp_path / "none.jsonl")
+        TelemetryLog(tmp_path / "none.jsonl").check_steps(1)
     (tmp_path / "bad.jsonl").write_text("{oops\n")
     with pytest.raises(DataError, match="not JSON"):
-        read_telemetry(tmp_path / "bad.jsonl")
+        TelemetryLog(tmp_path / "bad.jsonl").check_steps(1)
 
 
 @pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
 def test_a_line_that_is_no_row_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     with pytest.raises(DataError, match="holds a line that is no"):
-        read_telemetry(tmp_path / "bad.jsonl")
+        TelemetryLog(tmp_path / "bad.jsonl").check_steps(1)

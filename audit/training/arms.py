@@ -9,9 +9,6 @@ from typing import Literal
 
 from audit.core.errors import UnknownName
 
-Rollout = Literal["dense", "compressed"]
-View = Literal["dense", "shadow"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -23,8 +20,8 @@ class Arm:
     """
 
     name: str
-    rollout: Rollout
-    learner: View
+    rollout: Literal["dense", "compressed"]
+    learner: Literal["dense", "shadow"]
     correction: str
     distill: bool
     summary: str

@@ -1,4 +1,7 @@
-"""A step's rollouts as padded tensors, and their split into microbatches of whole groups."""
+"""What a step is made of: its questions and seeds, its rollouts as padded tensors, and their microbatches.
+
+Questions and seeds are a function of (seed, step) alone, so every arm meets the same ones in the same order.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,88 @@ import torch
 from torch import Tensor
 
 from audit.cache.ledger import Rollout
+from audit.core.records import Item
+from audit.policies.draws import derive_seed
+from audit.training.config import TrainConfig
+from suites.base import SUITES, CountTokens, Suite
+
+Question = tuple[Suite, Item]
+
+
+def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """``count`` pairs (suite index, ordinal in the suite); after any n of them each suite is within 1 of its share."""
+    taken = [0] * len(shares)
+    order = []
+    for slot in range(1, count + 1):
+        behind = max(range(len(shares)), key=lambda index: (shares[index] * slot - taken[index], -index))
+        order.append((behind, taken[behind]))
+        taken[behind] += 1
+    return order
+
+
+def training_items(config: TrainConfig, count_tokens: CountTokens) -> list[list[Question]]:
+    """The questions of every step, from the train split of the configured suites."""
+    suites = [SUITES.get(name)() for name in config.suites]
+    order = slots(config.shares, config.steps * config.prompts_per_step)
+    pools = []
+    for index, suite in enumerate(suites):
+        wanted = sum(1 for chosen, _ in order if chosen == index)
+        seed = derive_seed("items", config.seed, suite.name) % 2**31
+        pools.append(suite.items("train", wanted, seed, config.context_tokens, count_tokens) if wanted else [])
+    questions = [(suites[index], pools[index][ordinal]) for index, ordinal in order]
+    per_step = config.prompts_per_step
+    return [questions[start : start + per_step] for start in range(0, len(questions), per_step)]
+
+
+def row_seeds(config: TrainConfig, step: int) -> list[int]:
+    """One sampling seed per rollout of a step, the same in every arm."""
+    rows = config.prompts_per_step * config.group
+    return [derive_seed("rollout", config.seed, step, row) for row in range(rows)]
 
 
 @dataclass(frozen=True)
 class Batch:
     """B rollouts, groups of one prompt consecutive; R is the longest suffix, right padded.
 
-    ``ids`` int64 [B, R]; ``sampler_logprobs`` float32 [B, R], nats; ``sampled`` bool [B, R]; ``mask`` the sampled
+    ``sampler_logprobs`` float32 [B, R], nats; ``sampled`` bool [B, R]; ``mask`` the sampled
     tokens of graded rollouts; ``rewards`` [B], 0 where not ``graded`` [B].
     """
 
     rollouts: tuple[Rollout, ...]
     group: int
-    ids: Tensor
     sampler_logprobs: Tensor
     sampled: Tensor
     mask: Tensor
     rewards: Tensor
     graded: Tensor
+
+    def of(self, rows: Sequence[int]) -> Batch:
+        """Some of its groups, whole, as a batch of their own; columns stay."""
+        index = list(rows)
+        return Batch(
+            rollouts=tuple(self.rollouts[row] for row in index),
+            group=self.group,
+            sampler_logprobs=self.sampler_logprobs[index],
+            sampled=self.sampled[index],
+            mask=self.mask[index],
+            rewards=self.rewards[index],
+            graded=self.graded[index],
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [n] of the sampled tokens, in row-major order, as [B, R] with gradient; 0 elsewhere."""
+        return values.new_zeros(self.sampled.shape).masked_scatter(self.sampled, values)
+
+    @property
+    def graded_tokens(self) -> Tensor:
+        """Which of the n sampled tokens are of graded rollouts, bool [n]."""
+        return self.mask[self.sampled]
+
+    @property
+    def earned(self) -> Tensor:
+        """Graded rows of groups that earned anything, bool [B]."""
+        earned = ((self.rewards > 0) & self.graded).view(-1, self.group).any(dim=1, keepdim=True)
+        return (earned & self.graded.view(-1, self.group)).reshape(-1)
 
     @property
     def learner_tokens(self) -> int:
@@ -38,11 +105,9 @@ class Batch:
 def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: int, device: torch.device) -> Batch:
     """Pad a step's rollouts; a score of None is not graded and takes no part in the gradient."""
     rows, width = len(rollouts), max(len(rollout.ids) - rollout.prompt_length for rollout in rollouts)
-    ids = torch.zeros(rows, width, dtype=torch.int64)
     logprobs, sampled = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
     for row, rollout in enumerate(rollouts):
         start, length = rollout.prompt_length, len(rollout.ids) - rollout.prompt_length
-        ids[row, :length] = rollout.ids[start:]
         logprobs[row, :length] = rollout.sampler_logprobs[start:]
         sampled[row, :length] = rollout.sampled[start:]
     graded = torch.tensor([score is not None for score in scores])
@@ -50,7 +115,6 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
     return Batch(
         rollouts=tuple(rollouts),
         group=group,
-        ids=ids.to(device),
         sampler_logprobs=logprobs.to(device),
         sampled=sampled.to(device),
         mask=(sampled & graded[:, None]).to(device),

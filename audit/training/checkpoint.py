@@ -30,11 +30,10 @@ from audit.core.errors import DataError, RunError
 from audit.core.intact import own_files
 from audit.policies import Policy
 from audit.sampling.model import LoadedModel, verify_folder
-from audit.sampling.weights import weights_sha256
+from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.config import TrainConfig
-from audit.training.files import PARTIAL, guarded, move_into, read_json, sha256_file, write_folder, write_json
+from audit.training.files import PARTIAL, TelemetryLog, guarded, move_into, read_json, write_folder, write_json
 from audit.training.optimiser import Optimiser
-from audit.training.telemetry import TelemetryLog
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
@@ -106,7 +105,7 @@ class CheckpointFolder:
                     "telemetry_bytes": position.telemetry_bytes,
                     "ledgers": dict(position.ledgers),
                     "config_hash": self._config.hash,
-                    "sha256": sha256_file(folder / _TENSORS),
+                    "sha256": file_sha256(folder / _TENSORS),
                 },
             )
 
@@ -133,7 +132,7 @@ class CheckpointFolder:
         with guarded(self.path):
             shutil.rmtree(staged, ignore_errors=True)
             _save_model(learner, staged)
-            files = {path.name: sha256_file(path) for path in sorted(staged.iterdir())}
+            files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
             weights = weights_sha256(staged)
         move_into(staged, self.path)
         provenance = self._claim | {
@@ -142,7 +141,7 @@ class CheckpointFolder:
             "steps": position.step,
             "updates": position.updates,
             "sha256": weights,
-            "files": files | {self.telemetry.path.name: sha256_file(self.telemetry.path)},
+            "files": files | {self.telemetry.path.name: file_sha256(self.telemetry.path)},
             "ledgers": dict(position.ledgers),
             "versions": _versions(),
         }
@@ -173,7 +172,7 @@ class CheckpointFolder:
             raise DataError(
                 f"{str(folder / STATE)!r} holds other keys than a state; delete {str(self.path)!r} to start over"
             )
-        if sha256_file(folder / _TENSORS) != state["sha256"]:
+        if file_sha256(folder / _TENSORS) != state["sha256"]:
             raise DataError(
                 f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with; "
                 f"delete {str(self.path)!r} to start over"
@@ -212,7 +211,7 @@ class CheckpointFolder:
     def _check_ledgers(self, position: Position) -> None:
         for name, digest in position.ledgers:
             path = self.path / LEDGERS / name
-            if not path.is_file() or sha256_file(path) != digest:
+            if not path.is_file() or file_sha256(path) != digest:
                 raise DataError(
                     f"ledger {str(path)!r} is missing or was changed; delete {str(self.path)!r} to start over"
                 )

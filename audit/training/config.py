@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from audit.core.errors import SpecError, UnknownName
+from audit.core.errors import SpecError
 from audit.core.spec import Seed, Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm
@@ -69,6 +69,5 @@ class TrainConfig(Training):
         get_arm(self.arm)
         for suite in self.suites:
             SUITES.get(suite)
-        if self.loss not in LOSSES:
-            raise UnknownName("loss", self.loss, LOSSES)
+        LOSSES.get(self.loss)
         return self

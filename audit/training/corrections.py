@@ -10,7 +10,7 @@ weights are the only difference between arms (verl removes them from the respons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,7 +30,12 @@ class Correction(NamedTuple):
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask
     old_logprobs: Tensor  # nats, the denominator of the clipped ratio
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of the whole batch
+
+    def of(self, rows: Sequence[int]) -> Correction:
+        """What it decides about some rows."""
+        index = list(rows)
+        return Correction(self.weights[index], self.keep[index], self.old_logprobs[index], self.metrics)
 
 
 CorrectionRule = Callable[[Tensor, Tensor, Tensor], Correction]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,6 @@ def guarded(path: Path) -> Iterator[None]:
             f"cannot write {str(path)!r} ({reason}); what was saved before is intact: "
             "free space or choose another folder, then run again to resume"
         ) from error
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -93,3 +85,75 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class TelemetryLog:
+    """Append-only ``telemetry.jsonl``. Every line is on disk before ``append`` returns; RunError if it cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, 0 before the first line."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one line and sync it."""
+        line = json.dumps(_clean(row), allow_nan=False) + "\n"
+        with guarded(self.path), self.path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def truncate(self, size: int) -> None:
+        """Forget what was written after ``size`` bytes; raises DataError where less than that is left."""
+        if self.size < size:
+            raise DataError(
+                f"telemetry {str(self.path)!r} has {self.size} bytes, its checkpoint says {size}; "
+                "it was cut: delete the checkpoint folder to train again"
+            )
+        if self.size > size:
+            with guarded(self.path), self.path.open("r+b") as file:
+                file.truncate(size)
+                os.fsync(file.fileno())
+
+    def check_steps(self, steps: int) -> None:
+        """Raise DataError unless the rows are of steps 1 to ``steps``, in order and each once."""
+        if steps == 0 and not self.path.exists():
+            return
+        found = [row.get("step") for row in _rows(self.path)]
+        for wanted, got in zip_longest(range(1, steps + 1), found):
+            if got != wanted:
+                raise DataError(
+                    f"telemetry {str(self.path)!r} has {_named(got)} where {_named(wanted)} belongs: another process "
+                    "wrote there too; delete the checkpoint folder to train again"
+                )
+
+
+def _named(step: Any) -> str:
+    return "its end" if step is None else f"step {step}"
+
+
+def _clean(value: Any) -> Any:
+    """The value as JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """All complete rows; raises DataError for a missing file or a line that is no JSON object."""
+    if not path.is_file():
+        raise DataError(f"telemetry {str(path)!r} does not exist; was this folder trained?")
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"telemetry {str(path)!r} holds a line that is not JSON ({error})") from None
+    if not all(isinstance(row, dict) for row in found):
+        raise DataError(
+            f"telemetry {str(path)!r} holds a line that is no row; delete the checkpoint folder to train again"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""GRPO with paired arms, readable top to bottom.
+"""GRPO with paired arms, readable top to bottom: rollout, advantage, correction, loss, step.
 
 Departures from Shao 2024 (2402.03300) and its usual code:
 * one update per batch by default, so pi_old = pi and the clip is idle; ``updates_per_batch`` keeps pi_old fixed;
@@ -15,33 +15,42 @@ items and the same uniform numbers.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from audit.cache.ledger import Rollout
-from audit.core.records import Outcome
 from audit.policies import Policy
+from audit.replay.learner_pass import LearnerPass
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import Batch, collect
+from audit.training.batch import Batch, Question, collect, microbatches, row_seeds, training_items
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import TrainConfig
-from audit.training.learner import Learned, View, learn, view_logprobs
-from audit.training.losses import NORMALISES_BY_STD, group_advantages
-from audit.training.mismatch import mismatch_panel
+from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
+from audit.training.learner import Read, pass_logprobs, read_tokens
+from audit.training.losses import LOSSES, LossInputs, full_kl
 from audit.training.optimiser import Optimiser
-from audit.training.schedule import Question, row_seeds, training_items
+from audit.training.rewards import REWARDS
+from audit.training.telemetry import (
+    Clock,
+    Learned,
+    Row,
+    Tally,
+    certificate,
+    learning_numbers,
+    memory_numbers,
+    mismatch_panel,
+    reward_numbers,
+)
 
-Progress = Callable[[int, int, dict[str, Any]], None]
-Row = dict[str, Any]
-CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")
+Progress = Callable[[int, int, Row], None]
+STD_FLOOR = 1e-6  # reward units
 
 
 def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress) -> Path:
@@ -90,20 +99,20 @@ class _Run:
         )
         self._sampler = Sampler(self.model, self.policy)
         self._questions = training_items(config, base.chat.count_tokens)
+        self._reward = REWARDS.get("grade")()  # the only one there is: a suite's grader is the reward
         suites = {suite.name: suite for step in self._questions for suite, _ in step}
         self._max_tokens = max(suite.max_new_tokens * suite.max_turns for suite in suites.values())
 
-    def step(self, step: int) -> tuple[Row, Sequence[Any]]:
+    def step(self, step: int) -> tuple[Row, Sequence[Rollout]]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
-        config = self.config
-        clock = _Clock()
+        config, clock = self.config, Clock()
         played = self._sample(self._questions[step], row_seeds(config, step))
         clock.lap("rollout")
-        scores = [row.grade.score for row in played]
-        batch = collect([row.rollout for row in played], scores, config.group, self.model.device)
-        by_std = NORMALISES_BY_STD[config.loss]
-        advantages = group_advantages(batch.rewards, batch.graded, batch.group, by_std=by_std)
-        certificate = self._certify(batch, advantages) if self._is_ledger_step(step) else dict.fromkeys(CERTIFICATE)
+        rewards = [self._reward(row) for row in played]
+        batch = collect([row.rollout for row in played], rewards, config.group, self.model.device)
+        by_std = LOSSES.get(config.loss).by_std
+        advantages = group_advantages(batch.rewards, batch.graded, config.group, by_std=by_std)
+        replayed = self._replay(batch) if self._is_ledger_step(step) else None
         clock.lap("shadow_check")
         learned = learn(
             self.model.model,
@@ -115,9 +124,11 @@ class _Run:
             reference=self._reference,
         )
         clock.lap("learner")
-        panel = mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages)
-        row = {"step": step + 1} | _reward_numbers(played, config) | _learning_numbers(learned)
-        return row | _memory_numbers(played, batch) | panel | certificate | clock.laps, batch.rollouts
+        row: Row = {"step": step + 1}
+        row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
+        row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages)
+        row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, advantages)
+        return row | clock.laps, batch.rollouts
 
     def last_rollouts(self) -> Sequence[Rollout]:
         """The last step's questions sampled anew by the finished weights, from which no gradient is taken.
@@ -134,71 +145,88 @@ class _Run:
     def _is_ledger_step(self, step: int) -> bool:
         return self.config.ledger_every > 0 and (step + 1) % self.config.ledger_every == 0
 
-    def _certify(self, batch: Batch, advantages: Tensor) -> Row:
-        """What the ledger says of this step's rollouts: near 0 in every arm, or the sampler and ledger disagree."""
-        view: View = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
-        replayed = view_logprobs(self.model.model, batch, view, self.config)
-        panel = mismatch_panel(batch.sampler_logprobs, replayed, batch.sampled, advantages)
-        return {name: panel[name.replace("shadow/", "mismatch/")] for name in CERTIFICATE}
+    def _replay(self, batch: Batch) -> Tensor:
+        """The learner's log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
+        kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
+        return pass_logprobs(self.model.model, batch, kind, self.config)
 
 
-class _Clock:
-    """Seconds per part of a step."""
+def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: bool) -> Tensor:
+    """Reward minus its group's mean, over the group's population std if asked; 0 for ungraded rows.
 
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """The time since the last lap belongs to ``name``."""
-        now = time.perf_counter()
-        self.laps[f"seconds_{name}"], self._last = now - self._last, now
-
-
-def _reward_numbers(played: Sequence[Played], config: TrainConfig) -> Row:
-    scores = [row.grade.score for row in played]
-    graded = [score for score in scores if score is not None]
-    groups = [scores[start : start + config.group] for start in range(0, len(scores), config.group)]
-    flat = [len({score for score in group if score is not None}) <= 1 for group in groups]
-    outcomes = [row.grade.outcome for row in played]
-    by_suite = {name: [row.grade.score for row in played if row.item.suite == name] for name in config.suites}
-    return {
-        "reward_mean": _mean(graded),
-        "reward_std": statistics.pstdev(graded) if graded else None,
-        "frac_reward_zero_std": _mean(flat),
-        "frac_degenerate": outcomes.count(Outcome.DEGENERATE) / len(played),
-        "frac_unscored": outcomes.count(Outcome.UNSCORED) / len(played),
-        "length_mean": _mean([row.new_tokens for row in played]),
-    } | {f"reward/{name}": _mean([s for s in known if s is not None]) for name, known in by_suite.items()}
+    rewards [B], graded bool [B], rows of a group consecutive; returns [B]. 0 where all rewards of a group are equal.
+    """
+    assert rewards.ndim == 1, rewards.shape
+    assert len(rewards) % group == 0, (len(rewards), group)
+    values, known = rewards.view(-1, group), graded.view(-1, group)
+    count = known.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = (values * known).sum(dim=1, keepdim=True) / count
+    centred = (values - mean) * known
+    if by_std:
+        std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
+        centred = torch.where(std > STD_FLOOR, centred / std.clamp(min=STD_FLOOR), 0.0)
+    return centred.reshape(-1)
 
 
-def _learning_numbers(learned: Learned) -> Row:
-    metrics = learned.metrics
-    return {
-        "loss": learned.loss,
-        "grad_norm": learned.grad_norm,
-        "update_skipped": learned.grad_norm is None,
-        "entropy": metrics.get("entropy"),
-        "clip_fraction": metrics.get("clipped"),
-        "kl_ref": metrics.get("kl_ref"),
-        "distill_kl": metrics.get("distill_kl"),
-        "mismatch/rejection_rate": metrics["rejection_rate"],
-        "mismatch/veto_rate": metrics["veto_rate"],
-    }
+def learn(
+    model: Any,
+    optimiser: Optimiser,
+    batch: Batch,
+    advantages: Tensor,
+    config: TrainConfig,
+    *,
+    max_tokens: int,
+    reference: Any,
+) -> Learned:
+    """Take ``config.updates_per_batch`` gradient steps on one batch; ``reference`` is a model or None.
+
+    pi_old is the learner's own log-prob before the first update. Where one pass over one microbatch is all there is,
+    it is that pass, detached; otherwise a pass without gradient comes first.
+    """
+    arm, loss, correct = config.recipe, LOSSES.get(config.loss)(), CORRECTIONS[config.recipe.correction]
+    splits = microbatches(batch.rollouts, batch.group, config.microbatch_tokens)
+    fixed: Correction | None = None  # where pi_old must be known before a weight moves, or over the whole batch
+    if config.updates_per_batch > 1 or (len(splits) > 1 and arm.correction in NEEDS_WHOLE_BATCH):
+        fixed = correct(pass_logprobs(model, batch, arm.learner, config), batch.sampler_logprobs, batch.mask)
+    anchor = None if reference is None else pass_logprobs(reference, batch, arm.learner, config)
+    first, tally, total, norm = torch.zeros_like(batch.sampler_logprobs), Tally(), 0.0, None
+    for update in range(config.updates_per_batch):
+        total = 0.0
+        for rows in splits:
+            part = batch.of(rows)
+            read = read_tokens(model, part.rollouts, part.group, arm.learner, config.temperature)
+            logprobs = part.spread(read.logprobs)
+            correction = (
+                correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
+            )
+            inputs = LossInputs(
+                logprobs=logprobs,
+                correction=correction,
+                advantages=advantages[rows],
+                mask=part.mask,
+                batch_rows=len(batch.rollouts),
+                max_tokens=max_tokens,
+                epsilon_low=config.epsilon_low,
+                epsilon_high=config.epsilon_high,
+                beta=config.beta,
+                ref_logprobs=None if anchor is None else anchor[rows],
+                distill_weight=config.distill_weight,
+                distill_kl=_distill(model, part, read, config.temperature) if arm.distill else None,
+            )
+            outputs = loss(inputs)
+            torch.autograd.backward(outputs.loss)  # now, so that the activations of one microbatch are held at a time
+            total += float(outputs.loss.detach())
+            tally.add(
+                outputs.metrics | {"entropy": float(read.entropy[part.graded_tokens].sum())}, int(part.mask.sum())
+            )
+            if update == 0:
+                first[rows] = logprobs.detach()
+        norm = optimiser.step()
+    rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
+    return Learned(first, total, norm, {**tally.means(), **rates})
 
 
-def _memory_numbers(played: Sequence[Played], batch: Batch) -> Row:
-    """Bytes are sums over the step's rows; token savings is 1 - retention when the last answers start."""
-    rollouts = batch.rollouts
-    retention = _mean([rollout.retention for rollout in rollouts])
-    return {
-        "learner_tokens": batch.learner_tokens,
-        "prompt_tokens_mean": _mean([row.prompt_tokens for row in played]),
-        "kv_bytes_peak": sum(rollout.kv_bytes_peak for rollout in rollouts),
-        "kv_bytes_dense": sum(rollout.kv_bytes_dense for rollout in rollouts),
-        "token_savings": None if retention is None else 1.0 - retention,
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _distill(model: Any, part: Batch, shadow: Read, temperature: float) -> Tensor:
+    """KL(dense || sg(shadow)) per token [b, R], 0 where a group earned nothing: a starved shadow is a bad teacher."""
+    dense = read_tokens(model, part.rollouts, part.group, "dense", temperature)
+    return part.spread(full_kl(dense.logits, shadow.logits)) * part.earned[:, None]

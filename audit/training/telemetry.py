@@ -1,88 +1,209 @@
-"""Telemetry: one JSON line per step, appended and synced; a resumed run cuts it back to its checkpoint."""
+"""Telemetry: what a step says of itself, as one flat row of numbers.
+
+A row is the union of the numbers below and of ``seconds_*``, the only keys in which two identical runs may differ.
+None stands where nothing supports a number. Names follow verl's rollout_corr metrics where those exist.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping
-from itertools import zip_longest
-from pathlib import Path
-from typing import Any
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.training.files import guarded
+import torch
+from torch import Tensor
 
-TIMED = "seconds_"  # keys that two identical runs may differ in
+from audit.core.records import Outcome
+from audit.sampling.conversations import Played
+from audit.training.batch import Batch
+from audit.training.config import TrainConfig
+from audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
+
+Row = dict[str, Any]
+CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")
+THIRDS = ("first_third", "middle_third", "last_third")
+SIGNS = ("positive", "zero", "negative")
 
 
-def clean(value: Any) -> Any:
-    """The value as JSON can hold it: numbers that are not finite become None."""
-    if isinstance(value, Mapping):
-        return {key: clean(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
+class Clock:
+    """Seconds per part of a step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to ``name``."""
+        now = time.perf_counter()
+        self.laps[f"seconds_{name}"], self._last = now - self._last, now
+
+
+class Tally:
+    """Sums over the tokens of a batch's microbatches and updates, read as means per token."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._tokens = 0
+
+    def add(self, sums: Mapping[str, float], tokens: int) -> None:
+        """Count one microbatch."""
+        for name, value in sums.items():
+            self._sums[name] += value
+        self._tokens += tokens
+
+    def means(self) -> dict[str, float | None]:
+        """Each sum per token; None without any token."""
+        return {name: value / self._tokens if self._tokens else None for name, value in self._sums.items()}
+
+
+class Learned(NamedTuple):
+    """One batch's learning. ``logprobs`` [B, R] are the view's before the first update, 0 where nothing was sampled.
+
+    ``metrics`` are means over tokens of graded rollouts (nats), over all updates of the batch; None without any.
+    ``grad_norm`` is the last update's, None where it was not finite and nothing was changed.
+    """
+
+    logprobs: Tensor
+    loss: float
+    grad_norm: float | None
+    metrics: dict[str, float | None]
+
+
+def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> Row:
+    """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
+    earned = [reward for reward in rewards if reward is not None]
+    groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
+    flat = [len({reward for reward in group if reward is not None}) <= 1 for group in groups]
+    outcomes = [row.grade.outcome for row in played]
+    row: Row = {
+        "reward_mean": _mean(earned),
+        "reward_std": statistics.pstdev(earned) if earned else None,
+        "frac_reward_zero_std": _mean(flat),
+        "frac_degenerate": outcomes.count(Outcome.DEGENERATE) / len(played),
+        "frac_unscored": outcomes.count(Outcome.UNSCORED) / len(played),
+        "length_mean": _mean([row.new_tokens for row in played]),
+    }
+    for name in config.suites:
+        of_suite = [reward for row, reward in zip(played, rewards, strict=True) if row.item.suite == name]
+        row[f"reward/{name}"] = _mean([reward for reward in of_suite if reward is not None])
+    return row
+
+
+def learning_numbers(learned: Learned) -> Row:
+    """The loss, its gradient, and how much of it the clip and the correction took away."""
+    metrics = learned.metrics
+    return {
+        "loss": learned.loss,
+        "grad_norm": learned.grad_norm,
+        "update_skipped": learned.grad_norm is None,
+        "entropy": metrics.get("entropy"),
+        "clip_fraction": metrics.get("clipped"),
+        "kl_ref": metrics.get("kl_ref"),
+        "distill_kl": metrics.get("distill_kl"),
+        "mismatch/rejection_rate": metrics["rejection_rate"],
+        "mismatch/veto_rate": metrics["veto_rate"],
+    }
+
+
+def memory_numbers(played: Sequence[Played], batch: Batch) -> Row:
+    """Bytes are sums over the step's rows; token savings is 1 - retention when the last answers start."""
+    rollouts = batch.rollouts
+    retention = _mean([rollout.retention for rollout in rollouts])
+    return {
+        "learner_tokens": batch.learner_tokens,
+        "prompt_tokens_mean": _mean([row.prompt_tokens for row in played]),
+        "kv_bytes_peak": sum(rollout.kv_bytes_peak for rollout in rollouts),
+        "kv_bytes_dense": sum(rollout.kv_bytes_dense for rollout in rollouts),
+        "token_savings": None if retention is None else 1.0 - retention,
+    }
+
+
+def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> Row:
+    """What the ledger says of this step's rollouts: near 0 in every arm, or sampler and ledger disagree."""
+    if replayed is None:
+        return dict.fromkeys(CERTIFICATE)
+    panel = mismatch_panel(sampler, replayed, mask, advantages)
+    return {name: panel[name.replace("shadow/", "mismatch/")] for name in CERTIFICATE}
+
+
+def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
+    """How far the sampler was from the learner's view of the same tokens: all ``mismatch/*`` numbers of a batch.
+
+    Log-probs in nats [B, T], mask bool [B, T], advantages [B]. rho = learner / sampler per sampled token, log rho
+    clamped to +-20 (except for the gaps, which are raw). Every estimate is under the sampler's tokens.
+
+    kl              mean of -log rho, estimates KL(sampler || learner) in nats
+    k3_kl           mean of rho - log rho - 1, the same with less variance and never below 0
+    chi2_token      mean of rho^2 - 1; chi2_seq the same with the product of a rollout's ratios
+    ess             (sum rho)^2 / (n sum rho^2), in (0, 1]; ess_clamped with min(rho, 2)
+    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens
+    max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
+    """
+    keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
+    gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
+    log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
+    tokens = log_ratio[keep]
+    panel = _token_numbers(tokens) | {
+        "chi2_seq": _chi2(log_ratio.sum(dim=1)[keep.any(dim=1)].clamp(-LOG_CLAMP, LOG_CLAMP).exp()),
+        "max_abs_gap": _number(gap.abs().max() if len(tokens) else None),
+        "frac_not_finite": _number((mask & ~keep).sum() / mask.sum() if bool(mask.any()) else None),
+    }
+    per_token = log_ratio.exp() - log_ratio - 1.0
+    for name, part in (_thirds(keep) | _signs(keep, advantages)).items():
+        panel[f"k3_kl_{name}"] = _tensor_mean(per_token[part])
+    return {f"mismatch/{name}": value for name, value in panel.items()}
+
+
+def _token_numbers(log_ratio: Tensor) -> dict[str, float | None]:
+    """The numbers that need nothing but the sampled tokens' log-ratios [n]."""
+    rho = log_ratio.exp()
+    overlap = rho.clamp(max=1.0)
+    return {
+        "kl": _tensor_mean(-log_ratio),
+        "k3_kl": _tensor_mean(rho - log_ratio - 1.0),
+        "chi2_token": _chi2(rho),
+        "ess": _effective(rho),
+        "ess_clamped": _effective(rho.clamp(max=TIS_CAP)),
+        "max_abs_log_ratio": _number(log_ratio.abs().max() if len(log_ratio) else None),
+        "overlap_mean": _tensor_mean(overlap),
+        "overlap_p5": _number(torch.quantile(overlap, 0.05) if len(overlap) else None),
+        "frac_ratio_below_1e-4": _tensor_mean((rho < VETO_BELOW).double()),
+    }
+
+
+def _thirds(mask: Tensor) -> dict[str, Tensor]:
+    """Sampled tokens [B, T] by third of their rollout, counted in sampled tokens."""
+    rank = mask.cumsum(dim=1) - 1
+    third = rank * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return {name: mask & (third == index) for index, name in enumerate(THIRDS)}
+
+
+def _signs(mask: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    signs = advantages.sign()[:, None]
+    return {name: mask & (signs == sign) for name, sign in zip(SIGNS, (1, 0, -1), strict=True)}
+
+
+def _chi2(rho: Tensor) -> float | None:
+    return _tensor_mean(rho.square() - 1.0)
+
+
+def _effective(weights: Tensor) -> float | None:
+    return _number(weights.sum().square() / (len(weights) * weights.square().sum()) if len(weights) else None)
+
+
+def _tensor_mean(values: Tensor) -> float | None:
+    return _number(values.mean() if len(values) else None)
+
+
+def _number(value: Tensor | None) -> float | None:
+    """A finite Python float, or None."""
+    if value is None or not math.isfinite(float(value)):
         return None
-    return value
+    return float(value)
 
 
-class TelemetryLog:
-    """Append-only ``telemetry.jsonl``. Every line is on disk before ``append`` returns; RunError if it cannot be."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def size(self) -> int:
-        """Bytes on disk, 0 before the first line."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and sync it."""
-        line = json.dumps(clean(row), allow_nan=False) + "\n"
-        with guarded(self.path), self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def truncate(self, size: int) -> None:
-        """Forget what was written after ``size`` bytes; raises DataError where less than that is left."""
-        if self.size < size:
-            raise DataError(
-                f"telemetry {str(self.path)!r} has {self.size} bytes, its checkpoint says {size}; "
-                "it was cut: delete the checkpoint folder to train again"
-            )
-        if self.size > size:
-            with guarded(self.path), self.path.open("r+b") as file:
-                file.truncate(size)
-                os.fsync(file.fileno())
-
-    def check_steps(self, steps: int) -> None:
-        """Raise DataError unless the rows are of steps 1 to ``steps``, in order and each once."""
-        if steps == 0 and not self.path.exists():
-            return
-        found = [row.get("step") for row in read_telemetry(self.path)]
-        for wanted, got in zip_longest(range(1, steps + 1), found):
-            if got != wanted:
-                raise DataError(
-                    f"telemetry {str(self.path)!r} has {_named(got)} where {_named(wanted)} belongs: another process "
-                    "wrote there too; delete the checkpoint folder to train again"
-                )
-
-
-def _named(step: Any) -> str:
-    return "its end" if step is None else f"step {step}"
-
-
-def read_telemetry(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; raises DataError for a missing file or a line that is no JSON object."""
-    if not path.is_file():
-        raise DataError(f"telemetry {str(path)!r} does not exist; was this folder trained?")
-    try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"telemetry {str(path)!r} holds a line that is not JSON ({error})") from None
-    if not all(isinstance(row, dict) for row in found):
-        raise DataError(
-            f"telemetry {str(path)!r} holds a line that is no row; delete the checkpoint folder to train again"
-        )
-    return found
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,5 @@
+"""Rewards: one file each, found by walking this package; what a rollout earned, which the loss learns from."""
+
+from audit.training.rewards.base import REWARDS, Reward
+
+__all__ = ["REWARDS", "Reward"]
