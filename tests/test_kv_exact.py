@@ -73,9 +73,9 @@ def test_h2o_mass_equals_the_models_own_attention_weights() -> None:
     feed(loaded, evicting, [t[18:] for t in texts])
     with torch.no_grad():
         weights = random_model(attention="eager")(torch.tensor(texts), output_attentions=True).attentions
-    for layer, store in enumerate(evicting.stores):
+    for layer, cached in enumerate(evicting.layers):
         expected = weights[layer].unflatten(1, (2, 2)).sum((2, 3)).float()  # group, queries
-        torch.testing.assert_close(store.mass, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(cached.store.mass, expected, rtol=0, atol=1e-5)
 
 
 def test_greedy_and_nucleus_follow_their_definitions() -> None:

@@ -156,7 +156,7 @@ def test_only_full_attention_is_evicted_and_states_count_as_bytes() -> None:
     assert gone.flatten(2).sum(2).tolist() == [[0, 36, 36], [0, 16, 16]]
     assert past.retention().tolist() == [12 / 30, 12 / 20]
     # two rows: 4 inputs of 2 * 16 + 32 channels and 4 states of 8 * 8, of float64; 8 bytes each
-    assert past.bytes - sum(store.bytes for store in past.stores) == 2 * 8 * (4 * 64 + 4 * 64)
+    assert past.bytes - sum(layer.store.bytes for layer in past.layers) == 2 * 8 * (4 * 64 + 4 * 64)
 
 
 def test_what_a_policy_governs_is_said() -> None:

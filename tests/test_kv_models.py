@@ -163,7 +163,7 @@ def test_sinks_take_their_share_of_what_h2o_adds_up() -> None:
         weights = eager(torch.tensor([text]), output_attentions=True).attentions
     for layer in (1, 2):
         expected = weights[layer].unflatten(1, (2, 2)).sum((2, 3)).float()  # group, queries
-        torch.testing.assert_close(past.stores[layer].mass, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(past.layers[layer].store.mass, expected, rtol=0, atol=1e-5)
     assert 0.01 < 1 - float(weights[1].sum(-1).mean()) < 0.95, "the sinks take a share"
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import audit.cache.attending
 import audit.cache.attention
+import audit.cache.cached_layer
 from audit import CompressedCache, shadow
 from audit.cache.ledger import save_ledgers
 from audit.core.errors import DataError, RunError, SpecError
@@ -348,9 +348,9 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = audit.cache.attending.visibility
+    plain = audit.cache.cached_layer.visibility
     monkeypatch.setattr(
-        audit.cache.attending, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
+        audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
     )  # fmt: skip
     monkeypatch.setattr(audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)

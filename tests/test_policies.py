@@ -230,7 +230,7 @@ def test_the_pyramid_holds_what_the_authors_keep_of_a_prompt(tokens: int, held: 
     for layer in range(4):
         x = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(layer))
         evicting.attend(AttentionCall(layer, x, x, x, 1.0))
-    assert [store.length for store in evicting.stores] == held
+    assert [layer.store.length for layer in evicting.layers] == held
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from audit.cache.attention import AttentionCall
+from audit.cache.beside import QueryCentres, QueryMoments
 from audit.cache.evict import retained
 from audit.cache.layers import LayerPlan, layer_plans
 from audit.cache.ledger import NEVER, Rollout
-from audit.cache.moments import QueryCentres, QueryMoments
 from audit.cache.rotary import Rotary, rotary_for
 from audit.policies import Policy
 from audit.replay.attention import Replay

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from audit.cache.attention import AttentionCall
+from audit.cache.beside import QueryCentres, QueryMoments
 from audit.cache.evict import attention_mass
 from audit.cache.ledger import Rollout
-from audit.cache.moments import QueryCentres, QueryMoments
 from audit.policies import Centres, Moments, Policy, View
 from audit.replay.codes import Codes
 from audit.replay.schedule_check import Forward

@@ -138,9 +138,9 @@ def test_what_the_record_keeps_is_what_the_cache_holds(evictor: Policy) -> None:
         feed(loaded, evicting, rows, decoding=decoding)
     for row, record in enumerate(evicting.ledger(int(evicting.seen.max()))):
         seen = set(range(int(evicting.seen[row])))
-        for store, layer in zip(evicting.stores, held(record), strict=True):
-            stored = [set(head[head >= 0].tolist()) for head in store.positions[row]]
-            assert stored == [head & seen for head in layer]
+        for layer, heads in zip(evicting.layers, held(record), strict=True):
+            stored = [set(head[head >= 0].tolist()) for head in layer.store.positions[row]]
+            assert stored == [head & seen for head in heads]
 
 
 def test_a_row_that_is_given_nothing_is_left_as_it_is(scheduled: Policy) -> None:
@@ -179,7 +179,7 @@ def a_view(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> View:
     """What the policy is shown of the first layer when a row of forty tokens is first over budget."""
     shown: list[View] = []
     evicting = new_cache(shared(), policy)
-    own = type(evicting.plans[0].policy.evictor)  # a layer may follow another policy than the whole
+    own = type(evicting.layers[0].plan.policy.evictor)  # a layer may follow another policy than the whole
     rule = own.importance
 
     def spy(self: Policy, view: View) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import audit.cache.cache
 import audit.replay.learner_pass
-from audit.cache.cache import EvictingCache
+from audit.cache.cached_layer import CachedLayer
 from audit.cache.layers import LayerPlan
 from audit.policies import POLICIES, Policy, parse_policy
 from conform import agreement
@@ -166,19 +166,19 @@ def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: dict[tuple[EvictingCache, int], Tensor] = {}
-    is_due = EvictingCache._due
+    waiting: dict[CachedLayer, Tensor] = {}
+    is_due = CachedLayer.due
 
-    def late(cache: EvictingCache, layer: int, *more: Any) -> Tensor:
-        now = is_due(cache, layer, *more)
-        if (cache, layer) in waiting:
-            return waiting.pop((cache, layer))
+    def late(layer: CachedLayer, *more: Any) -> Tensor:
+        now = is_due(layer, *more)
+        if layer in waiting:
+            return waiting.pop(layer)
         if now.any():
-            waiting[cache, layer] = now
+            waiting[layer] = now
         return torch.zeros_like(now)
 
     play = conversation()
-    monkeypatch.setattr(EvictingCache, "_due", late)
+    monkeypatch.setattr(CachedLayer, "due", late)
     assert gap_alone(play, monkeypatch) > 1e-6
 
 

@@ -1,1 +1,1 @@
-"""Entries kept as packed codes: the codes, their layout, attention on them, and hints where rounding decides."""
+"""Entries kept as packed codes: ``codes`` is the arithmetic, ``store`` keeps them, ``hints`` what rounding decided."""

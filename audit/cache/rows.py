@@ -1,4 +1,4 @@
-"""What happens when, per row: token counts, pins and quantisation, all functions of the row's own tokens."""
+"""What a cache knows of each of its rows: keys to draw by, pins, and since when entries are codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,27 @@ from torch import Tensor
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
 from audit.policies import Policy, Quantiser
+
+
+class RowKeys:
+    """The number of each row [B], by which policies draw; group members share that of their prompt's entries."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._own = keys
+        self._shared: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
+
+    def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
+        """The key of the row that each entry at positions [b, H, K] was made for: [b, H, K], or alike along H and K."""
+        own = self._own[rows][:, None, None]
+        if self._shared is None:
+            return own
+        keys, lengths = (part[rows][:, None, None] for part in self._shared)
+        return torch.where(positions < lengths, keys, own)
+
+    def expand(self, group: int, keys: Tensor, seen: Tensor) -> None:
+        """Repeat every row, which has ``seen`` [B] tokens, ``group`` times, with ``keys`` of their own from now on."""
+        self._shared = (self._own.repeat_interleave(group), seen.to(self._own.device).repeat_interleave(group))
+        self._own = keys
 
 
 class Pins:
