@@ -28,7 +28,7 @@ from audit.cache.attention import NAME
 from audit.cache.cache import EvictingCache
 from audit.cache.quantised.store import QuantisedStore
 from audit.core.errors import DataError
-from audit.policies import POLICIES, Policy, parse_policy
+from audit.policies import POLICIES, Policy, evictor_of, parse_policy
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from bench.exactness import gaps
@@ -104,7 +104,7 @@ def measure(served: Served, policy: Policy, prompt: torch.Tensor, asked: Any, ba
             rollout = episode.rollouts()[0]
             found.prefill = prefill / dense_prefill
             found.bytes_share = rollout.kv_bytes_peak / rollout.kv_bytes_dense
-            found.bound = (policy.evictor.budget + policy.chunk) / (asked.context + asked.new) + 0.05
+            found.bound = (evictor_of(policy).budget + policy.chunk) / (asked.context + asked.new) + 0.05
     return found
 
 

@@ -436,10 +436,10 @@ def test_list_names_every_plug_in(kind: str, names: list[str]) -> None:
 PLUGIN = """
 from dataclasses import dataclass
 import torch
-from audit.policies import Policy, View
+from audit.policies import Evictor, View
 
 @dataclass(frozen=True)
-class Hoard(Policy):
+class Hoard(Evictor):
     name = "hoard"
     keeps = "the oldest"
     window: int = 0

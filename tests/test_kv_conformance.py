@@ -16,14 +16,14 @@ import torch
 from conform.policies import small
 from torch import Tensor
 
-from audit.policies import Policy, View
+from audit.policies import Evictor, View
 from audit.policies.int8 import Int8
 
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
-class BatchMates(Policy):
+class BatchMates(Evictor):
     name: ClassVar[str] = "batch-mates"
     window: int = 0
 
@@ -33,7 +33,7 @@ class BatchMates(Policy):
 
 
 @dataclass(frozen=True)
-class Slots(Policy):
+class Slots(Evictor):
     """Ranks by how many slots there are: with longer rows beside it, a row has more of them."""
 
     name: ClassVar[str] = "slots"
@@ -45,7 +45,7 @@ class Slots(Policy):
 
 
 @dataclass(frozen=True)
-class Dice(Policy):
+class Dice(Evictor):
     name: ClassVar[str] = "dice"
     window: int = 0
 
@@ -54,7 +54,7 @@ class Dice(Policy):
 
 
 @dataclass(frozen=True)
-class Reseeds(Policy):
+class Reseeds(Evictor):
     name: ClassVar[str] = "reseeds"
     window: int = 0
 
@@ -64,7 +64,7 @@ class Reseeds(Policy):
 
 
 @dataclass(frozen=True)
-class Remembers(Policy):
+class Remembers(Evictor):
     name: ClassVar[str] = "remembers"
     window: int = 0
     past: ClassVar[list[int]] = []
@@ -75,7 +75,7 @@ class Remembers(Policy):
 
 
 @dataclass(frozen=True)
-class Infinite(Policy):
+class Infinite(Evictor):
     """Claims that all entries are worth more than a protected one."""
 
     name: ClassVar[str] = "infinite"
@@ -85,7 +85,7 @@ class Infinite(Policy):
 
 
 @dataclass(frozen=True)
-class NotANumber(Policy):
+class NotANumber(Evictor):
     name: ClassVar[str] = "not-a-number"
 
     def importance(self, view: View) -> Tensor:
@@ -93,13 +93,13 @@ class NotANumber(Policy):
 
 
 @dataclass(frozen=True)
-class Greedy(Policy):
+class Greedy(Evictor):
     """Lower layers take more than the upper ones give."""
 
     name: ClassVar[str] = "greedy"
     window: int = 0
 
-    def for_layer(self, layer: int, layers: int) -> Policy:
+    def for_layer(self, layer: int, layers: int) -> Evictor:
         return replace(self, budget=self.budget + (layer == 0))
 
     def importance(self, view: View) -> Tensor:
@@ -117,7 +117,7 @@ class OneScale(Int8):
 
 
 @dataclass(frozen=True)
-class Neighbours(Policy):
+class Neighbours(Evictor):
     """Ranks by the slot before, and says that the order of slots does not matter."""
 
     name: ClassVar[str] = "neighbours"
@@ -147,7 +147,7 @@ def test_a_claim_about_the_order_of_slots_is_checked(monkeypatch: pytest.MonkeyP
         (Greedy, eviction.test_budgets_of_the_layers_sum_to_the_mean, {"layers": 3}),
     ],
 )
-def test_a_wrong_policy_is_caught(wrong: type[Policy], test: Callable[..., None], more: dict[str, Any]) -> None:
+def test_a_wrong_policy_is_caught(wrong: type[Evictor], test: Callable[..., None], more: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         test(small(wrong), **more)
 
@@ -158,12 +158,12 @@ from typing import ClassVar
 
 import torch
 
-from audit.policies import Policy, View
+from audit.policies import Evictor, View
 from audit.policies.int8 import Int8
 
 
 @dataclass(frozen=True)
-class Oldest(Policy):
+class Oldest(Evictor):
     name: ClassVar[str] = "oldest"
     window: int = 0
 
@@ -172,7 +172,7 @@ class Oldest(Policy):
 
 
 @dataclass(frozen=True)
-class Whim(Policy):
+class Whim(Evictor):
     name: ClassVar[str] = "whim"
     window: int = 0
 

@@ -22,7 +22,7 @@ from audit.cache.quantised.hints import (
     ranks,
     unpack_hints,
 )
-from audit.policies import Quantiser, parse_policy
+from audit.policies import Quantiser, parse_policy, quantiser_of
 from audit.replay.learner_pass import suffix_logits
 
 CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
@@ -30,7 +30,7 @@ WIDE = dict(dtype=torch.float32, spread=0.2)
 
 
 def codec(text: str) -> Quantiser:
-    found = parse_policy(text).quantiser
+    found = quantiser_of(parse_policy(text))
     assert found is not None
     return found
 

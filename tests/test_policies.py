@@ -14,7 +14,16 @@ from audit.cache.attention import AttentionCall
 from audit.cache.cache import EvictingCache
 from audit.cache.evict import retained
 from audit.core.errors import SpecError, UnknownName
-from audit.policies import POLICIES, parse_policy
+from audit.policies import POLICIES, Policy, parse_policy
+
+
+def test_a_plug_in_that_is_no_kind_of_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Policy):
+        name = "odd"
+
+    monkeypatch.setattr(POLICIES, "_found", {"odd": Odd})
+    with pytest.raises(SpecError, match="policy odd of test_policies is of no kind; subclass one of Evictor, Quant"):
+        parse_policy("odd")
 
 
 def test_hash_is_of_the_meaning_not_the_spelling() -> None:

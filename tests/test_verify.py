@@ -23,7 +23,7 @@ from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from audit.cache.quantised.hints import pack_hints, unpack_hints
 from audit.cache.rotary import rotary_for
 from audit.cli import app
-from audit.policies import Policy, parse_policy
+from audit.policies import Policy, parse_policy, quantiser_of
 from audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
 from audit.replay.recorded import Recorded
 from audit.replay.schedule_check import breach, quantisation_breach
@@ -367,13 +367,14 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
     """A prompt of three in chunks of two, one drawn token fed with three given ones, two more drawn."""
     policy = parse_policy("int8:chunk=2")
     plain = ledger({}, tokens=9)
-    assert policy.quantiser is not None
+    codec = quantiser_of(policy)
+    assert codec is not None
     due = torch.tensor([2, 2, 3, 5, 5, 7, 7, 8, NEVER], dtype=torch.int32)
     rollout = replace(
         plain,
         prompt_length=3,
         sampled=torch.tensor([False] * 3 + [True] + [False] * 3 + [True] * 2),
-        codec=policy.quantiser.canonical,
+        codec=codec.canonical,
         keys_quantised_at=due,
         values_quantised_at=due,
     )

@@ -23,8 +23,8 @@ from audit.cache.rotary import Rotary, require_steady, steady_positions
 from audit.cache.routing import RecordedRoutes
 from audit.cache.rows import Pins, RowKeys, Times
 from audit.cache.selection import RecordedChoices, Selection
-from audit.core.errors import RunError, SpecError
-from audit.policies import Policy, Selector
+from audit.core.errors import RunError
+from audit.policies import Policy, Selector, evictor_of, quantiser_of, selector_of
 
 
 class EvictingCache:
@@ -39,20 +39,19 @@ class EvictingCache:
     def __init__(
         self, config: Any, policy: Policy, row_keys: Tensor, *, rotary: Rotary | None = None, blocks: int = 0
     ) -> None:
-        if policy.drawn(0) is not policy:
-            raise SpecError(f"policy {policy.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
-        assert rotary or not policy.evictor.needs_rotary, policy.canonical
+        evictor, codec, selector = evictor_of(policy), quantiser_of(policy), selector_of(policy)
+        assert rotary or not evictor.needs_rotary, policy.canonical
         self.policy, self._config, self._device = policy, config, row_keys.device
         self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
         self.layers = [CachedLayer(number, plan, len(row_keys), rotary) for number, plan in enumerate(plans)]
-        self._agreeing = [layer for layer in self.layers if layer.plan.policy.evictor.across_layers]
+        self._agreeing = [layer for layer in self.layers if layer.plan.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
-        governed = [plan.policy.evictor for plan in plans if plan.governed]
+        governed = [plan.evictor for plan in plans if plan.governed]
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
-        self._times = Times(policy.quantiser, len(row_keys)) if policy.quantiser else None
-        self._choices = RecordedChoices(policy.selector.unit) if policy.selector else None
+        self._times = Times(codec, len(row_keys)) if codec else None
+        self._choices = RecordedChoices(selector.unit) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self.bytes_peak = 0
 
@@ -111,9 +110,9 @@ class EvictingCache:
 
     def _attend(self, call: AttentionCall) -> Tensor:
         layer, now = self.layers[call.layer], self._now
-        budgets = layer.plan.policy.evictor.budget_at(self.seen)
+        budgets = layer.plan.evictor.budget_at(self.seen)
         layer.append(call, now, budgets)
-        selector = layer.plan.policy.selector if now.decoding else None
+        selector = layer.plan.selector if now.decoding else None
         out = layer.attention(call, now) if selector is None else self._attend_some(layer, selector, call)
         layer.remember(call.query, now)
         layer.weigh()
@@ -137,13 +136,13 @@ class EvictingCache:
 
     def _compressing(self, layer: CachedLayer) -> list[CachedLayer]:
         """The layers that compress once this one has attended: itself, or after the last all that agree."""
-        if not layer.plan.policy.evictor.across_layers:
+        if not layer.plan.evictor.across_layers:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
     def _evict(self, layers: Sequence[CachedLayer], due: Tensor, budgets: Tensor) -> None:
         """Cut the due rows to their ``budgets`` in one layer, or in several that agree on what stays."""
-        evictor, every = layers[0].plan.policy.evictor, bool(due.all())
+        evictor, every = layers[0].plan.evictor, bool(due.all())
         rows = slice(None) if every else due.nonzero()[:, 0].to(self._device)
         cut = Cut(due, budgets, rows, replaces=every and layers[0].replaces(budgets))
         views = [layer.view(rows, self._now, self._row_keys, packed=not cut.replaces) for layer in layers]

@@ -57,7 +57,7 @@ class CachedLayer:
     """
 
     def __init__(self, number: int, plan: LayerPlan, rows: int, rotary: Rotary | None) -> None:
-        evictor, codec = plan.policy.evictor, plan.policy.quantiser
+        evictor, codec = plan.evictor, plan.quantiser
         self.number, self.plan = number, plan
         mass, queries = evictor.accumulates, evictor.observed_queries
         self.store = (
@@ -79,7 +79,7 @@ class CachedLayer:
 
     def append(self, call: AttentionCall, now: Forward, budgets: Tensor) -> None:
         """Take the call's keys and values in; ``budgets`` [B] bound the memory where they bound the entries."""
-        evictor = self.plan.policy.evictor
+        evictor = self.plan.evictor
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         bounded = evictor.evicts and not evictor.shares_heads and not (now.decoding and evictor.phase == "prefill")
         limit = int(budgets.max()) + max(call.key.shape[2], evictor.interval) if bounded else None
@@ -165,7 +165,7 @@ class CachedLayer:
 
     def due(self, now: Forward, budgets: Tensor) -> Tensor:
         """Rows [B] that compress now; a function of each row's own token count, as their ``budgets`` [B] are."""
-        evictor = self.plan.policy.evictor
+        evictor = self.plan.evictor
         if not evictor.evicts:
             return torch.zeros_like(self.counts, dtype=torch.bool)
         # a row that was given nothing is left as it is, whatever the others of its batch do
@@ -177,7 +177,7 @@ class CachedLayer:
 
     def replaces(self, budgets: Tensor) -> bool:
         """Whether one entry per head leaves, so that the newest can take its slot."""
-        evictor, store = self.plan.policy.evictor, self.store
+        evictor, store = self.plan.evictor, self.store
         if evictor.ordered or evictor.shares_heads or isinstance(store, QuantisedStore):
             return False
         return self._is_full and bool((budgets + 1 == store.length).all())
@@ -215,7 +215,7 @@ class CachedLayer:
 
     def evict(self, cut: Cut, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop what ``importance`` [b, H, K] of the entries in ``view`` ranks last."""
-        evictor, store = self.plan.policy.evictor, self.store
+        evictor, store = self.plan.evictor, self.store
         assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
         # no pin may narrow the model's own window
         pinned = None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, cut.rows)
@@ -231,7 +231,7 @@ class CachedLayer:
 
     def _keep(self, kept: Tensor, now: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
-        width = kept.sum(-1).max() if self.plan.policy.evictor.shares_heads else self.counts.max()
+        width = kept.sum(-1).max() if self.plan.evictor.shares_heads else self.counts.max()
         self.store.keep(kept, int(width), now.seen_device)
 
     def expand(self, group: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.policies import Policy, softmax
+from audit.policies import Evictor, softmax
 
 INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
@@ -45,7 +45,7 @@ def attention_mass(
 
 
 def retained(
-    importance: Tensor, positions: Tensor, seen: Tensor, policy: Policy, pinned: Tensor | None = None
+    importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
     """The slots that stay: sink, window and pins first, then the highest importance, ties to the earlier position.
 
@@ -59,7 +59,7 @@ def retained(
 
 
 def only_victim(
-    importance: Tensor, positions: Tensor, seen: Tensor, policy: Policy, pinned: Tensor | None = None
+    importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
     """The one slot per head [B, H] that ``retained`` would drop from budget + 1, whatever the order of slots."""
     rank = _rank(importance, positions, seen, policy, pinned)
@@ -67,7 +67,7 @@ def only_victim(
     return torch.where(lowest, positions, -1).argmax(-1)
 
 
-def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Policy, pinned: Tensor | None) -> Tensor:
+def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None) -> Tensor:
     protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
     if pinned is not None:
         protected |= pinned

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from audit.core.errors import RunError
-from audit.policies import Policy, parse_policy
+from audit.policies import Dense, Evictor, Policy, Quantiser, Selector, evictor_of, quantiser_of, selector_of
+from audit.policies.streaming import Streaming
 
 GOVERNED = {"full_attention", "hybrid"}  # a hybrid layer has full attention and linear beside it
 CARRYING = {"linear_attention", "hybrid"}
@@ -21,6 +22,21 @@ class LayerPlan(NamedTuple):
     sliding_window: int | None
     attends: bool = True
     carries: bool = False
+
+    @property
+    def evictor(self) -> Evictor:
+        """The part of the policy that decides what stays."""
+        return evictor_of(self.policy)
+
+    @property
+    def quantiser(self) -> Quantiser | None:
+        """The part that decides how precisely it is stored."""
+        return quantiser_of(self.policy)
+
+    @property
+    def selector(self) -> Selector | None:
+        """The part that decides what a query attends to."""
+        return selector_of(self.policy)
 
     @property
     def governed(self) -> bool:
@@ -50,7 +66,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
 
 def governed_words(config: Any) -> str:
     """How many layers a policy governs and what the others do; empty where it governs all."""
-    plans = layer_plans(config, parse_policy("none"))
+    plans = layer_plans(config, Dense())
     others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)
     others += ["keep their own sliding window"] * any(plan.sliding_window is not None for plan in plans)
     if not others:
@@ -82,8 +98,8 @@ def _plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
         return LayerPlan(policy, None, carries=kind in CARRYING)
     if kind == "sliding_attention":
         # entries outside the window can never be seen again, so dropping them changes nothing
-        own = parse_policy(f"streaming:budget={text.sliding_window},sink=0,chunk={policy.chunk}")
+        own = Streaming(budget=int(text.sliding_window), sink=0, chunk=policy.chunk)
         return LayerPlan(own, int(text.sliding_window))
     if kind == "linear_attention":
-        return LayerPlan(parse_policy("none"), None, attends=False, carries=True)
+        return LayerPlan(Dense(), None, attends=False, carries=True)
     raise RunError(f"model {text.model_type!r} has {kind} layers, which the evicting cache does not support")

@@ -11,7 +11,7 @@ from torch import Tensor
 from audit.cache.attention import AttentionCall
 from audit.cache.layers import layer_plans
 from audit.core.errors import RunError
-from audit.policies import Policy, parse_policy
+from audit.policies import Dense, Policy, evictor_of
 
 # how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
 ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -112,14 +112,15 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
 
     RunError where the model has none, or where some governed layer is seen not to turn its queries so.
     """
-    if not policy.evictor.needs_rotary:
+    evictor = evictor_of(policy)
+    if not evictor.needs_rotary:
         return None
     if model not in _KNOWN:
         _KNOWN[model] = _of(model)
     rotary = _KNOWN[model]
     if rotary is None:
         raise RunError(
-            f"policy {policy.evictor.name} needs rotary positions of fixed frequencies, on a head's first channels, "
+            f"policy {evictor.name} needs rotary positions of fixed frequencies, on a head's first channels, "
             f"in every full-attention layer, which {model.config.model_type!r} does not have; use another policy"
         )
     return rotary
@@ -144,7 +145,7 @@ def _turns_so(model: Any, rotary: Rotary) -> bool:
     probe, device = _Probe(), next(model.parameters()).device
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
     model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
-    plans = layer_plans(model.config, parse_policy("none"))
+    plans = layer_plans(model.config, Dense())
     for layer, plan in enumerate(plans):
         if plan.governed:
             query = probe.queries[layer].double()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
-from audit.policies import Policy, Quantiser
+from audit.policies import Evictor, Quantiser
 
 
 class RowKeys:
@@ -36,7 +36,7 @@ class RowKeys:
 class Pins:
     """Which positions of each row never leave: bool [B, T], grown as tokens come."""
 
-    def __init__(self, policies: Sequence[Policy], rows: int, device: torch.device) -> None:
+    def __init__(self, policies: Sequence[Evictor], rows: int, device: torch.device) -> None:
         self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the least room
         self._at = torch.zeros(rows, 0, dtype=torch.bool, device=device)
 

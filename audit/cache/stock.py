@@ -22,7 +22,7 @@ from audit.cache.linear import carry_states
 from audit.cache.rotary import rotary_for
 from audit.cache.routing import watched_blocks
 from audit.core.errors import RunError, SpecError
-from audit.policies import Policy, parse_policy
+from audit.policies import Policy, parse_policy, quantiser_of
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -110,7 +110,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
         tokens = int(cache.seen.max())
-        codec, times, experts = cache.policy.quantiser, cache.quantised_at(tokens), cache.experts(tokens)
+        codec, times, experts = quantiser_of(cache.policy), cache.quantised_at(tokens), cache.experts(tokens)
         if codec is None or times is None:
             chosen = cache.selections()
             return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts, selections=chosen)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from audit.commands.console import say, wide_console
 from audit.commands.plugins import load_plugins
-from audit.policies import POLICIES, Policy
+from audit.policies import POLICIES, Evictor, Policy
 from audit.policies.base import OPTIONAL
 from audit.training.arms import ARMS
 from suites.base import SUITES
@@ -30,7 +30,8 @@ def _row(name: str, cls: type[Policy]) -> list[str]:
     policy = cls()
     optional = [f"{field}={getattr(policy, field) or '-'}" for field in OPTIONAL if field in cls.field_names()]
     fields = [part for part in (policy.canonical.partition(":")[2], *optional) if part]
-    phase = policy.phase if cls.evicts else "both" if cls.quantises else "decode" if cls.selects else "-"
+    decides = policy.phase if isinstance(policy, Evictor) and policy.evicts else "-"
+    phase = "both" if cls.quantises else "decode" if cls.selects else decides
     # a field that a policy lists as optional may switch replay off
     replay = (
         "no" if not policy.replayable else "yes, unless repositioned" if "reposition" in cls.field_names() else "yes"

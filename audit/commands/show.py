@@ -68,7 +68,7 @@ def show_policy(asked: Asked) -> None:
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -> Picture:
     plans = layer_plans(model.model.config, policy)
     governed = [number for number, plan in enumerate(plans) if plan.governed]
-    choosing = [number for number in governed if plans[number].policy.selector is not None]
+    choosing = [number for number in governed if plans[number].selector is not None]
     first = (choosing or governed)[0]
     layer = first if asked.layer is None else asked.layer
     for name, value, count in (("layer", layer, len(plans)), ("head", asked.head, rollout.evicted_at.shape[1])):

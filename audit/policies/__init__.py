@@ -1,7 +1,9 @@
 """Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
-from audit.policies.base import POLICIES, Centres, Moments, Policy, View, softmax
-from audit.policies.compose import Composed, Mixture
+from audit.policies.base import POLICIES, Policy
+from audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of
+from audit.policies.evictor import Centres, Evictor, Moments, View, softmax
+from audit.policies.none import Dense
 from audit.policies.parse import parse_policy, policy_hash
 from audit.policies.quantiser import Quantiser
 from audit.policies.selector import Selector
@@ -10,13 +12,18 @@ __all__ = [
     "POLICIES",
     "Centres",
     "Composed",
+    "Dense",
+    "Evictor",
     "Mixture",
     "Moments",
     "Policy",
     "Quantiser",
     "Selector",
     "View",
+    "evictor_of",
     "parse_policy",
     "policy_hash",
+    "quantiser_of",
+    "selector_of",
     "softmax",
 ]

@@ -1,8 +1,7 @@
-"""The contract of a compression policy: which KV entries stay when the cache is over budget.
+"""What every compression policy is: a frozen value with a name, fields and one spelling of them.
 
-A policy ranks; the template around it (audit/cache/cache.py) protects sink and window, cuts to budget, moves the
-tensors and writes the ledger. A policy object is frozen and holds no state: what it has to remember lives in the
-cache.
+How it compresses is told by its kind: an ``Evictor`` ranks what stays, a ``Quantiser`` stores it in fewer bits, a
+``Selector`` chooses what a query attends to. A policy holds no state: what it has to remember lives in the cache.
 """
 
 from __future__ import annotations
@@ -10,152 +9,38 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from audit.core.errors import SpecError, UnknownName
-from audit.core.records import Role
+from audit.core.errors import SpecError
 from audit.core.registry import Registry
 
-if TYPE_CHECKING:
-    from audit.policies.quantiser import Quantiser
-    from audit.policies.selector import Selector
-
 LARGEST = 2**30  # of any whole number in a policy
-PHASES = ("prefill", "decode", "both")
 # fields that stand in the canonical form only where they are not what they are by default
 OPTIONAL = {"pin": "", "reposition": False, "scale": "token", "scales": "", "write": False}
 
 
-class Moments(NamedTuple):
-    """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotation, and how rotation goes on.
-
-    ``turn(start, count)`` is the mean rotation [B, D, D] over positions start .. start + count - 1, start [B].
-    """
-
-    mean: Tensor
-    covariance: Tensor
-    turn: Callable[[Tensor, int], Tensor]
-
-
-class Centres(NamedTuple):
-    """Mean [B, G*H, D] of a row's queries before rotation and mean length [B, G*H, F] of pairs that turn together.
-
-    ``turn(start, steps)`` is the mean rotation [B, D, D] over positions start + steps, start [B] and steps [n];
-    ``lengths(x)`` those of the F pairs of any x [..., D].
-    """
-
-    mean: Tensor
-    length: Tensor
-    turn: Callable[[Tensor, Tensor], Tensor]
-    lengths: Callable[[Tensor], Tensor]
-
-
-class View(NamedTuple):
-    """What a policy sees of one layer's cache when it ranks. K is the number of slots, W of remembered queries.
-
-    Slots are in order of position unless the policy does not care (`ordered`); a slot whose position is -1 is empty
-    and its importance is ignored.
-    """
-
-    layer: int
-    keys: Tensor  # [B, H, K, D], rotary applied
-    values: Tensor  # [B, H, K, D]
-    positions: Tensor  # [B, H, K] int, -1 = empty
-    seen: Tensor  # [B] tokens seen so far
-    queries: Tensor  # [B, G*H, W, D] the last W queries, W = 0 unless the policy asks (`observed_queries`)
-    query_positions: Tensor  # [B, W], -1 = none
-    mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy asks (`accumulates`)
-    scaling: float
-    entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
-    moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
-    sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
-    centres: Centres | None = None  # of all queries so far, where the policy asks (`centres`)
-
-    def attention(self) -> Tensor:
-        """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].
-
-        Rows of absent queries are zero. A sink of the model takes its share, as in the model's own attention.
-        """
-        batch, kv_heads, _, size = self.keys.shape
-        window = self.queries.shape[2]
-        queries = self.queries.float().reshape(batch, kv_heads, -1, window, size)
-        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, self.keys.float()) * self.scaling
-        at = self.query_positions[:, None, :, None]
-        visible = (self.positions[:, :, None] >= 0) & (self.positions[:, :, None] <= at)  # [B, H, W, K]
-        logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
-        return softmax(logits, self.sink_logits).nan_to_num(0.0).mean(2)
-
-
-def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Shares [B, H, G, Q, K] of logits of that shape; ``sink_logits`` [G*H] count in the sum and are given nothing."""
-    if sink_logits is None:
-        return logits.softmax(-1)
-    batch, heads, _, queries, _ = logits.shape
-    beside = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)
-    return torch.cat([logits, beside], -1).softmax(-1)[..., :-1]
-
-
 @dataclass(frozen=True)
 class Policy:
-    """Keep at most ``budget`` entries per KV head, ``sink`` first and ``window`` last of them protected.
-
-    ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of given tokens (prefill and
-    later messages), while decoding, or both. ``chunk``: given tokens enter the cache this many at a time, each chunk
-    attending before it is evicted from; memory is bounded by budget + max(chunk, interval). ``pin``: roles whose tokens
-    never leave, such as ``system`` or ``system/tool``; they count towards the budget.
-    """
+    """A rule by which a cache is compressed. Plug-ins subclass one of its kinds."""
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     keeps: ClassVar[str] = ""
-    evicts: ClassVar[bool] = True
+    evicts: ClassVar[bool] = False
     quantises: ClassVar[bool] = False
     selects: ClassVar[bool] = False
-    accumulates: ClassVar[bool] = False  # wants `View.mass`
-    moments: ClassVar[bool] = False  # wants `View.moments`
-    centres: ClassVar[bool] = False  # wants `View.centres`
-    shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
-    seeded: ClassVar[bool] = False  # draws by `View.entry_keys`, so that a record needs them
-    blind: ClassVar[bool] = False  # ranks by positions and entry keys alone: alike to the last entry every time
-    ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
-    uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter, None for all
+    uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter in the order they are written, None for all
 
-    budget: int = 512
-    sink: int = 4
-    window: int = 32
-    interval: int = 1
-    phase: str = "both"
-    chunk: int = 1024
-    pin: str = ""
+    @property
+    def chunk(self) -> int:
+        """Given tokens enter the cache this many at a time, each chunk attending before anything is done to it."""
+        raise NotImplementedError
 
-    def __post_init__(self) -> None:
-        for field in ("budget", "interval", "chunk"):
-            self._at_least(field, 1)
-        for field in ("sink", "window"):
-            self._at_least(field, 0)
-        if self.phase not in PHASES:
-            raise SpecError(f"policy {self.name}: phase={self.phase!r}, wanted one of {', '.join(PHASES)}")
-        for role in self.pinned_roles:
-            if role not in set(Role):
-                raise UnknownName(f"role in pin of policy {self.name}", role, [str(known) for known in Role])
-        object.__setattr__(self, "pin", "/".join(str(role) for role in Role if role in self.pinned_roles))
-        if self.evicts and self.budget < self.sink + self.window:
-            raise SpecError(
-                f"policy {self.name}: budget={self.budget} is below sink + window = {self.sink} + {self.window}; "
-                "raise the budget or lower sink or window"
-            )
-
-    def _at_least(self, field: str, least: int) -> None:
-        value = getattr(self, field)
-        if value < least:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
-        if value > LARGEST:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST}")
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        """The policies that serve one request together: itself, unless it is composed."""
+        return (self,)
 
     @property
     def replayable(self) -> bool:
@@ -163,44 +48,9 @@ class Policy:
         return True
 
     @property
-    def repositions(self) -> bool:
-        """Whether positions are counted inside the cache."""
-        return False
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether the cache must be able to turn keys and queries itself."""
-        return self.moments or self.centres or self.repositions
-
-    @property
-    def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one attended, and go by what they `agreed` on."""
-        return False
-
-    @property
-    def evictor(self) -> Policy:
-        """The part that decides what stays."""
-        return self
-
-    @property
-    def quantiser(self) -> Quantiser | None:
-        """The part that decides how precisely it is stored, None for full precision."""
-        return None
-
-    @property
-    def selector(self) -> Selector | None:
-        """The part that decides what a query attends to, None where it attends to all there is."""
-        return None
-
-    @property
     def pinned_roles(self) -> tuple[str, ...]:
         """Roles whose tokens never leave."""
-        return tuple(self.pin.split("/")) if self.pin else ()
-
-    @property
-    def observed_queries(self) -> int:
-        """How many of the last queries the cache remembers for this policy."""
-        return 0
+        return ()
 
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
         """The policy of the request with this key: itself, unless it is a mixture."""
@@ -209,25 +59,6 @@ class Policy:
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
         """The policy of layer ``layer`` of ``layers`` that it governs; the same in all unless budgets differ."""
         return self
-
-    def budget_at(self, seen: Tensor) -> Tensor:
-        """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
-        return torch.full_like(seen, self.budget)
-
-    def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
-        """Entries that every head keeps, int64 [B, H] of sum H * ``budgets`` [B].
-
-        ``rank`` [B, H, K] is the importance with inf where an entry is protected and -inf where a slot is empty.
-        """
-        return budgets[:, None].expand(rank.shape[:2])
-
-    def importance(self, view: View) -> Tensor:
-        """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""
-        raise NotImplementedError
-
-    def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The ranks that layers go by, from the importance of each; slots are alike in all where they agree."""
-        return importances
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -254,6 +85,18 @@ class Policy:
         """First 12 hex digits of the sha256 of the canonical JSON."""
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
+
+    def _at_least(self, field: str, least: int) -> None:
+        value = getattr(self, field)
+        if value < least:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
+        if value > LARGEST:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST}")
+
+    def _one_of(self, field: str, known: tuple[object, ...]) -> None:
+        value = getattr(self, field)
+        if value not in known:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted one of {', '.join(map(str, known))}")
 
 
 POLICIES: Registry[Policy] = Registry("policy", "audit.policies", Policy)

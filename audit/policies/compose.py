@@ -1,18 +1,20 @@
-"""Policies made of policies: an evictor with a quantiser, and a draw per request."""
+"""Policies made of policies: an evictor with a quantiser, and a draw per request; and which part does what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from audit.core.errors import SpecError
 from audit.policies.base import LARGEST, Policy
 from audit.policies.draws import derive_seed
-
-if TYPE_CHECKING:
-    from audit.policies.quantiser import Quantiser
+from audit.policies.evictor import Evictor
+from audit.policies.none import Dense
+from audit.policies.quantiser import Quantiser
+from audit.policies.selector import Selector
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,8 @@ class Composed(Policy):
     parts: tuple[Policy, ...] = ()
 
     def __post_init__(self) -> None:
-        plain = [part for part in self.parts if part.name]
-        evictors = [part for part in plain if part.evicts]
-        quantisers = [part.quantiser for part in plain if part.quantiser is not None]
+        evictors = [part for part in self.parts if isinstance(part, Evictor) and part.evicts]
+        quantisers = [part for part in self.parts if isinstance(part, Quantiser)]
         if len(self.parts) != 2 or len(evictors) != 1 or len(quantisers) != 1:
             names = " + ".join(part.name or type(part).__name__.lower() for part in self.parts)
             raise SpecError(
@@ -35,26 +36,25 @@ class Composed(Policy):
             raise SpecError(f"policy {evictors[0].name}: reposition=true turns exact keys and takes no quantiser")
         # one form: the evictor first, and its chunk for both
         object.__setattr__(self, "parts", (evictors[0], replace(quantisers[0], chunk=evictors[0].chunk)))
-        object.__setattr__(self, "chunk", evictors[0].chunk)
+
+    @property
+    def chunk(self) -> int:
+        return self.parts[0].chunk
+
+    @property
+    def members(self) -> tuple[Policy, ...]:
+        return self.parts
 
     @property
     def replayable(self) -> bool:
         return all(part.replayable for part in self.parts)
 
     @property
-    def evictor(self) -> Policy:
-        return self.parts[0]
-
-    @property
-    def quantiser(self) -> Quantiser | None:
-        return self.parts[1].quantiser
-
-    @property
     def pinned_roles(self) -> tuple[str, ...]:
-        return self.evictor.pinned_roles
+        return self.parts[0].pinned_roles
 
     def for_layer(self, layer: int, layers: int) -> Composed:
-        return Composed(parts=(self.evictor.for_layer(layer, layers), self.parts[1]))
+        return Composed(parts=(self.parts[0].for_layer(layer, layers), self.parts[1]))
 
     @property
     def canonical(self) -> str:
@@ -88,6 +88,10 @@ class Mixture(Policy):
             raise SpecError(f"a mixture of {self.canonical!r} alone; name two policies that differ")
 
     @property
+    def members(self) -> tuple[Policy, ...]:
+        raise SpecError(f"policy {self.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
+
+    @property
     def replayable(self) -> bool:
         """Each rollout is, but a group's prompt has one ledger only where its members share a policy."""
         return False
@@ -109,3 +113,20 @@ class Mixture(Policy):
     def as_row(self) -> dict[str, Any]:
         parts = {"mixture": [part.as_row() for part in self.parts]}
         return parts if set(self.weights) == {1} else {**parts, "weights": list(self.weights)}
+
+
+@cache
+def evictor_of(policy: Policy) -> Evictor:
+    """The part that decides what stays; one that keeps everything where no part evicts."""
+    found = (part for part in policy.members if isinstance(part, Evictor))
+    return next(found, None) or Dense(chunk=policy.chunk)
+
+
+def quantiser_of(policy: Policy) -> Quantiser | None:
+    """The part that decides how precisely entries are stored, None for full precision."""
+    return next((part for part in policy.members if isinstance(part, Quantiser)), None)
+
+
+def selector_of(policy: Policy) -> Selector | None:
+    """The part that decides what a query attends to, None where it attends to all there is."""
+    return next((part for part in policy.members if isinstance(part, Selector)), None)

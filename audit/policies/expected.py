@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 MOST_FUTURE = 65536
 
 
 @dataclass(frozen=True)
-class Expected(Policy):
+class Expected(Evictor):
     """softmax(mu k s + k' Sigma k s^2 / 2) * |v|, s the attention scale (Devoto 2025, arXiv:2510.00636).
 
     mu and Sigma are mean and covariance of the row's queries so far (sinks left out) before rotation, turned by the

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.quantiser import Absmax, require_one_of
+from audit.policies.quantiser import Absmax
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _NOT_TOP_OF_EXPONENT = ~0x4000
@@ -31,7 +31,7 @@ class Float8(Absmax):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(self.name, "format", self.format, tuple(_FORMATS))
+        self._one_of("format", tuple(_FORMATS))
 
     @property
     def usual_scale(self) -> str:

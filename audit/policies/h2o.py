@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class HeavyHitter(Policy):
+class HeavyHitter(Evictor):
     """Softmax mass accumulated over all queries so far, summed over the GQA group (Zhang 2023, arXiv:2306.14048).
 
     Half of the budget goes to recent entries (`window=-1`), the original's equal split; no sink of its own.

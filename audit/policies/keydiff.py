@@ -6,11 +6,11 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class KeyDiff(Policy):
+class KeyDiff(Evictor):
     """The keys least similar to the mean of the normalised keys stay (Park 2025, arXiv:2504.15364)."""
 
     name: ClassVar[str] = "keydiff"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import SpecError
-from audit.policies.quantiser import Quantiser, require_one_of
+from audit.policies.quantiser import Quantiser
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Kivi(Quantiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(self.name, "bits", self.bits, (2, 4))
+        self._one_of("bits", (2, 4))
         self._at_least("group", 1)
         if self.residual < 1 or self.residual % self.group:
             raise SpecError(

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class KeyNorm(Policy):
+class KeyNorm(Evictor):
     """The entries whose keys have the lowest L2 norm stay (Devoto 2024, arXiv:2406.11430).
 
     Departure: the first two layers, which the authors leave dense in some models, are compressed like the others.

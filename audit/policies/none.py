@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class Dense(Policy):
-    """The uncompressed cache."""
+class Dense(Evictor):
+    """The uncompressed cache, and the evictor of policies that evict nothing."""
 
     name: ClassVar[str] = "none"
     keeps: ClassVar[str] = "every entry"

@@ -14,7 +14,11 @@ from typing import Any, get_type_hints
 from audit.core.errors import SpecError, UnknownName
 from audit.policies.base import LARGEST, POLICIES, Policy
 from audit.policies.compose import Composed, Mixture
+from audit.policies.evictor import Evictor
+from audit.policies.quantiser import Quantiser
+from audit.policies.selector import Selector
 
+KINDS = (Evictor, Quantiser, Selector)
 _PLAIN = (str, int, float, bool)
 
 
@@ -97,6 +101,9 @@ def _flat(value: Any) -> Any:
 
 def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     cls = POLICIES.get(name)
+    if not issubclass(cls, KINDS):
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
     known, types = cls.field_names(), get_type_hints(cls)
     for field in values:
         if field not in known:

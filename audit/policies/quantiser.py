@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
-from audit.policies.none import Dense
+from audit.policies.base import Policy
 from audit.policies.scales import pinned_scales, read_scales
 
 
@@ -22,23 +21,14 @@ from audit.policies.scales import pinned_scales, read_scales
 class Quantiser(Policy):
     """Entries are exact while among the last ``residual`` of their row and quantised for every later query."""
 
-    evicts: ClassVar[bool] = False
     quantises: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...] | None] = ("residual", "chunk")
 
     residual: int = 0
+    chunk: int = 1024
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._at_least("chunk", 1)
         self._at_least("residual", 0)
-
-    @property
-    def evictor(self) -> Policy:
-        return Dense(chunk=self.chunk)
-
-    @property
-    def quantiser(self) -> Quantiser | None:
-        return self
 
     @property
     def bits(self) -> int:
@@ -94,9 +84,6 @@ class Quantiser(Policy):
             return numbers * parameters[..., 0]
         return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])
 
-    def importance(self, view: View) -> Tensor:
-        raise AssertionError(f"a quantiser never evicts (layer {view.layer})")
-
 
 SCALES = ("token", "head", "tensor")
 
@@ -117,7 +104,7 @@ class Absmax(Quantiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(self.name, "scale", self.scale, SCALES)
+        self._one_of("scale", SCALES)
         if self.scales and self.scale == "token":
             raise SpecError(f"policy {self.name}: scales={self.scales} needs scale=head or scale=tensor")
         if self.scale != "token" and not (self.scales or self.usual_scale):
@@ -161,9 +148,3 @@ class Absmax(Quantiser):
 def working(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codes are computed in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def require_one_of(policy: str, field: str, got: object, known: tuple[object, ...]) -> None:
-    """Raise SpecError when a field does not hold one of the known values."""
-    if got not in known:
-        raise SpecError(f"policy {policy}: {field}={got}, wanted one of {', '.join(map(str, known))}")

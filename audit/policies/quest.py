@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.base import Policy, View
+from audit.policies.base import Policy
+from audit.policies.evictor import View
 from audit.policies.none import Dense
 from audit.policies.selector import Selector
 

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.base import Policy, View
 from audit.policies.draws import mix
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class Random(Policy):
+class Random(Evictor):
     """Every entry draws one fixed priority from (seed, row, layer, head, position); the highest stay.
 
     A fixed priority per entry makes the kept set a uniform sample of all entries seen, whatever the batch or schedule.

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 ALIKE = 0.5  # cosine above which two keys count as the same content
 KEY_BLOCK = 128  # keys that are compared with all others at once
 
 
 @dataclass(frozen=True)
-class RKV(Policy):
+class RKV(Evictor):
     """Z = weight * I - (1 - weight) * R (Cai 2025, arXiv:2505.24133).
 
     I: softmax of the last ``window`` queries over the entries before the window, the largest logit of the GQA group,

@@ -11,25 +11,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy, View
-from audit.policies.none import Dense
+from audit.policies.base import Policy
+from audit.policies.evictor import View
 
 
 @dataclass(frozen=True)
 class Selector(Policy):
     """Entries are chosen in units of ``unit`` consecutive positions; memory is that of the dense cache."""
 
-    evicts: ClassVar[bool] = False
     selects: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...] | None] = ("budget", "chunk")
 
-    @property
-    def evictor(self) -> Policy:
-        return Dense(chunk=self.chunk)
+    budget: int = 512
+    chunk: int = 1024
 
-    @property
-    def selector(self) -> Selector | None:
-        return self
+    def __post_init__(self) -> None:
+        self._at_least("budget", 1)
+        self._at_least("chunk", 1)
 
     @property
     def unit(self) -> int:
@@ -47,6 +44,3 @@ class Selector(Policy):
         newest query alone. A row's list must not depend on other rows.
         """
         raise NotImplementedError
-
-    def importance(self, view: View) -> Tensor:
-        raise AssertionError(f"a selector never evicts (layer {view.layer})")

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class SnapKV(Policy):
+class SnapKV(Evictor):
     """Mean attention of the last ``window`` queries to each entry, pooled along positions (Li 2024, arXiv:2404.14469).
 
     The mean also runs over the GQA group. The original compresses the prompt once (`phase=prefill`); with `both`, the

@@ -6,11 +6,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class Streaming(Policy):
+class Streaming(Evictor):
     """Sink tokens and the most recent ones stay (Xiao 2024, arXiv:2309.17453).
 
     Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.

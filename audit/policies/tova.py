@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)
-class Tova(Policy):
+class Tova(Evictor):
     """Attention of the last query, mean over all heads; no sink, no window of its own (Oren 2024, arXiv:2401.06104)."""
 
     name: ClassVar[str] = "tova"

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import SpecError
-from audit.policies.base import Policy, View
+from audit.policies.evictor import Evictor, View
 
 MODES = ("union", "per_head", "per_layer_perhead")
 LEAST_SPREAD = 1e-6  # of a head's scores
 
 
 @dataclass(frozen=True)
-class TriAttention(Policy):
+class TriAttention(Evictor):
     """A trigonometric series over distances to come, plus norms (Mao 2026, arXiv:2604.04921).
 
     A key k before rotation at position p scores, for a query head with centre c (the mean query before rotation), the

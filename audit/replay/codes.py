@@ -20,7 +20,7 @@ from audit.cache.quantised.codes import (
     parameters_of,
 )
 from audit.cache.quantised.hints import HINTED, HintTable, Place, Strays
-from audit.policies import Quantiser, parse_policy, softmax
+from audit.policies import Quantiser, parse_policy, quantiser_of, softmax
 
 
 class Codes(NamedTuple):
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
 
 def codec_named(text: str) -> Quantiser:
     """The quantiser of a ledger's codec string."""
-    codec = parse_policy(text).quantiser
+    codec = quantiser_of(parse_policy(text))
     assert codec is not None, text
     return codec
 

@@ -22,7 +22,7 @@ from audit.cache.rotary import require_steady
 from audit.cache.routing import NOBODY, check_experts
 from audit.cache.selection import Selection, choices_of
 from audit.core.errors import DataError
-from audit.policies import parse_policy
+from audit.policies import Dense
 from audit.replay.attention import Replay
 from audit.replay.codes import codes_of
 
@@ -47,7 +47,7 @@ def suffix_logits(
     not fit the model or the group.
     """
     device = next(model.parameters()).device
-    plans = layer_plans(model.config, parse_policy("none"))
+    plans = layer_plans(model.config, Dense())
     leaders = rollouts[::group]
     _check(rollouts, group, plans, model)
     shadow = kind == "shadow"

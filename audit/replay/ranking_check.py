@@ -20,7 +20,7 @@ from audit.cache.evict import retained
 from audit.cache.layers import LayerPlan, layer_plans
 from audit.cache.ledger import NEVER, Rollout
 from audit.cache.rotary import Rotary, rotary_for
-from audit.policies import Policy
+from audit.policies import Evictor, Policy, evictor_of, quantiser_of
 from audit.replay.attention import Replay
 from audit.replay.codes import codes_of
 from audit.replay.ranking_views import PassedLayer, Running, along
@@ -61,7 +61,7 @@ class Ranked(NamedTuple):
 
 def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | str:
     """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
-    evictor = policy.evictor
+    evictor = evictor_of(policy)
     if evictor.selects:
         return "which keys queries chose is held by number and place only"
     if not evictor.evicts:
@@ -82,7 +82,7 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | 
     if not shares:
         return "nothing left the cache"
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
-    rough = policy.quantiser is not None and narrow
+    rough = quantiser_of(policy) is not None and narrow
     wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
     return Ranked(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
 
@@ -117,14 +117,14 @@ class Reranking(Replay):
     def attend(self, call: AttentionCall) -> Tensor:
         """See ``Replay.attend``."""
         plan, codes = self._plans[call.layer], self._codes
-        if plan.governed and plan.policy.evictor.evicts:
+        if plan.governed and plan.evictor.evicts:
             assert self._evicted_at is not None
             stored = None if codes is None else self._stored(call, codes)
             passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
-            self._choose(call.layer, list(self._ranks(passed, plan.policy.evictor)), plan.policy.evictor)
+            self._choose(call.layer, list(self._ranks(passed, plan.evictor)), plan.evictor)
         return super().attend(call)
 
-    def _ranks(self, passed: PassedLayer, policy: Policy) -> Iterator[_Ranks]:
+    def _ranks(self, passed: PassedLayer, policy: Evictor) -> Iterator[_Ranks]:
         due = evictions(policy, self._fed)
         queries, rotary = [one.query for one in due], self._rotary
         moments = QueryMoments(rotary, policy.sink) if rotary and policy.moments else None
@@ -141,7 +141,7 @@ class Reranking(Replay):
                 left = (along(passed.gone, view.positions) == times[:, None, None]) & (view.positions >= 0)
                 yield _Ranks(policy.importance(view).float(), view.positions, times, left)
 
-    def _choose(self, layer: int, ranks: list[_Ranks], policy: Policy) -> None:
+    def _choose(self, layer: int, ranks: list[_Ranks], policy: Evictor) -> None:
         """Count what left and what the policy chooses; layers that agree choose after the last one ranked."""
         self._waiting.append(ranks)
         if policy.across_layers and layer != self._last_governed:
@@ -154,7 +154,7 @@ class Reranking(Replay):
                 self.again += int((one.left & ~kept).sum())
         self._waiting = []
 
-    def _pinned(self, positions: Tensor, policy: Policy) -> Tensor | None:
+    def _pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
         """Roles are not recorded: under ``pin``, what no governed layer let go counts as pinned."""
         if not policy.pinned_roles:
             return None

@@ -13,7 +13,7 @@ from audit.cache.attention import AttentionCall
 from audit.cache.beside import QueryCentres, QueryMoments
 from audit.cache.evict import attention_mass
 from audit.cache.ledger import Rollout
-from audit.policies import Centres, Moments, Policy, View
+from audit.policies import Centres, Evictor, Moments, View
 from audit.replay.codes import Codes
 from audit.replay.schedule_check import Forward
 
@@ -42,7 +42,7 @@ class PassedLayer:
         """How many evictions from ``held`` entries are ranked at once."""
         return max(1, ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
 
-    def view(self, times: Tensor, policy: Policy, running: Running, rollout: Rollout) -> View:
+    def view(self, times: Tensor, policy: Evictor, running: Running, rollout: Rollout) -> View:
         """What the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
         keys, values = self.entries(positions, times)

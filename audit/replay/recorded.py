@@ -13,7 +13,7 @@ from audit.cache.layers import kv_heads
 from audit.cache.ledger import Rollout
 from audit.cache.selection import blind, misfit
 from audit.core.errors import DataError
-from audit.policies import parse_policy
+from audit.policies import parse_policy, quantiser_of
 
 ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
 
@@ -61,7 +61,7 @@ def _malformed(rollout: Rollout) -> str | None:
     tables = [times for times in (rollout.keys_quantised_at, rollout.values_quantised_at) if times is not None]
     if any(times.dtype != torch.int32 or times.dim() != 1 for times in tables):
         return "holds quantisation times of another shape or type than one int32 per token"
-    if rollout.codec and parse_policy(rollout.codec).quantiser is None:
+    if rollout.codec and quantiser_of(parse_policy(rollout.codec)) is None:
         return f"names {rollout.codec!r} as its codec, which quantises nothing"
     lengths = {*map(len, tables), len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
     if lengths != {tokens}:

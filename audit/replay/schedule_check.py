@@ -14,7 +14,7 @@ from torch import Tensor
 
 from audit.cache.layers import LayerPlan
 from audit.cache.ledger import NEVER, Rollout
-from audit.policies import Policy, Quantiser
+from audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
 
 
 class Forward(NamedTuple):
@@ -40,7 +40,7 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, (plan, gone) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
-        policy = plan.policy.evictor
+        policy = plan.evictor
         due = evictions(policy, forwards(rollout, plan.policy.chunk))
         if plan.sliding_window is None:
             words = _protected(gone, policy) or _schedule(gone, policy, due)
@@ -69,7 +69,7 @@ def forwards(rollout: Rollout, chunk: int) -> list[Forward]:
     return found
 
 
-def evictions(policy: Policy, fed: Sequence[Forward]) -> list[Due]:
+def evictions(policy: Evictor, fed: Sequence[Forward]) -> list[Due]:
     """When a policy evicts from a row that was fed so, as ``interval``, ``phase`` and ``budget`` say."""
     if not policy.evicts:
         return []
@@ -86,7 +86,7 @@ def evictions(policy: Policy, fed: Sequence[Forward]) -> list[Due]:
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
     """Whether codec and times are those of the policy's quantiser; its schedule depends on token counts alone."""
-    codec = policy.quantiser
+    codec = quantiser_of(policy)
     named = "" if codec is None else codec.canonical
     if rollout.codec != named:
         return f"the ledger was quantised by {rollout.codec or 'nothing'}, the policy names {named or 'nothing'}"
@@ -104,10 +104,10 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
     """Whether the queries, layers and numbers of units chosen are those of the policy; not which units."""
-    selector, made = policy.selector, rollout.selection
+    selector, made = selector_of(policy), rollout.selection
     if selector is None:
         return None if made is None else "queries chose what they attend to, the policy has them see everything"
-    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.policy.selector is not None]
+    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.selector is not None]
     steps = [seen - 1 for seen, decoding in forwards(rollout, policy.chunk) if decoding] if layers else []
     if made is None or not len(made.queries):
         return f"query {steps[0]} attends to everything, it was drawn and chooses" if steps else None
@@ -136,7 +136,7 @@ def _times_quantised(rollout: Rollout, codec: Quantiser, until: Callable[[int, i
     return torch.tensor(padded, dtype=torch.int32)
 
 
-def _protected(gone: Tensor, policy: Policy) -> str | None:
+def _protected(gone: Tensor, policy: Evictor) -> str | None:
     """Of one layer [H, T]: whether an entry left that the policy protects."""
     if not policy.evicts:
         return None
@@ -150,7 +150,7 @@ def _protected(gone: Tensor, policy: Policy) -> str | None:
     return None
 
 
-def _schedule(gone: Tensor, policy: Policy, due: Sequence[Due]) -> str | None:
+def _schedule(gone: Tensor, policy: Evictor, due: Sequence[Due]) -> str | None:
     """Of one layer [H, T]: the first query at which other than the due number of entries left."""
     due_at, left = {one.query: one for one in due}, _leaving(gone)
     for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
@@ -162,7 +162,7 @@ def _schedule(gone: Tensor, policy: Policy, due: Sequence[Due]) -> str | None:
     return None
 
 
-def _wrong_count(left: Tensor, due: Due, policy: Policy) -> tuple[str, int, int] | None:
+def _wrong_count(left: Tensor, due: Due, policy: Evictor) -> tuple[str, int, int] | None:
     """Who keeps how many where another number is due; ``left`` [H] entries at once, together if heads share."""
     if policy.shares_heads:
         kept, budget = int(len(left) * due.held - left.sum()), len(left) * due.budget
@@ -171,7 +171,7 @@ def _wrong_count(left: Tensor, due: Due, policy: Policy) -> tuple[str, int, int]
     return (f"head {wrong[0]} keeps", int(due.held - left[wrong[0]]), due.budget) if wrong else None
 
 
-def _idle(policy: Policy, query: int, due: Sequence[Due]) -> str:
+def _idle(policy: Evictor, query: int, due: Sequence[Due]) -> str:
     """What the policy does where nothing is due."""
     if not policy.evicts:
         return f"{policy.name} keeps every entry"

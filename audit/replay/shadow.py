@@ -19,7 +19,7 @@ from audit.cache.routing import NOBODY, check_experts
 from audit.cache.selection import choices_of
 from audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
 from audit.core.errors import DataError, RunError
-from audit.policies import parse_policy
+from audit.policies import Dense
 from audit.replay.attention import Replay
 from audit.replay.codes import Codes, codec_named
 
@@ -33,7 +33,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     """
     model = unwrapped(model)
     prepare(model)
-    plans = layer_plans(model.config, parse_policy("none"))
+    plans = layer_plans(model.config, Dense())
     got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
     if got != wanted:
         raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")

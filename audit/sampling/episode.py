@@ -18,7 +18,7 @@ from audit.cache.rotary import rotary_for
 from audit.cache.routing import watched_blocks
 from audit.core.errors import SpecError
 from audit.core.records import Role
-from audit.policies import Policy
+from audit.policies import Policy, evictor_of, quantiser_of
 from audit.sampling.decoding import Completion, Decoding, draw
 
 
@@ -143,7 +143,7 @@ class Episode:
         self._feed_given([True] * self.rows)
         longest = max(len(row.ids) for row in self._rows)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
-        codec, experts = self._cache.policy.quantiser, self._cache.experts(longest)
+        codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
         rows = [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
         if experts is not None:
             rows = [replace(row, experts=experts[n, : len(row.ids)].clone()) for n, row in enumerate(rows)]
@@ -180,7 +180,7 @@ class Episode:
             kv_bytes_dense=self._cache.dense_bytes(length),
             retention=row.retention,
             answer_start=row.answer_start,
-            row_keys=row.keys if self._cache.policy.evictor.seeded else None,
+            row_keys=row.keys if evictor_of(self._cache.policy).seeded else None,
         )
 
     def _finish(self, n: int, drawn: list[tuple[int, float]]) -> Completion:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from audit.core.errors import SpecError
-from audit.policies import POLICIES, Composed, Policy
+from audit.policies import POLICIES, Composed, Policy, evictor_of
 
 SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8, "page": 4, "dense": 1}
 AT_MOST = {"window": 4, "interval": 3}
@@ -85,7 +85,9 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
         "variant": [*varied, *pairs],
         "replayed": [p for p in under_test if p.replayable],
         "replayed_variant": [p for p in (*varied, *pairs) if p.replayable],
-        "lossy": [p for p in (*under_test, *pairs) if p.replayable and (p.evictor.evicts or p.quantiser or p.selector)],
+        "lossy": [
+            p for p in (*under_test, *pairs) if p.replayable and (evictor_of(p).evicts or p.quantises or p.selects)
+        ],
     }
     return list(chosen[argument])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
-from audit.policies import POLICIES, Policy, View, parse_policy
+from audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
 from audit.sampling.sampler import Decoding, Sampler
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
 from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps
@@ -36,7 +36,7 @@ def held_by(policy: Policy, heads: list[set[int]]) -> list[float]:
 
 
 def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compressed: Policy) -> None:
-    loaded, policy = shared(), compressed.evictor
+    loaded, policy = shared(), evictor_of(compressed)
     since = dict.fromkeys(governed(loaded), 0)
     evictions = 0
     for before, now in steps(list(moments(loaded, compressed, SCRIPT))):
@@ -92,7 +92,7 @@ def feed_pinned(policy: Policy, pins: list[set[int]]) -> None:
 
 def budgets(policy: Policy, seen: int = LONG, layers: int = 3) -> list[int]:
     """The budget of each layer once so many tokens were seen."""
-    return [int(policy.evictor.for_layer(layer, layers).budget_at(torch.tensor(seen))) for layer in range(layers)]
+    return [int(evictor_of(policy).for_layer(layer, layers).budget_at(torch.tensor(seen))) for layer in range(layers)]
 
 
 def test_a_short_cache_is_left_alone(evictor: Policy) -> None:
@@ -179,7 +179,7 @@ def a_view(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> View:
     """What the policy is shown of the first layer when a row of forty tokens is first over budget."""
     shown: list[View] = []
     evicting = new_cache(shared(), policy)
-    own = type(evicting.layers[0].plan.policy.evictor)  # a layer may follow another policy than the whole
+    own = type(evicting.layers[0].plan.evictor)  # a layer may follow another policy than the whole
     rule = own.importance
 
     def spy(self: Policy, view: View) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from audit import CompressedCache, shadow
-from audit.policies import Policy
+from audit.policies import Policy, evictor_of
 from conform.policies import pytest_generate_tests
 from conform.world import CONFIGS, exact_norms, left_padded, prompts, random_model
 
@@ -74,7 +74,7 @@ def test_a_left_padded_row_equals_the_row_alone(name: str, policy: Policy) -> No
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shadow_pass_replays_the_public_cache(name: str, replayed: Policy) -> None:
-    if replayed.evictor.needs_rotary and name in UNTURNED:
+    if evictor_of(replayed).needs_rotary and name in UNTURNED:
         pytest.skip(f"{name} has learned positions")
     ids, mask = batch()
     past = CompressedCache.for_model(model(name), replayed)

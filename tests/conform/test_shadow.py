@@ -12,7 +12,7 @@ from torch import Tensor
 
 from audit import shadow
 from audit.cache.ledger import NEVER, Rollout
-from audit.policies import Policy
+from audit.policies import Policy, evictor_of, quantiser_of
 from conform.policies import policy_id, pytest_generate_tests
 from conform.stepwise import stepwise_logits
 from conform.world import CORE, feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
@@ -49,9 +49,9 @@ def test_bfloat16_rounds_and_the_gap_is_printed(lossy: Policy, capsys: pytest.Ca
 
 def test_a_dense_pass_or_a_record_off_by_one_is_caught(lossy: Policy) -> None:
     played = two_turns(shared(), lossy, lengths=(40, 9))
-    assert gap(shared(), played, "dense") > (1e-2 if lossy.evictor.evicts else 1e-5)
-    tables = [("evicted_at", 1e-4)] if lossy.evictor.evicts else []
-    tables += [("keys_quantised_at", 1e-6), ("values_quantised_at", 1e-6)] if lossy.quantiser else []
+    assert gap(shared(), played, "dense") > (1e-2 if evictor_of(lossy).evicts else 1e-5)
+    tables = [("evicted_at", 1e-4)] if evictor_of(lossy).evicts else []
+    tables += [("keys_quantised_at", 1e-6), ("values_quantised_at", 1e-6)] if quantiser_of(lossy) else []
     for (table, least), by in itertools.product(tables, (1, -1)):
         shifted = [replace(r, **{table: shift(getattr(r, table), by)}) for r in played.rollouts]
         assert gap(shared(), played._replace(rollouts=shifted), "shadow") > least

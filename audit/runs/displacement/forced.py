@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from audit.cache.layers import layer_plans
 from audit.core.errors import DataError
-from audit.policies import Policy, parse_policy
+from audit.policies import Dense, Policy
 from audit.replay.attention import Replay
 from audit.runs.displacement.trajectories import NOTHING, Trajectory
 from audit.sampling.model import LoadedModel
@@ -74,7 +74,7 @@ def check_lengths(model: LoadedModel, found: Sequence[Trajectory]) -> None:
 @torch.no_grad()
 def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
     """One parallel pass without any cache, row by row."""
-    plans = layer_plans(model.model.config, parse_policy("none"))
+    plans = layer_plans(model.model.config, Dense())
     ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True)
     lengths = torch.tensor([len(one.ids) for one in batch])[:, None]
     columns = torch.arange(ids.shape[1])
@@ -118,7 +118,7 @@ def _one_policy(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory])
 
 def again(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
     """The uncompressed model once more by another road: a few rows at a time from the last, through the cache."""
-    policy = parse_policy("none")
+    policy = Dense()
     order = list(range(len(batch)))[::-1]
     for places in (order[start : start + AGAIN_ROWS] for start in range(0, len(order), AGAIN_ROWS)):
         for seen in served_logits(model, policy, [batch[place] for place in places]):
