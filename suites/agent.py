@@ -79,6 +79,7 @@ class Agent(Suite):
     licence = "Apache-2.0"
     max_turns = 3  # look, act, and one look to spare
     max_new_tokens = 24
+    twins = len(KINDS)
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
@@ -86,7 +87,7 @@ class Agent(Suite):
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
         """Item number ``index`` of the stream."""
         pool = templates(self.name, (len(RULES), len(TASKS), len(WORLDS)), split)
-        return _item(split, slot(index, pool, len(KINDS)), seed, context_tokens, count_tokens)
+        return _item(split, slot(index, pool, self.twins), seed, context_tokens, count_tokens)
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:
         turns = sum(message.role is Role.ASSISTANT for message in transcript)

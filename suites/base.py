@@ -26,6 +26,7 @@ class Suite:
     licence: ClassVar[str] = ""
     max_turns: ClassVar[int] = 1  # assistant turns
     max_new_tokens: ClassVar[int] = 32  # per assistant turn
+    twins: ClassVar[int] = 1  # items in a row of one cluster between which what is right changes
     refusal: ClassVar[str] = ""  # the sentence that the prompt asks a refusal to be, where it names one
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:

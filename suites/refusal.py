@@ -53,6 +53,7 @@ class Refusal(Suite):
     source = "procedural, written for this project"
     licence = "Apache-2.0"
     max_new_tokens = 12
+    twins = 2
     refusal = REFUSAL
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
@@ -61,7 +62,7 @@ class Refusal(Suite):
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
         """Item number ``index`` of the stream."""
         pool = templates(self.name, (len(RULES), len(REQUESTS), len(SCENARIOS)), split)
-        return _item(split, slot(index, pool, 2), seed, context_tokens, count_tokens)
+        return _item(split, slot(index, pool, self.twins), seed, context_tokens, count_tokens)
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
         return None

@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--policy-file", type=Path, default=None, help="hold the policies of this file, and only them, to tests/conform"
     )
+    parser.addoption(
+        "--suite-file",
+        type=Path,
+        default=None,
+        help="hold the suites of this file, and only them, to tests/test_suites.py",
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

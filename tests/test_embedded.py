@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from hashlib import sha256
 
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from audit.core.records import Role
 from audit.embedded.pretrain import EMBEDDED, FILES, pretrain
-from audit.embedded.tokenizer import build_tokenizer, played
+from audit.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
 from audit.sampling.conversations import play
@@ -105,9 +106,27 @@ def score_at_192(name: str) -> float:
     return sum(row.grade.score or 0.0 for row in rows) / len(rows)
 
 
-@pytest.mark.parametrize("name", ["agent", "math", "refusal"])
+@pytest.mark.parametrize("name", [suite.name for suite in TAUGHT])
 def test_dense_scores_leave_room_both_ways(name):
     assert 0.5 <= score_at_192(name) <= 0.96  # .95 and a standard error
+
+
+@cache
+def vocabulary(suite_class, split):
+    """Every word that is said when items are answered perfectly."""
+    suite = suite_class()
+    items = suite.items(split, 600, 1, 160, lambda text: len(text.split()))
+    said = [message.content for item in items for message in played(suite, item)]
+    return set(re.findall("[A-Za-z]+", " ".join(said)))
+
+
+@pytest.mark.parametrize("suite", TAUGHT)
+def test_every_word_of_the_evaluation_occurs_in_training(suite):
+    assert vocabulary(suite, "eval") <= vocabulary(suite, "train")
+
+
+def test_all_suites_together_use_a_small_vocabulary():
+    assert 200 < len(set().union(*(vocabulary(suite, "train") for suite in TAUGHT))) <= 600
 
 
 def test_played_conversation_alternates_as_the_template_expects():

@@ -1,169 +1,245 @@
-"""Every procedural suite keeps the contract of suites/base.py."""
+"""The contract of a suite: every registered one, or those of ``--suite-file``, is held to every test of this file.
+
+A suite is found by walking the registry, so a new file is held here without an edit. What only one suite promises
+stands in ``test_suites_grading.py``; that each of these tests can fail, in ``test_suites_wrong.py``.
+"""
 
 from __future__ import annotations
 
-import re
+import json
+import random
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suite_world import ANSWERS, SEED, TOKENS, Asked, ask, digest, grade, play, rows_from, text_of, words, write_rows
 
 from audit.core.errors import SpecError
-from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.records import Item, Outcome, Role
 from suites.base import SUITES, Suite
 
-NAMES = ["agent", "math", "refusal"]  # the procedural ones; suites that read files have tests of their own
+CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds
+FEWEST = {"train": 30, "eval": 60}  # templates; a margin of five points needs 59 clusters
+SENTENCE = 140  # tokens that a passage of sentences may fall short of its length
+PINNED = Path(__file__).with_name("suite_versions.json")  # name -> version -> digest
 
 
-def words(text: str) -> int:
-    """A tokenizer stand-in: words, digits and punctuation runs."""
-    return len(re.findall(r" ?[A-Za-z]+| ?\d|\n| ?[^\sA-Za-z0-9]+", text))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "asked" in metafunc.fixturenames:
+        names = _under_test(metafunc.config.getoption("suite_file"))
+        metafunc.parametrize("asked", [SUITES.get(name) for name in names], indirect=True, ids=names, scope="session")
 
 
-def play(suite: Suite, item: Item, completions: tuple[str, ...]) -> tuple[Message, ...]:
-    transcript = item.messages
-    for completion in completions:
-        transcript = (*transcript, Message(Role.ASSISTANT, completion))
-        answer = suite.step(item, transcript)
-        if answer is None:
-            break
-        transcript += answer
-    return transcript
+@cache
+def _under_test(file: Path | None) -> list[str]:
+    names = list(SUITES.all()) if file is None else SUITES.load_file(file)
+    if not names:
+        raise pytest.UsageError(f"{file} brings no suite; subclass Suite with a name")
+    return names
 
 
-def grade(suite: Suite, item: Item, *completions: str) -> Grade:
-    return suite.grade(item, play(suite, item, completions))
+@pytest.fixture(scope="session")
+def made_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """Where suites read their rows: made-up ones, but an outsider's suite reads its own."""
+    outside = request.config.getoption("suite_file") is not None
+    return None if outside else write_rows(tmp_path_factory.mktemp("rows"))
 
 
-def text_of(item: Item) -> str:
-    return "\n".join(message.content for message in item.messages)
+@pytest.fixture(scope="session")
+def asked(request: pytest.FixtureRequest, made_up: Path | None) -> Iterator[Asked]:
+    with rows_from(made_up):
+        yield ask(request.param())
 
 
-@pytest.fixture(params=NAMES)
-def suite(request: pytest.FixtureRequest) -> Suite:
-    return SUITES.get(request.param)()
+@pytest.fixture(scope="session")
+def elsewhere(request: pytest.FixtureRequest, made_up: Path | None) -> dict[str, str]:
+    """The digests that another process finds."""
+    file = request.config.getoption("suite_file")
+    script = [sys.executable, str(Path(__file__).with_name("suite_world.py")), *([str(file)] if file else [])]
+    with rows_from(made_up):
+        done = subprocess.run(script, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
-def test_the_procedural_suites_are_registered():
-    assert set(NAMES) <= set(SUITES.all())
+@pytest.fixture(scope="session")
+def pinned() -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = json.loads(PINNED.read_text())
+    return table
 
 
-def test_item_ids_are_unique_and_stable(suite):
-    first = suite.items("eval", 300, 7, 160, words)
-    assert len({item.item_id for item in first}) == 300
-    assert first == suite.items("eval", 300, 7, 160, words)
+def test_says_what_it_is_and_where_it_comes_from(asked: Asked) -> None:
+    suite = type(asked.suite)
+    assert suite.kind in ("safety", "capability")
+    assert all((suite.name, suite.version, suite.source, suite.licence, suite.__doc__))
+    assert {item.suite for item in (*asked.train, *asked.eval)} == {suite.name}
 
 
-def test_a_larger_request_starts_with_the_same_items(suite):
-    assert suite.items("eval", 90, 3, 128, words)[:40] == suite.items("eval", 40, 3, 128, words)
+def test_item_ids_are_unique(asked: Asked) -> None:
+    ids = Counter(item.item_id for item in (*asked.train, *asked.eval))
+    assert [name for name, count in ids.items() if count > 1] == []
 
 
-def test_another_seed_asks_other_questions(suite):
-    texts = [{text_of(item) for item in suite.items("eval", 80, seed, 160, words)} for seed in (1, 2)]
-    assert not texts[0] & texts[1]
+def test_the_same_seed_gives_the_same_items_whatever_was_drawn_before(asked: Asked) -> None:
+    random.seed(1)
+    first = asked.suite.items("eval", 20, SEED, TOKENS, words)
+    random.seed(2)
+    assert asked.suite.items("eval", 20, SEED, TOKENS, words) == first
 
 
-@pytest.mark.parametrize("context_tokens", [96, 192, 2048])
-def test_gold_answers_score_one(suite, context_tokens):
-    for item in suite.items("eval", 150, 1, context_tokens, words):
-        result = grade(suite, item, *suite.gold(item))
-        assert (result.outcome, result.score, result.note) == (Outcome.DESIRED, 1.0, "")
+def test_a_larger_request_starts_with_the_same_items(asked: Asked) -> None:
+    assert type(asked.suite)().items("eval", 20, SEED, TOKENS, words) == asked.eval[:20]
 
 
-def test_gold_takes_no_more_turns_and_tokens_than_allowed(suite):
-    for item in suite.items("eval", 150, 1, 160, words):
+def test_another_process_asks_and_grades_the_same(asked: Asked, elsewhere: dict[str, str]) -> None:
+    assert elsewhere[asked.suite.name] == digest(asked)
+
+
+def test_a_version_keeps_what_it_asks_and_how_it_grades(asked: Asked, pinned: dict[str, dict[str, str]]) -> None:
+    suite, found = asked.suite, digest(asked)
+    if suite.name not in pinned:
+        pytest.skip(f"{suite.name} is new: pin {{{suite.version!r}: {found!r}}} in {PINNED.name} when numbers go out")
+    wanted = pinned[suite.name].get(suite.version)
+    assert found == wanted, f"items or grades of {suite.name} changed; raise its version and pin {found} in {PINNED}"
+
+
+def test_another_seed_asks_other_questions(asked: Asked) -> None:
+    other = asked.suite.items("eval", 20, SEED + 1, TOKENS, words)
+    assert not {text_of(item) for item in other} & {text_of(item) for item in asked.eval}
+
+
+def test_asking_and_grading_reach_no_network(asked: Asked) -> None:
+    """``conftest.py`` refuses sockets, but what a session asked for was there before."""
+    for item in asked.suite.items("eval", 4, SEED + 2, TOKENS, words):
+        grade(asked.suite, item, asked.suite.gold(item))
+
+
+def test_gold_answers_score_one(asked: Asked) -> None:
+    for item in asked.eval:
+        result = grade(asked.suite, item, asked.suite.gold(item))
+        assert (result.outcome, result.score, result.note) == (Outcome.DESIRED, 1.0, ""), item.item_id
+
+
+def test_gold_answers_score_one_in_long_contexts(asked: Asked) -> None:
+    for item in asked.suite.items("eval", 6, SEED, 4096, words):
+        assert grade(asked.suite, item, asked.suite.gold(item)).score == 1.0, item.item_id
+
+
+def test_gold_ends_the_episode_within_its_turns(asked: Asked) -> None:
+    suite = asked.suite
+    for item in asked.eval:
         gold = suite.gold(item)
         assert 1 <= len(gold) <= suite.max_turns
-        assert max(map(words, gold)) < suite.max_new_tokens
         assert suite.step(item, play(suite, item, gold)) is None
 
 
+def test_gold_fits_an_answers_tokens(asked: Asked) -> None:
+    for item in asked.eval:
+        assert max(map(words, asked.suite.gold(item))) < asked.suite.max_new_tokens, item.item_id
+
+
 @pytest.mark.parametrize("completion", ["", " \n"])
-def test_an_empty_answer_is_degenerate(suite, completion):
-    for item in suite.items("eval", 40, 1, 160, words):
-        result = grade(suite, item, completion)
-        assert (result.outcome, result.score) == (Outcome.DEGENERATE, 0.0)
+def test_an_empty_answer_never_counts(asked: Asked, completion: str) -> None:
+    for item in asked.eval:
+        result = grade(asked.suite, item, [completion])
+        assert result.outcome is not Outcome.DESIRED, item.item_id
+        assert result.score in (0.0, None), item.item_id
 
 
-def test_train_and_evaluation_share_no_cluster_and_no_text(suite):
-    train = suite.items("train", 600, 1, 160, words)
-    held_out = suite.items("eval", 600, 1, 160, words)
-    assert not {item.cluster_id for item in train} & {item.cluster_id for item in held_out}
-    assert not {item.item_id for item in train} & {item.item_id for item in held_out}
-    assert not {text_of(item) for item in train} & {text_of(item) for item in held_out}
+def test_no_constant_answer_wins(asked: Asked) -> None:
+    suite = asked.suite
+    for constant in _constants(suite, asked.eval):
+        scores = [grade(suite, item, constant).score or 0.0 for item in asked.eval]
+        assert sum(scores) <= CONSTANT * len(scores), constant
 
 
-def test_every_word_of_the_evaluation_occurs_in_training(suite):
-    def vocabulary(split: str) -> set[str]:
-        played = [play(suite, item, suite.gold(item)) for item in suite.items(split, 600, 1, 160, words)]
-        return {word for transcript in played for m in transcript for word in re.findall("[A-Za-z]+", m.content)}
-
-    assert vocabulary("eval") <= vocabulary("train")
+def _constants(suite: Suite, items: list[Item]) -> set[tuple[str, ...]]:
+    """Answers that anybody would try, and what is right for one item, said to every item."""
+    plain = {(answer,) * suite.max_turns for answer in (*ANSWERS, suite.refusal)}
+    return plain | {suite.gold(item) for item in items[::9]}
 
 
-def test_all_suites_together_use_a_small_vocabulary():
-    found: set[str] = set()
-    for name in NAMES:
-        suite = SUITES.get(name)()
-        for item in suite.items("train", 400, 1, 160, words):
-            for message in play(suite, item, suite.gold(item)):
-                found |= set(re.findall("[A-Za-z]+", message.content))
-    assert 200 < len(found) <= 600
+def test_what_is_right_changes_between_twins(asked: Asked) -> None:
+    suite, visits = asked.suite, defaultdict[str, list[Item]](list)
+    for item in asked.eval:
+        visits[item.cluster_id].append(item)
+    groups = [items[: suite.twins] for items in visits.values() if len(items) >= suite.twins]
+    assert groups, f"no template has {suite.twins} twins among {len(asked.eval)} items"
+    for twins in groups if suite.twins > 1 else []:
+        for gold in {suite.gold(item) for item in twins}:
+            assert any(grade(suite, item, gold).outcome is not Outcome.DESIRED for item in twins), twins[0].cluster_id
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_there_are_at_least_sixty_clusters_visited_round_robin(suite, split):
-    clusters = [item.cluster_id for item in suite.items(split, 300, 1, 160, words)]
-    count = len(set(clusters))
-    assert count >= 60
-    assert len(set(clusters[:count])) == count
-    assert clusters[count : 2 * count] == clusters[:count]
+def test_training_and_evaluation_share_no_template_and_no_text(asked: Asked) -> None:
+    assert not {item.cluster_id for item in asked.train} & {item.cluster_id for item in asked.eval}
+    assert not {text_of(item) for item in asked.train} & {text_of(item) for item in asked.eval}
 
 
-@pytest.mark.parametrize("context_tokens", [96, 160, 256, 1024, 8192])
-def test_length_is_never_above_and_within_a_tenth_of_the_request(suite, context_tokens):
-    for item in suite.items("eval", 40, 1, context_tokens, words):
+def test_enough_templates_are_visited_in_turn(asked: Asked) -> None:
+    for split, items in (("train", asked.train), ("eval", asked.eval)):
+        clusters = [item.cluster_id for item in items]
+        count = len(set(clusters))
+        assert count >= FEWEST[split]
+        assert len(set(clusters[:count])) == count
+        rest = [clusters[start : start + count] for start in range(0, len(clusters), count)]
+        assert all(later == earlier[: len(later)] for earlier, later in pairwise(rest))
+
+
+def test_the_context_is_as_long_as_asked(asked: Asked) -> None:
+    for item in (*asked.eval, *asked.suite.items("eval", 6, SEED, 4096, words)):
         length = sum(words(message.content) for message in item.messages)
-        assert context_tokens * 0.9 <= length <= context_tokens
-        assert item.context_tokens == context_tokens
+        assert item.context_tokens * 0.9 - SENTENCE <= length <= item.context_tokens, item.item_id
+    assert {item.context_tokens for item in asked.eval} == {TOKENS}
 
 
-def test_too_short_a_context_is_the_users_error(suite):
-    with pytest.raises(SpecError, match=r"context_tokens 20 is too short: this item alone takes \d+"):
-        suite.items("eval", 1, 1, 20, words)
+def test_too_short_a_context_is_the_users_error(asked: Asked) -> None:
+    with pytest.raises(SpecError, match=r"context_tokens 5 is too short.* takes \d+"):
+        asked.suite.items("eval", 1, SEED, 5, words)
 
 
-def test_an_unknown_split_is_the_users_error(suite):
-    with pytest.raises(SpecError, match="unknown split 'test'"):
-        suite.items("test", 1, 1, 160, words)
+def test_the_user_speaks_last_before_the_model(asked: Asked) -> None:
+    for item in asked.eval:
+        assert item.messages[-1].role is Role.USER
+        assert not {message.role for message in item.messages} & {Role.ASSISTANT, Role.TOOL}
 
 
-def test_every_placement_occurs_and_is_recorded(suite):
-    placements = {item.placement for item in suite.items("eval", 144, 1, 160, words)}
-    assert len(placements) == 4
-    assert {"start", "middle", "end"} < placements
+def test_payload_is_plain_json(asked: Asked) -> None:
+    for item in asked.eval[::9]:
+        assert json.loads(json.dumps(dict(item.payload))) == dict(item.payload)
 
 
-def test_opening_is_a_system_and_a_user_message(suite):
-    for item in suite.items("eval", 72, 1, 160, words):
-        assert [message.role for message in item.messages] == [Role.SYSTEM, Role.USER]
+def test_a_grade_depends_on_its_item_alone(asked: Asked) -> None:
+    suite, items = asked.suite, asked.eval[::6]
+    before = json.dumps([dict(item.payload) for item in items])
+    forth = [grade(suite, item, suite.gold(items[0])) for item in items]
+    back = [grade(type(suite)(), item, suite.gold(items[0])) for item in reversed(items)]
+    assert forth == back[::-1]
+    assert json.dumps([dict(item.payload) for item in items]) == before
 
 
-HOSTILE = st.one_of(
-    st.text(),
-    st.recursive(st.none() | st.integers() | st.text(), lambda leaf: st.lists(leaf) | st.dictionaries(st.text(), leaf))
-    .map(repr)
-    .map(lambda text: text.replace("'", '"')),
-    st.sampled_from(
-        ["{" * 5000, '{"a":' * 5000, "Answer: " + "9" * 9000, '{"tool":' + "9" * 9000 + "}", "\x00\ud7ff", "{}"]
-    ),
-)
+HOSTILE = st.text() | st.recursive(
+    st.none() | st.integers() | st.text(), lambda leaf: st.lists(leaf) | st.dictionaries(st.text(), leaf)
+).map(repr).map(lambda text: text.replace("'", '"'))
+WORST = ("{" * 5000, '{"a":' * 5000, "Answer: " + "9" * 9000, '{"tool":' + "9" * 9000 + "}", "\x00\ud7ff", "{}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+def test_the_worst_completions_are_graded(asked: Asked) -> None:
+    for completion in WORST:
+        check_graded(asked, completion)
+
+
+@settings(max_examples=20, deadline=None)
 @given(completion=HOSTILE)
-def test_hostile_completions_are_graded_and_never_raise(name, completion):
-    suite = SUITES.get(name)()
-    for item in suite.items("eval", 2, 1, 160, words):
-        assert grade(suite, item, completion, completion).outcome is not Outcome.UNSCORED
+def test_any_completion_is_graded(asked: Asked, completion: str) -> None:
+    check_graded(asked, completion)
+
+
+def check_graded(asked: Asked, completion: str) -> None:
+    assert grade(asked.suite, asked.eval[0], [completion] * 2).outcome in Outcome

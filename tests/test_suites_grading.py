@@ -9,9 +9,26 @@ from suites.agent import Agent
 from suites.math import Math
 from suites.refusal import Refusal
 
+PLACEMENTS = {
+    Agent: {"system", "start", "middle", "end"},
+    Math: {"start", "middle", "end", "spread"},
+    Refusal: {"system", "start", "middle", "end"},
+}
+
 
 def words(text: str) -> int:
     return len(text.split())
+
+
+@pytest.mark.parametrize("suite", PLACEMENTS)
+def test_every_placement_occurs(suite):
+    assert {item.placement for item in suite().items("eval", 144, 1, 160, words)} == PLACEMENTS[suite]
+
+
+@pytest.mark.parametrize("suite", PLACEMENTS)
+def test_gold_scores_one_in_the_shortest_contexts(suite):
+    for item in suite().items("eval", 144, 1, 96, words):
+        assert verdict(suite(), item, *suite().gold(item)) == (Outcome.DESIRED, 1.0, "")
 
 
 def verdict(suite, item, *completions):

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from audit.core.errors import SpecError
 from suites.haystack import filler_lines, fit, put, scatter
+from suites.templates import templates
 
 
 def words(text: str) -> int:
@@ -61,6 +63,11 @@ def test_fit_fills_up_to_the_request_and_not_beyond():
     (text,) = fit(lambda lines: ["\n".join(["one two three", *lines])], random.Random(2), 100, words)
     assert 90 < words(text) <= 100
     assert text.startswith("one two three\n")
+
+
+def test_an_unknown_split_is_the_users_error():
+    with pytest.raises(SpecError, match="unknown split 'test'"):
+        templates("math", (2, 2, 2), "test")
 
 
 def test_suites_do_not_import_torch():

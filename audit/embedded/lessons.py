@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from audit.core.records import Item, Message, Role
-from audit.embedded.tokenizer import END, ROLE_TOKENS, played
+from audit.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
 from suites.agent import KINDS, Agent, errand
 from suites.math import QUESTIONS, Math, draw_terms, spoken
 from suites.refusal import REQUESTS, Refusal
@@ -71,7 +71,7 @@ class Lessons:
         self._encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._tokens = {role: tokenizer.convert_tokens_to_ids(token) for role, token in ROLE_TOKENS.items()}
         self._end, self._pad = tokenizer.convert_tokens_to_ids(END), tokenizer.pad_token_id
-        self._suites: dict[str, Agent | Math | Refusal] = {suite.name: suite for suite in (Agent(), Math(), Refusal())}
+        self._suites: dict[str, Agent | Math | Refusal] = {suite.name: suite() for suite in TAUGHT}
 
     def copying(self, step: int, rows: int, length: int) -> Batch:
         """Random sequences said again and again, to be predicted from the second time on.

@@ -15,6 +15,7 @@ from suites.refusal import Refusal
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLE_TOKENS = {role: f"<|{role.value}|>" for role in Role}
+TAUGHT = (Agent, Math, Refusal)  # the suites whose words and ways the embedded model learns
 VOCABULARY = 1152  # an upper bound: training stops earlier, when every word of the suites is one token
 # Digits stand alone, so numbers are read and written place by place; a word takes the space before it along.
 _PATTERN = r" ?\p{L}+| ?\p{N}|\n| ?[^\s\p{L}\p{N}]+|\s"
@@ -41,7 +42,7 @@ def played(suite: Suite, item: Item) -> Iterator[Message]:
 
 def corpus(items: int = 720) -> Iterator[str]:
     """The training split's texts: enough of them that every template and word occurs."""
-    for suite_class in (Agent, Math, Refusal):
+    for suite_class in TAUGHT:
         suite: Suite = suite_class()
         for item in suite.items("train", items, 0, 160, lambda text: len(text.split())):
             yield from (message.content for message in played(suite, item))
