@@ -15,7 +15,7 @@ from audit.core.records import Item, Outcome, Record
 from audit.core.spec import EvaluateSpec, RunSpec
 from audit.core.spec_file import parse_spec
 from audit.policies.draws import derive_seed
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, served
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare
@@ -88,7 +88,7 @@ def sample(folder: Path, size: Size) -> RunFolder:
     Pipeline(run, Console(), 1, prepared).evaluate()
     for number in range(size.reruns):
         evaluator = Rerun(prepared.model, spec, number)
-        for policy in spec.evaluate.policies[:2]:
+        for policy in served(spec)[:2]:
             for suite in SUITE_NAMES:
                 unit = Unit(rerun_arm(number), 0, policy, suite, CONTEXT)
                 if not UnitFiles.of(run.records, unit).seal.exists():
@@ -109,7 +109,7 @@ def copy_run(
     run, known = open_run(target, spec_of(size, policies), resume=False), source.provenance()
     pairs = [(old, new) for old, names in arms.items() for new in names]
     for old, new in pairs:
-        for policy in run.spec.evaluate.policies:
+        for policy in served(run.spec):
             for suite in SUITE_NAMES:
                 theirs = UnitFiles.of(source.records, Unit(old, 0, policy, suite, CONTEXT))
                 rows = map(Record.from_json, theirs.records.read_text(encoding="utf-8").splitlines())

@@ -97,7 +97,7 @@ def sampled(served: Served, policy: Policy, files: int) -> list[Rollout]:
 
 def judged(served: Any, file: File) -> Verification:
     """What verify says of a file."""
-    return verify(served, Recorded("bench", (file.rollout,), file.policy))
+    return verify(served, Recorded("bench", (file.rollout,), parse_policy(file.policy)))
 
 
 def _drawn(file: File, generator: torch.Generator) -> int:

@@ -246,7 +246,6 @@ def _rollouts(path: Path) -> object:
     from transformers import LlamaConfig
 
     from audit.cache.layers import layer_plans
-    from audit.policies import parse_policy
     from audit.replay.interchange import read_rollouts
     from audit.replay.recorded import check_replayable
     from audit.replay.schedule_check import breach
@@ -260,7 +259,7 @@ def _rollouts(path: Path) -> object:
     check_replayable(recorded, config, 512)
     if recorded.policy is None:
         return None
-    plans = layer_plans(config, parse_policy(recorded.policy))
+    plans = layer_plans(config, recorded.policy)
     return [breach(rollout, plans) for rollout in recorded.rollouts]
 
 

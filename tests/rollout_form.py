@@ -18,7 +18,7 @@ def write_rollouts(path: Path, recorded: Recorded) -> None:
     """Write the rollouts of one file."""
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape
     header = {"format": "kvaudit.rollouts", "version": 1, "layers": layers, "kv_heads": heads}
-    header |= {"policy": recorded.policy, "temperature": recorded.temperature}
+    header |= {"policy": recorded.policy.canonical if recorded.policy else None, "temperature": recorded.temperature}
     rows = [rollout_row(rollout) for rollout in recorded.rollouts]
     path.write_text(json.dumps(header | {"rollouts": rows}, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -38,7 +38,6 @@ def test_looks_at_files_and_parsed_policies_are_linear_in_the_units(
 ) -> None:
     few, many = spec_of(96), spec_of(384)
     assert (len(grid(few)), len(grid(many))) == (96, 384)
-    parse.policy_hash.cache_clear()
     less, more = counted(tmp_path / "few", few, monkeypatch), counted(tmp_path / "many", many, monkeypatch)
     assert more["looks"] <= 4 * less["looks"]
     assert more["looks"] <= 8 * len(grid(many))

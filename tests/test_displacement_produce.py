@@ -69,7 +69,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def test_every_arm_and_policy_is_led_along_its_own_references_answers() -> None:
     spec = parse_spec(SPEC.format(model="embedded", policy=POLICY), "spec", NAMES)
-    found = [(unit.arm, unit.seed, unit.policy.partition(":")[0], unit.reference_seed) for unit in units(spec)]
+    found = [(unit.arm, unit.seed, unit.policy.name, unit.reference_seed) for unit in units(spec)]
     assert found == [
         *[("dense", 1, "none", 1), ("dense", 2, "none", 2)],  # the floors
         *[("dense", 1, "streaming", 1), ("dense", 2, "streaming", 2), ("dense", 2, "none", 1)],

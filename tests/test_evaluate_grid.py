@@ -87,7 +87,7 @@ def test_records_are_sealed_and_name_where_they_come_from(tmp_path: Path, spec: 
         assert seal["sha256"] == hashlib.sha256(files.records.read_bytes()).hexdigest()
         records = timeless(files.records)
         assert {(r.arm, r.policy, r.policy_hash, r.checkpoint) for r in records} == {
-            ("base", unit.policy, unit.policy_hash, model.sha256)
+            ("base", unit.policy.canonical, unit.policy.hash, model.sha256)
         }
         assert sorted((r.item_id, r.sample_index) for r in records) == sorted(
             {(r.item_id, sample) for r in records for sample in (0, 1)}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from audit.cache.ledger import NEVER, save_ledgers
 from audit.cli import app
 from audit.core.errors import DataError
-from audit.policies import parse_policy
+from audit.policies import Dense, parse_policy
 from audit.replay.interchange import Event, ledger_of, read_rollouts
 from audit.replay.recorded import Recorded, check_replayable
 from audit.sampling.model import load_model
@@ -87,16 +87,16 @@ def test_policy_and_temperature_are_optional(tmp_path: Path) -> None:
     plain = read_rollouts(written(tmp_path / "r.json", table()))
     assert (plain.policy, plain.temperature) == (None, None)
     told = read_rollouts(written(tmp_path / "r.json", table(policy="none", temperature=0.5)))
-    assert (told.policy, told.temperature) == ("none", 0.5)
+    assert (told.policy, told.temperature) == (Dense(), 0.5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 def test_our_own_rollouts_come_back_the_same_from_the_json_form(name: str, policy: str, tmp_path: Path) -> None:
     rollouts = tuple(two_turns(served(name, torch.float32), policy).rollouts)
-    write_rollouts(tmp_path / "r.json", Recorded("here", rollouts, policy, 0.7))
+    write_rollouts(tmp_path / "r.json", Recorded("here", rollouts, parse_policy(policy), 0.7))
     back = read_rollouts(tmp_path / "r.json")
-    assert (back.policy, back.temperature, len(back.rollouts)) == (policy, 0.7, len(rollouts))
+    assert (back.policy, back.temperature, len(back.rollouts)) == (parse_policy(policy), 0.7, len(rollouts))
     for ours, theirs in zip(rollouts, back.rollouts, strict=True):
         for part in ("ids", "sampled", "sampler_logprobs", "evicted_at"):
             assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
@@ -134,7 +134,7 @@ def test_a_ledger_file_is_read_as_it_is(tmp_path: Path) -> None:
     rollouts = two_turns(served(dtype=torch.float32), POLICIES[1]).rollouts
     save_ledgers(tmp_path / "l.safetensors", rollouts, policy)
     back = read_rollouts(tmp_path / "l.safetensors")
-    assert (back.policy, back.policy_hash) == (policy.canonical, policy.hash)
+    assert (back.policy, back.policy_hash) == (policy, policy.hash)
     assert all(torch.equal(a.evicted_at, b.evicted_at) for a, b in zip(rollouts, back.rollouts, strict=True))
 
 
@@ -267,7 +267,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [list(model.chat.tokenizer("The sign: fox snow. " * n).input_ids) for n in (8, 12)]
     episode = Sampler(model, policy).open(prompts, [1, 2])
     episode.decode(Decoding(12, temperature=0.8))
-    write_rollouts(path, Recorded("engine", tuple(episode.rollouts()), policy.canonical, 0.8))
+    write_rollouts(path, Recorded("engine", tuple(episode.rollouts()), policy, 0.8))
     return path
 
 
@@ -318,7 +318,7 @@ def test_token_ids_beyond_the_model_are_refused(elsewhere: Path, tmp_path: Path)
 
 def test_more_tokens_than_positions_are_refused() -> None:
     loaded = served(dtype=torch.float32)
-    recorded = Recorded("here", tuple(two_turns(loaded, "none").rollouts), "none")
+    recorded = Recorded("here", tuple(two_turns(loaded, "none").rollouts), Dense())
     longest = max(len(rollout.ids) for rollout in recorded.rollouts)
     check_replayable(recorded, loaded.model.config, longest)
     with pytest.raises(DataError, match=f"{longest} tokens, the model {longest - 1} positions"):
@@ -334,7 +334,6 @@ def test_more_tokens_than_positions_are_refused() -> None:
         ({"sampled": torch.zeros(82, dtype=torch.bool)}, "or none at all"),
         ({"sampled": torch.zeros(82)}, "torch.float32, torch.float32"),
         ({"sampler_logprobs": torch.zeros(81)}, r"log-probs or ledger of \[81, 82\]"),
-        ({"codec": "none"}, "names 'none' as its codec"),
         ({"keys_quantised_at": torch.zeros(1, 82, dtype=torch.int32)}, "quantisation times of another shape"),
         ({"values_quantised_at": torch.zeros(82)}, "quantisation times of another shape"),
     ],
@@ -343,9 +342,9 @@ def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> Non
     loaded = served(dtype=torch.float32)
     first = two_turns(loaded, "int8:residual=3,chunk=16").rollouts[0]
     assert (len(first.ids), first.prompt_length) == (82, 40)
-    check_replayable(Recorded("here", (first,), "int8"), loaded.model.config, 512)
+    check_replayable(Recorded("here", (first,), parse_policy("int8")), loaded.model.config, 512)
     with pytest.raises(DataError, match=words):
-        check_replayable(Recorded("here", (replace(first, **changes),), "int8"), loaded.model.config, 512)
+        check_replayable(Recorded("here", (replace(first, **changes),), parse_policy("int8")), loaded.model.config, 512)
 
 
 @pytest.mark.parametrize("extra", [{"policy": "\x1b[31mnone"}, {"\x1b[31m\u202ekey": 1}, {"format": "\x1b[31m"}])

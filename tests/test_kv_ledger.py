@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from audit.cache.quantised.hints import pack_hints
 from audit.core.errors import DataError
-from audit.policies import parse_policy
+from audit.policies import parse_policy, quantiser_of
 
 POLICY = parse_policy("streaming:budget=64")
 
@@ -39,7 +39,7 @@ def test_ledger_comes_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "step-0.safetensors"
     sha256 = save_ledgers(path, [rollout(), rollout(80)], POLICY)
     loaded, policy = load_ledgers(path, sha256=sha256)
-    assert policy == POLICY.canonical
+    assert policy == POLICY
     assert [len(r.ids) for r in loaded] == [200, 80]
     assert torch.equal(loaded[0].evicted_at, rollout().evicted_at)
     assert (loaded[1].prompt_length, loaded[1].retention) == (60, 0.5)
@@ -128,7 +128,7 @@ def test_a_ledger_of_the_first_format_is_still_read(tmp_path: Path) -> None:
 def coded(tokens: int = 200) -> Rollout:
     times = torch.arange(1, tokens + 1, dtype=torch.int32)
     words = pack_hints(torch.tensor([3, 4, 90_000]), torch.tensor([0, 15, 7]))
-    codec = parse_policy("int8").canonical
+    codec = quantiser_of(parse_policy("int8"))
     return replace(rollout(tokens), codec=codec, keys_quantised_at=times, values_quantised_at=times, hints=words)
 
 
@@ -175,6 +175,7 @@ def test_the_keys_of_a_row_come_back_as_written(tmp_path: Path) -> None:
         {"kv_bytes_peak": None},
         {"retention": "x"},
         {"codec": []},
+        {"codec": "none"},
         {"more": 1},
         {"row_keys": [1]},
         {"row_keys": [1, 2**63]},

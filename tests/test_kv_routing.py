@@ -215,11 +215,11 @@ def test_files_keep_the_experts_and_older_ones_have_none(tmp_path: Path) -> None
 def test_verify_says_where_experts_were_chosen_anew() -> None:
     loaded = SimpleNamespace(**vars(shared("qwen3-moe")), dtype=torch.float64)
     rollouts = two_turns(loaded, POLICY).rollouts
-    told = verify(loaded, Recorded("here", tuple(rollouts), POLICY))
+    told = verify(loaded, Recorded("here", tuple(rollouts), parse_policy(POLICY)))
     assert (told.explained, told.rerouted) == (True, False)
-    untold = verify(loaded, Recorded("here", tuple(replace(r, experts=None) for r in rollouts), POLICY))
+    untold = verify(loaded, Recorded("here", tuple(replace(r, experts=None) for r in rollouts), parse_policy(POLICY)))
     assert (untold.explained, untold.rerouted) == (True, True)
-    forged = verify(loaded, Recorded("here", tuple(misrouted(r) for r in rollouts), POLICY))
+    forged = verify(loaded, Recorded("here", tuple(misrouted(r) for r in rollouts), parse_policy(POLICY)))
     assert not forged.token_explained
 
 

@@ -94,7 +94,7 @@ def test_one_page_off_is_seen_in_the_log_probs() -> None:
 
 def verified(rollout: Rollout, policy: str | None = QUEST) -> Any:
     loaded = SimpleNamespace(**vars(shared()), dtype=torch.float64)
-    return verify(loaded, Recorded("here", (rollout,), policy))
+    return verify(loaded, Recorded("here", (rollout,), policy and parse_policy(policy)))
 
 
 def test_verify_counts_what_was_chosen() -> None:
@@ -126,9 +126,9 @@ def test_members_of_a_group_agree_on_what_their_prompt_attended_to() -> None:
 def test_files_keep_what_was_chosen(tmp_path: Path) -> None:
     (rollout,) = played(only=0).rollouts
     save_ledgers(tmp_path / "r.safetensors", [rollout], parse_policy(QUEST))
-    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), QUEST))
+    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), parse_policy(QUEST)))
     (kept,), policy = load_ledgers(tmp_path / "r.safetensors")
-    assert policy == QUEST
+    assert policy == parse_policy(QUEST)
     same(kept.selection, rollout.selection)
     same(read_rollouts(tmp_path / "r.json").rollouts[0].selection, rollout.selection)
     same(read_rollouts(as_tensors(tmp_path, rollout)).rollouts[0].selection, rollout.selection)
@@ -242,5 +242,5 @@ def test_a_row_that_chose_nothing_has_no_record_and_is_kept(tmp_path: Path) -> N
         assert [r.selection is None for r in load_ledgers(tmp_path / "a.safetensors")[0]] == [
             r.selection is None for r in rollouts
         ]
-        write_rollouts(tmp_path / "a.json", Recorded("x", tuple(rollouts), policy.canonical))
+        write_rollouts(tmp_path / "a.json", Recorded("x", tuple(rollouts), policy))
         assert len(read_rollouts(tmp_path / "a.json").rollouts) == 2

@@ -176,7 +176,7 @@ def test_saved_ledgers_match_their_provenance(trained: dict[str, Path]) -> None:
     assert sorted(provenance["ledgers"]) == ["final.safetensors", "step-2.safetensors"]
     for name, digest in provenance["ledgers"].items():
         rollouts, policy = load_ledgers(trained["smd"] / "ledgers" / name, sha256=digest)
-        assert (len(rollouts), policy) == (8, config().policy)
+        assert (len(rollouts), policy.canonical) == (8, config().policy)
 
 
 def test_final_rollouts_come_from_the_finished_weights_and_the_steps_do_not(trained: dict[str, Path]) -> None:
@@ -194,7 +194,7 @@ def test_final_rollouts_come_from_the_finished_weights_and_the_steps_do_not(trai
 
 def test_dense_arms_keep_final_rollouts_of_an_uncompressed_cache(trained: dict[str, Path]) -> None:
     rollouts, policy = load_ledgers(trained["dense"] / "ledgers" / "final.safetensors")
-    assert policy == "none"
+    assert policy.canonical == "none"
     assert all(bool((rollout.evicted_at == NEVER).all()) for rollout in rollouts)
 
 

@@ -67,7 +67,7 @@ def rewritten(folder: Path, change: Callable[[list[Rollout]], None], policy: str
     """The checkpoint with other final rollouts, its hashes made to fit."""
     rollouts, named = load_ledgers(folder / FINAL)
     change(rollouts)
-    save_ledgers(folder / FINAL, rollouts, parse_policy(policy or named))
+    save_ledgers(folder / FINAL, rollouts, parse_policy(policy) if policy else named)
     return rehashed(folder)
 
 
@@ -318,7 +318,7 @@ def test_a_tampered_quantisation_time_is_caught(table: str, coded: Path, tmp_pat
 
 def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -> None:
     def coarser(rollouts: list[Rollout]) -> None:
-        rollouts[:] = [replace(rollout, codec=rollout.codec.replace("bits=4", "bits=2")) for rollout in rollouts]
+        rollouts[:] = [replace(rollout, codec=replace(rollout.codec, bits=2)) for rollout in rollouts]
 
     folder = shutil.copytree(coded, tmp_path / "copy")
     policy = parse_policy(QUANTISED.replace("bits=4", "bits=2"))
@@ -367,14 +367,12 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
     """A prompt of three in chunks of two, one drawn token fed with three given ones, two more drawn."""
     policy = parse_policy("int8:chunk=2")
     plain = ledger({}, tokens=9)
-    codec = quantiser_of(policy)
-    assert codec is not None
     due = torch.tensor([2, 2, 3, 5, 5, 7, 7, 8, NEVER], dtype=torch.int32)
     rollout = replace(
         plain,
         prompt_length=3,
         sampled=torch.tensor([False] * 3 + [True] + [False] * 3 + [True] * 2),
-        codec=codec.canonical,
+        codec=quantiser_of(policy),
         keys_quantised_at=due,
         values_quantised_at=due,
     )
@@ -414,7 +412,7 @@ def test_gifts_before_the_first_answer_and_after_the_last_are_honest(text: str) 
         episode.extend(prompts(3))
         episode.decode(Decoding(8))
         episode.extend(prompts(6 + seed))
-        found = verify(model, Recorded("x", tuple(episode.rollouts()), policy.canonical))  # type: ignore[arg-type]
+        found = verify(model, Recorded("x", tuple(episode.rollouts()), policy))  # type: ignore[arg-type]
         assert found.explained, (found.breach, found.ranked)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from audit.cache.quantised.hints import sound_hints
 from audit.cache.selection import Selection, misfit
 from audit.core.errors import DataError, SpecError
-from audit.policies import Policy
+from audit.policies import Policy, Quantiser, parse_policy, quantiser_of
 
 FORMAT = 3
 READABLE = (1, 2, 3)
@@ -51,7 +51,7 @@ _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", 
 class Ledger:
     """What every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
 
-    A quantised cache names its ``codec`` (a canonical policy) and since when keys and values are codes: int32 [B, T].
+    A quantised cache has its ``codec`` and since when keys and values are codes: int32 [B, T].
     A model of M mixture-of-experts blocks has the k ``experts`` each chose per token: int16 [B, T, M, k], -1 for a
     token that never entered the cache. ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end;
     None: nobody said. ``hints`` are each row's codes at a border, as ``quantised.hints`` packs them; none where nobody
@@ -59,7 +59,7 @@ class Ledger:
     """
 
     evicted_at: Tensor
-    codec: str = ""
+    codec: Quantiser | None = None
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
     experts: Tensor | None = None
@@ -75,10 +75,10 @@ class Rollout:
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
     entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
-    names its ``codec`` (a canonical policy) and gives two more tables [T] int32 and the ``hints`` (uint16 words, None
-    where nobody recorded them), else they are "" and None. ``experts`` [T, M, k] int16 are those of a
-    mixture-of-experts model, see ``Ledger``; ``selection`` says what queries attended to where they chose. ``row_keys``
-    are the numbers of the row that its prompt was prefilled in and of its own, where the policy draws by them.
+    has its ``codec`` and gives two more tables [T] int32 and the ``hints`` (uint16 words, None where nobody recorded
+    them). ``experts`` [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``; ``selection`` says what
+    queries attended to where they chose. ``row_keys`` are the numbers of the row that its prompt was prefilled in and
+    of its own, where the policy draws by them.
     """
 
     ids: Tensor
@@ -90,7 +90,7 @@ class Rollout:
     kv_bytes_dense: int
     retention: float
     answer_start: int
-    codec: str = ""
+    codec: Quantiser | None = None
     keys_quantised_at: Tensor | None = None
     values_quantised_at: Tensor | None = None
     experts: Tensor | None = None
@@ -135,7 +135,7 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
 def _scalars(rollout: Rollout) -> dict[str, Any]:
     scalars = {name: getattr(rollout, name) for name in _SCALARS}
     if rollout.codec:
-        scalars["codec"] = rollout.codec
+        scalars["codec"] = rollout.codec.canonical
     if rollout.row_keys:
         scalars["row_keys"] = list(rollout.row_keys)
     if rollout.selection is not None:
@@ -157,8 +157,8 @@ def _lengthened(times: Tensor) -> Tensor:
     return torch.where(wide == _SHORT_NEVER, NEVER, wide)
 
 
-def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], str]:
-    """Read (rollouts, policy string); raises DataError for a missing, corrupt, foreign or tampered file."""
+def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], Policy]:
+    """Read (rollouts, policy); raises DataError for a missing, corrupt, foreign or tampered file."""
     if not path.is_file():
         raise DataError(f"ledger {str(path)!r} does not exist")
     if sha256 is not None and (got := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
@@ -167,7 +167,7 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
         with safe_open(path, framework="pt") as file:
             header = _header(path, file.metadata() or {})
             rollouts = [_rollout(file, n, scalars) for n, scalars in enumerate(header["rollouts"])]
-            policy = str(header["policy"])
+            policy = parse_policy(str(header["policy"]))
     except SafetensorError as error:
         raise DataError(f"ledger {str(path)!r} is not a readable safetensors file ({error})") from None
     except (TypeError, KeyError, AttributeError) as error:
@@ -178,7 +178,8 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
 
 
 def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
-    names = (*_TENSORS, *_TIMES[1:]) if scalars.get("codec") else _TENSORS
+    fields = _checked_scalars(scalars)
+    names = (*_TENSORS, *_TIMES[1:]) if fields.get("codec") else _TENSORS
     names = (*names, *([_HINTS] if f"{number}.{_HINTS}" in file.keys() else []))  # noqa: SIM118 - not a mapping
     tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
     for name, tensor in tensors.items():
@@ -188,7 +189,6 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors["ids"] = tensors["ids"].long()
     if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
         tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
-    fields = _checked_scalars(scalars)
     if "selection" in fields:
         choosing, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
         unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
@@ -214,7 +214,20 @@ def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("selection names its unit and its layers in whole numbers")
     if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "selection"}:
         raise TypeError(f"unknown entries {sorted(unknown)}")
-    return scalars | ({"row_keys": _row_keys(scalars["row_keys"])} if "row_keys" in scalars else {})
+    found = dict(scalars)
+    if "row_keys" in found:
+        found["row_keys"] = _row_keys(found["row_keys"])
+    if "codec" in found:
+        found["codec"] = _codec(found["codec"])
+    return found
+
+
+def _codec(text: str) -> Quantiser | None:
+    """The quantiser of that name; a TypeError is a damaged header."""
+    codec = quantiser_of(parse_policy(text)) if text else None
+    if text and codec is None:
+        raise TypeError(f"it names {text!r} as its codec, which quantises nothing")
+    return codec
 
 
 def _row_keys(keys: Any) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             chosen = cache.selections()
             return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts, selections=chosen)
         hints = tuple(cache.hints())
-        return Ledger(cache.ledger(tokens), codec.canonical, *times, experts, self._ids(tokens), hints)
+        return Ledger(cache.ledger(tokens), codec, *times, experts, self._ids(tokens), hints)
 
     def _ids(self, tokens: int) -> Tensor:
         """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""

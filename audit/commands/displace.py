@@ -73,7 +73,7 @@ def _threads(run: RunFolder) -> int:
 
 
 def _line(unit: Measured) -> str:
-    name, _, fields = unit.policy.partition(":")
+    name, _, fields = unit.policy.canonical.partition(":")
     kind = "floor" if unit.floor else f"{name} {fields.partition(',')[0]}".strip()
     return f"{unit.arm} seed {unit.seed}, {kind}, {unit.suite} {unit.context_tokens}"
 

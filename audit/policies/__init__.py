@@ -4,7 +4,7 @@ from audit.policies.base import POLICIES, Policy
 from audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of
 from audit.policies.evictor import Centres, Evictor, Moments, View, softmax
 from audit.policies.none import Dense
-from audit.policies.parse import parse_policy, policy_hash
+from audit.policies.parse import parse_policy
 from audit.policies.quantiser import Quantiser
 from audit.policies.selector import Selector
 
@@ -22,7 +22,6 @@ __all__ = [
     "View",
     "evictor_of",
     "parse_policy",
-    "policy_hash",
     "quantiser_of",
     "selector_of",
     "softmax",

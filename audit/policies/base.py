@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from audit.core.errors import SpecError
@@ -80,7 +81,7 @@ class Policy:
         fields = ",".join(f"{k}={_text(v)}" for k, v in self.parameters().items())
         return f"{self.name}:{fields}" if fields else self.name
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """First 12 hex digits of the sha256 of the canonical JSON."""
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))

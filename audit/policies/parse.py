@@ -8,7 +8,6 @@ often. The YAML forms are ``{name: snapkv, budget: 96}``, ``{compose: [...]}`` a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, get_type_hints
 
 from audit.core.errors import SpecError, UnknownName
@@ -43,12 +42,6 @@ def _weighted(text: str) -> tuple[Policy, int]:
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")
     return _composed(request), int(weight or 1)
-
-
-@cache
-def policy_hash(canonical: str) -> str:
-    """The 12 hex digits that stand for a policy in file names; parsed once a process, asked for in every record."""
-    return parse_policy(canonical).hash
 
 
 def _composed(text: str) -> Policy:

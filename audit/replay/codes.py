@@ -20,7 +20,7 @@ from audit.cache.quantised.codes import (
     parameters_of,
 )
 from audit.cache.quantised.hints import HINTED, HintTable, Place, Strays
-from audit.policies import Quantiser, parse_policy, quantiser_of, softmax
+from audit.policies import Quantiser, softmax
 
 
 class Codes(NamedTuple):
@@ -38,16 +38,10 @@ class Codes(NamedTuple):
         return self.hints.take_over(place, exact, own, parameters, self.codec)
 
 
-def codec_named(text: str) -> Quantiser:
-    """The quantiser of a ledger's codec string."""
-    codec = quantiser_of(parse_policy(text))
-    assert codec is not None, text
-    return codec
-
-
 def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
     """What the cache had quantised, along columns at row positions [B, K]; None where nothing was."""
-    if not rollouts[0].codec:
+    codec = rollouts[0].codec
+    if codec is None:
         return None
     keys, values = (
         _times([getattr(rollout, name) for rollout in rollouts], positions)
@@ -56,7 +50,7 @@ def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | No
     nothing = torch.zeros(0, dtype=torch.uint16)
     words = [nothing if rollout.hints is None else rollout.hints for rollout in rollouts]
     hints = HintTable(words, positions, rollouts[0].evicted_at.shape[0], strays)
-    return Codes(codec_named(rollouts[0].codec), keys, values, hints)
+    return Codes(codec, keys, values, hints)
 
 
 def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from audit.cache.ledger import NEVER, Rollout, load_ledgers
 from audit.cache.selection import Selection, misfit
 from audit.core.errors import DataError
+from audit.policies import parse_policy
 from audit.replay.interchange_form import (
     ChosenForm,
     EventForm,
@@ -215,7 +216,8 @@ def _rollout(
 
 
 def _recorded(path: Path, table: FileHeader, rollouts: Sequence[Rollout]) -> Recorded:
-    return Recorded(str(path), tuple(rollouts), table.policy, table.temperature)
+    policy = None if table.policy is None else parse_policy(table.policy)
+    return Recorded(str(path), tuple(rollouts), policy, table.temperature)
 
 
 def _spans(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:

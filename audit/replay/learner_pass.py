@@ -118,9 +118,8 @@ def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], 
             raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
         _check_leader(n, rollout, rollouts[n - n % group])
         if rollout.codec != rollouts[0].codec:
-            raise DataError(
-                f"rollout {n} was quantised by {rollout.codec or 'nothing'}, the first of its batch was not"
-            )
+            used = "nothing" if rollout.codec is None else rollout.codec.canonical
+            raise DataError(f"rollout {n} was quantised by {used}, the first of its batch was not")
 
 
 def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:

@@ -13,14 +13,14 @@ from audit.cache.layers import kv_heads
 from audit.cache.ledger import Rollout
 from audit.cache.selection import blind, misfit
 from audit.core.errors import DataError
-from audit.policies import parse_policy, quantiser_of
+from audit.policies import Policy
 
 ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts of one file. ``policy`` is a spec string, None where the engine's policy is not one of ours.
+    """Rollouts of one file. ``policy`` is None where the engine's policy is not one of ours.
 
     ``temperature`` is what the log-probs were taken at. ``policy_hash`` stands in the file beside the policy;
     ``trained_policy`` is what a checkpoint's provenance says its rollouts were sampled with. None: nothing says.
@@ -28,10 +28,10 @@ class Recorded:
 
     source: str
     rollouts: tuple[Rollout, ...]
-    policy: str | None
+    policy: Policy | None
     temperature: float | None = None
     policy_hash: str | None = None
-    trained_policy: str | None = None
+    trained_policy: Policy | None = None
 
 
 def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> None:
@@ -61,8 +61,6 @@ def _malformed(rollout: Rollout) -> str | None:
     tables = [times for times in (rollout.keys_quantised_at, rollout.values_quantised_at) if times is not None]
     if any(times.dtype != torch.int32 or times.dim() != 1 for times in tables):
         return "holds quantisation times of another shape or type than one int32 per token"
-    if rollout.codec and quantiser_of(parse_policy(rollout.codec)) is None:
-        return f"names {rollout.codec!r} as its codec, which quantises nothing"
     lengths = {*map(len, tables), len(rollout.sampled), len(rollout.sampler_logprobs), rollout.evicted_at.shape[-1]}
     if lengths != {tokens}:
         return f"has {tokens} tokens, but masks, log-probs or ledger of {sorted(lengths)}"

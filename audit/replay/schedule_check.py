@@ -87,9 +87,9 @@ def evictions(policy: Evictor, fed: Sequence[Forward]) -> list[Due]:
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
     """Whether codec and times are those of the policy's quantiser; its schedule depends on token counts alone."""
     codec = quantiser_of(policy)
-    named = "" if codec is None else codec.canonical
-    if rollout.codec != named:
-        return f"the ledger was quantised by {rollout.codec or 'nothing'}, the policy names {named or 'nothing'}"
+    if rollout.codec != codec:
+        used, named = ("nothing" if one is None else one.canonical for one in (rollout.codec, codec))
+        return f"the ledger was quantised by {used}, the policy names {named}"
     if codec is None:
         return None
     for name, until in (("keys", codec.keys_until), ("values", codec.values_until)):

@@ -21,7 +21,7 @@ from audit.cache.stock import by_name, given_ids, prepare, require_positions, ro
 from audit.core.errors import DataError, RunError
 from audit.policies import Dense
 from audit.replay.attention import Replay
-from audit.replay.codes import Codes, codec_named
+from audit.replay.codes import Codes
 
 
 @contextmanager
@@ -107,14 +107,14 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
 
 
 def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
-    if ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
+    if ledger.codec is None or ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
         return None
     keys, values = (
         _along(times[:, None, None], positions, device)[:, 0, 0]
         for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
     )
     hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
-    return Codes(codec_named(ledger.codec), keys, values, hints)
+    return Codes(ledger.codec, keys, values, hints)
 
 
 def _sent(experts: Tensor, positions: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from audit.core.errors import DataError, SpecError
 from audit.core.files import write_json
 from audit.core.records import Item, Record
 from audit.core.spec import EvaluateSpec, RunSpec
-from audit.policies import parse_policy, policy_hash
+from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
 from audit.sampling.conversations import Played, check_fits, play
@@ -30,19 +30,14 @@ class Unit:
 
     arm: str
     seed: int
-    policy: str  # canonical
+    policy: Policy
     suite: str
     context_tokens: int
 
     @property
-    def policy_hash(self) -> str:
-        """The 12 hex digits that stand for the policy in file names."""
-        return policy_hash(self.policy)
-
-    @property
     def name(self) -> str:
         """The file name of the unit's records, without its ending."""
-        return f"{self.arm}-seed{self.seed}--{self.policy_hash}--{self.suite}--{self.context_tokens}"
+        return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{self.suite}--{self.context_tokens}"
 
 
 @dataclass(frozen=True)
@@ -60,14 +55,19 @@ class UnitFiles:
 
 def grid(spec: RunSpec) -> list[Unit]:
     """Every unit of a run; those of one checkpoint stand together, so that each is loaded once."""
-    part = spec.evaluate
+    part, policies = spec.evaluate, served(spec)
     return [
         Unit(arm, seed, policy, suite, context)
         for arm, seed in spec.arms
         for suite in part.suites
         for context in part.context_tokens
-        for policy in part.policies
+        for policy in policies
     ]
+
+
+def served(spec: RunSpec) -> list[Policy]:
+    """The policies of the grid, in the order of the spec."""
+    return [parse_policy(text) for text in spec.evaluate.policies]
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
@@ -115,7 +115,7 @@ class Evaluator:
         suite = SUITES.get(unit.suite)()
         batches = self._batches(suite, unit.context_tokens)
         sizes = [len(batch) * self._spec.evaluate.samples for batch in batches]
-        sampler = Sampler(self._model, parse_policy(unit.policy))
+        sampler = Sampler(self._model, unit.policy)
         with files.records.open("ab") as out:
             first = self._resume_at(files.records, unit, batches)
             rows, size = sum(sizes[:first]), files.records.stat().st_size
@@ -180,7 +180,7 @@ class Evaluator:
         return whole
 
     def _check_own(self, path: Path, record: Record, unit: Unit) -> None:
-        ours = (self._model.sha256, unit.policy_hash, SUITES.get(unit.suite).version)
+        ours = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
         theirs = (record.checkpoint, record.policy_hash, record.suite_version)
         if ours != theirs:
             raise DataError(
@@ -196,8 +196,8 @@ class Evaluator:
             checkpoint=self._model.sha256,
             arm=unit.arm,
             train_seed=unit.seed,
-            policy=unit.policy,
-            policy_hash=unit.policy_hash,
+            policy=unit.policy.canonical,
+            policy_hash=unit.policy.hash,
             suite=suite.name,
             suite_version=suite.version,
             item_id=item.item_id,

@@ -17,9 +17,8 @@ from audit.core.files import read_json
 from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
 from audit.core.spec import BASE_ARM, RunSpec
-from audit.policies import parse_policy
 from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid, served
 from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
@@ -82,7 +81,7 @@ class Pipeline:
         disable_progress_bar()  # of loading and saving: the phases have their own
         run.note(
             threads=run.provenance().get("threads", torch.get_num_threads()),  # what it was begun with
-            policies={policy: parse_policy(policy).hash for policy in self._spec.evaluate.policies},
+            policies={policy.canonical: policy.hash for policy in served(self._spec)},
             suite_kinds={name: SUITES.get(name).kind for name in self._spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
         )
@@ -242,7 +241,7 @@ class Pipeline:
 
 
 def _unit_line(unit: Unit) -> str:
-    name, _, fields = unit.policy.partition(":")
+    name, _, fields = unit.policy.canonical.partition(":")
     return f"{unit.arm} seed {unit.seed}, {name} {fields.partition(',')[0]}, {unit.suite} {unit.context_tokens}"
 
 

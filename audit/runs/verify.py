@@ -133,7 +133,7 @@ def checkpoint_rollouts(folder: Path) -> Recorded:
         )
     try:
         config = story["config"]
-        trained = str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none"
+        trained = parse_policy(str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none")
         temperature = float(config["temperature"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
@@ -149,9 +149,9 @@ def verify(
     ``tolerance`` is in nats on the worst token, by default the dtype's; ``temperature`` replaces the recorded one.
     """
     check_replayable(recorded, model.model.config, model.max_positions)
-    policy = None if recorded.policy is None else parse_policy(recorded.policy)
+    policy = recorded.policy
     if policy is not None and not policy.replayable:
-        raise SpecError(f"rollouts {recorded.source!r} are of policy {recorded.policy}, which cannot be replayed")
+        raise SpecError(f"rollouts {recorded.source!r} are of policy {policy.canonical}, which cannot be replayed")
     heat = next((value for value in (temperature, recorded.temperature) if value is not None), 1.0)
     rollouts = recorded.rollouts
     basis = TOLERANCE[model.dtype] if tolerance is None else tolerance
@@ -161,7 +161,7 @@ def verify(
     replayed = {which: _logprobs(model.model, rollouts, which, heat, strays, reroute=reroute) for which in PASSES}
     broken = None if policy is None else _breach(recorded, policy, model.model.config)
     return Verification(
-        policy=recorded.policy,
+        policy=None if policy is None else policy.canonical,
         rollouts=len(rollouts),
         tokens=len(taken),
         shadow=_gaps(taken, replayed["shadow"]),
@@ -193,9 +193,10 @@ def _ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy | None, brok
 
 def _breach(recorded: Recorded, policy: Policy, config: Any) -> str | None:
     if recorded.policy_hash is not None and recorded.policy_hash != policy.hash:
-        return f"the ledger names {recorded.policy}, whose hash is {policy.hash}, and the hash {recorded.policy_hash}"
-    if recorded.trained_policy is not None and parse_policy(recorded.trained_policy) != policy:
-        return f"the ledger names {recorded.policy}, the checkpoint was trained with {recorded.trained_policy}"
+        return f"the ledger names {policy.canonical}, whose hash is {policy.hash}, and the hash {recorded.policy_hash}"
+    trained = recorded.trained_policy
+    if trained is not None and trained != policy:
+        return f"the ledger names {policy.canonical}, the checkpoint was trained with {trained.canonical}"
     plans = layer_plans(config, policy)
     found = (
         (

@@ -155,7 +155,7 @@ class Episode:
         return [
             replace(
                 row,
-                codec=codec.canonical,
+                codec=codec,
                 keys_quantised_at=times[0][n, : len(row.ids)].clone(),
                 values_quantised_at=times[1][n, : len(row.ids)].clone(),
                 hints=hints,

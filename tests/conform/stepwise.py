@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from audit.cache.ledger import Rollout
-from audit.policies import parse_policy, quantiser_of
 
 NAME = "conform-stepwise"
 
@@ -24,7 +23,7 @@ class Lists:
 
     def __init__(self, rollout: Rollout, windows: list[int | None]) -> None:
         self.evicted_at, self.windows, self.selection = rollout.evicted_at.tolist(), windows, rollout.selection
-        self.codec = quantiser_of(parse_policy(rollout.codec)) if rollout.codec else None
+        self.codec = rollout.codec
         tables = (rollout.keys_quantised_at, rollout.values_quantised_at)
         self.keys_at, self.values_at = ([] if t is None else t.tolist() for t in tables)
         # [L][H][T] tensors [D], replaced by what their codes say from the recorded query on

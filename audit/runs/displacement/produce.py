@@ -18,7 +18,6 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
 from audit.core.records import Record
 from audit.core.spec import BASE_ARM
-from audit.policies import parse_policy
 from audit.runs.claims import Claim, work_through
 from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
 from audit.runs.displacement.measure import Refusal, Tally
@@ -95,13 +94,13 @@ class Producer:
             elif unit.policy == DENSE:
                 seen = dense_logits(candidate, batch)
             else:
-                seen = served_logits(candidate, parse_policy(unit.policy), batch)
+                seen = served_logits(candidate, unit.policy, batch)
             try:
                 tally.add(batch, dense_logits(reference, batch), seen)
             except DataError as error:
                 raise DataError(f"{unit.name}: {error}") from None
-        names = ("arm", "seed", "policy", "suite", "context_tokens", "floor")
-        return {**{name: getattr(unit, name) for name in names}, **tally.row()}
+        about = {"arm": unit.arm, "seed": unit.seed, "policy": unit.policy.canonical, "suite": unit.suite}
+        return {**about, "context_tokens": unit.context_tokens, "floor": unit.floor, **tally.row()}
 
     def _pair(self, unit: Measured) -> tuple[LoadedModel, LoadedModel]:
         wanted = (self._reference(unit), (unit.arm, unit.seed))
@@ -229,7 +228,7 @@ def _record(line: bytes, where: str) -> Record:
 def _check_own(record: Record, unit: Unit, weights: str, where: str) -> None:
     """A record stands in the file of its own unit and was made with the weights that are there."""
     theirs = (record.arm, record.train_seed, record.policy, record.suite, record.context_tokens)
-    ours = (unit.arm, unit.seed, unit.policy, unit.suite, unit.context_tokens)
+    ours = (unit.arm, unit.seed, unit.policy.canonical, unit.suite, unit.context_tokens)
     if theirs != ours:
         raise DataError(f"{where}: the record is of another unit; delete the file and its seal, and go on with the run")
     if (record.checkpoint, record.suite_version) != (weights, SUITES.get(unit.suite).version):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from audit.core.spec import BASE_ARM, RunSpec
-from audit.policies import policy_hash
+from audit.policies import Dense, Policy
+from audit.runs.evaluate import served
 
-DENSE = "none"
+DENSE = Dense()
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Measured:
 
     arm: str
     seed: int
-    policy: str  # canonical
+    policy: Policy
     suite: str
     context_tokens: int
     reference_seed: int
@@ -26,7 +27,7 @@ class Measured:
     @property
     def name(self) -> str:
         """The file name of the unit, without its ending."""
-        kind = "floor" if self.floor else policy_hash(self.policy)
+        kind = "floor" if self.floor else self.policy.hash
         return f"{self.arm}-seed{self.seed}--{kind}--{self.suite}--{self.context_tokens}"
 
 
@@ -36,7 +37,7 @@ def units(spec: RunSpec) -> list[Measured]:
     Seed s of an arm follows seed s of the reference; a reference of one seed serves all. The reference itself is
     measured under every policy but ``none``, and uncompressed its other seeds against its first.
     """
-    reference = spec.gate.reference
+    reference, policies = spec.gate.reference, served(spec)
     own = [seed for arm, seed in spec.arms if arm == reference]
     found: list[Measured] = []
     for arm, seed in spec.arms:
@@ -44,18 +45,18 @@ def units(spec: RunSpec) -> list[Measured]:
             found += _grid(spec, arm, seed, seed, (DENSE,), floor=True)
     for arm, seed in spec.arms:
         known = seed if seed in own else own[0]
-        deployed = tuple(policy for policy in spec.evaluate.policies if policy != DENSE)
+        deployed = [policy for policy in policies if policy != DENSE]
         if arm == reference:
             found += _grid(spec, arm, seed, seed, deployed)
             if seed != own[0]:
                 found += _grid(spec, arm, seed, own[0], (DENSE,))
         elif arm != BASE_ARM:
-            found += _grid(spec, arm, seed, known, spec.evaluate.policies)
+            found += _grid(spec, arm, seed, known, policies)
     return found
 
 
 def _grid(
-    spec: RunSpec, arm: str, seed: int, reference_seed: int, policies: tuple[str, ...], *, floor: bool = False
+    spec: RunSpec, arm: str, seed: int, reference_seed: int, policies: Sequence[Policy], *, floor: bool = False
 ) -> Iterator[Measured]:
     for suite in spec.evaluate.suites:
         for context in spec.evaluate.context_tokens:
