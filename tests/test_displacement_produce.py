@@ -96,7 +96,6 @@ def test_the_file_is_what_reports_read_and_the_floor_is_rounding(finished: Path)
     assert len(served) == 4
     assert all(row.mean_kl > 1e-6 for row in served)
     assert all(row.ratio is not None and row.ratio > 100 for row in served)
-    assert all(row.swap_pvalue is not None and row.swap_pvalue <= 0.05 for row in served)
     assert "written: " in (finished / "out.txt").read_text()
 
 
