@@ -6,19 +6,17 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from training_world import config, parity, sharp
+from training_world import config, gradients, sampled, sharp, short
 
 from audit.cache.ledger import Rollout
 from audit.policies import parse_policy
 from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import Batch, collect, microbatches, row_seeds, training_items
-from audit.training.grpo import group_advantages, learn
+from audit.training.batch import Batch, collect, row_seeds, training_items
 from audit.training.learner import pass_logprobs, read_tokens
 from audit.training.optimiser import Optimiser
 
@@ -30,33 +28,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def batch(base: LoadedModel) -> Batch:
-    """Three groups of four compressed rollouts with unlike lengths, graded by parity."""
-    settings = config(prompts_per_step=3, steps=1)
-    sampler = Sampler(base, parse_policy(settings.policy))
-    questions = training_items(settings, base.chat.count_tokens)[0]
-    played = play(sampler, questions, Decoding(40), row_seeds(settings, 0), group=4)
-    return collect([row.rollout for row in played], [parity(row).score for row in played], 4, base.device)
-
-
-class Tape(Optimiser):
-    """An optimiser that remembers gradients and changes nothing."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0)
-        self.gradients: list[torch.Tensor] = []
-
-    def step(self) -> float | None:
-        self.gradients = [weight.grad.clone() for weight in self._weights.values()]
-        self._adam.zero_grad(set_to_none=True)
-        return 1.0
-
-
-def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Tensor]:
-    model = copy.deepcopy(base.model)
-    tape = Tape(model)
-    advantages = group_advantages(batch.rewards, batch.graded, batch.group, by_std=True)
-    learn(model, tape, batch, advantages, config(**options), max_tokens=40, reference=None)
-    return tape.gradients
+    return sampled(base)
 
 
 def assert_all_close(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> None:
@@ -81,13 +53,6 @@ def test_sharing_the_prompt_changes_neither_log_probs_nor_gradient(base: LoadedM
     assert_all_close(found[0], found[1], 1e-5)  # gradients of size 10; Llama's norm rounds to float32 even in float64
 
 
-@pytest.mark.parametrize("arm", ["dense", "sparse-rl", "smd", "smd-distill", "naive-ratio"])
-def test_microbatches_add_up_to_the_whole_gradient(base: LoadedModel, batch: Batch, arm: str) -> None:
-    assert [len(rows) for rows in microbatches(batch.rollouts, 4, 900)] == [4, 4, 4]
-    whole, split = (gradients(base, batch, arm=arm, microbatch_tokens=limit) for limit in (10**6, 900))
-    assert_all_close(split, whole, 2e-5)
-
-
 def test_tokens_between_two_turns_are_replayed_but_not_learned(base: LoadedModel) -> None:
     episode = Sampler(base, parse_policy(config().policy)).open([tuple(range(40, 190))], [1, 2], group=2)
     first = episode.decode(Decoding(9))
@@ -103,7 +68,7 @@ def test_tokens_between_two_turns_are_replayed_but_not_learned(base: LoadedModel
 
 
 def test_temperature_is_the_samplers(base: LoadedModel) -> None:
-    settings = config(steps=1)
+    settings = short(steps=1)
     sampler = Sampler(base, parse_policy(settings.policy))
     questions = training_items(settings, base.chat.count_tokens)[0]
     played = play(sampler, questions, Decoding(9, temperature=0.7), row_seeds(settings, 0), group=4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from training_world import config, play_for_parity, rows, sha256, sharp, silent
+from training_world import config, play_for_parity, rows, sha256, sharp, short, silent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.cache.ledger import NEVER, load_ledgers
@@ -28,13 +28,32 @@ def base(tiny_folder: Path) -> LoadedModel:
     return sharp(tiny_folder)
 
 
+class Trained(NamedTuple):
+    """Every arm, trained for two steps, and what each asked its sampler for: items, seeds, decoding and group."""
+
+    folders: dict[str, Path]
+    asked: dict[str, list[tuple[Any, ...]]]
+
+
 @pytest.fixture(scope="module")
-def trained(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every arm, trained for two steps."""
-    out = tmp_path_factory.mktemp("arms")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "play", play_for_parity)
-        return {arm: grpo.train(config(arm=arm, steps=2), base, out / arm, silent) for arm in ARMS}
+def runs(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    out, asked = tmp_path_factory.mktemp("arms"), dict[str, list[tuple[Any, ...]]]()
+
+    def train(arm: str) -> Path:
+        def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int) -> Any:
+            asked.setdefault(arm, []).append(([item.item_id for _, item in questions], seeds, decoding, group))
+            return play_for_parity(sampler, questions, decoding, seeds, group=group)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo, "play", watch)
+            return grpo.train(config(arm=arm, steps=2), base, out / arm, silent)
+
+    return Trained({arm: train(arm) for arm in ARMS}, asked)
+
+
+@pytest.fixture(scope="module")
+def trained(runs: Trained) -> dict[str, Path]:
+    return runs.folders
 
 
 def test_two_arms_differ_in_the_arm_and_in_nothing_else(trained: dict[str, Path]) -> None:
@@ -48,21 +67,9 @@ def test_two_arms_differ_in_the_arm_and_in_nothing_else(trained: dict[str, Path]
     assert {provenance["updates"] for provenance in found.values()} == {2}
 
 
-def test_all_arms_meet_the_same_items_with_the_same_seeds(
-    base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, list[Any]] = {}
-
-    def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int) -> Any:
-        ids = [item.item_id for _, item in questions]
-        asked.setdefault(arm, []).append((ids, seeds, decoding, group))
-        return play_for_parity(sampler, questions, decoding, seeds, group=group)
-
-    monkeypatch.setattr(grpo, "play", watch)
-    for arm in ("dense", "naive", "smd"):
-        grpo.train(config(arm=arm, steps=2), base, tmp_path / arm, silent)
-    assert asked["dense"] == asked["naive"] == asked["smd"]
-    first, second, final = asked["dense"]
+def test_all_arms_meet_the_same_items_with_the_same_seeds(runs: Trained) -> None:
+    assert all(asked == runs.asked["dense"] for asked in runs.asked.values())
+    first, second, final = runs.asked["dense"]
     assert not set(first[0]) & set(second[0])
     assert not set(first[1]) & set(second[1])
     assert final[0] == second[0]
@@ -75,14 +82,19 @@ def test_compressed_arms_sample_the_same_first_rollouts(trained: dict[str, Path]
     assert len({row["length_mean"] for row in first.values()}) == 1
 
 
-def test_the_shadow_learner_explains_the_sampler_and_the_dense_one_does_not(trained: dict[str, Path]) -> None:
-    for row in rows(trained["smd"]) + rows(trained["smd-distill"]) + rows(trained["dense"]):
-        assert row["mismatch/max_abs_gap"] <= 1e-5
-        assert row["mismatch/k3_kl"] <= 1e-8
-        assert row["mismatch/overlap_p5"] >= 0.9999
-    for row in rows(trained["naive"]):
-        assert row["mismatch/max_abs_gap"] > 0.5
-        assert row["mismatch/k3_kl"] > 1e-2
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_learner_that_sees_what_the_sampler_saw_explains_it_and_no_other_does(
+    arm: str, trained: dict[str, Path]
+) -> None:
+    sees_the_same = (ARMS[arm].rollout == "compressed") == (ARMS[arm].learner == "shadow")
+    for row in rows(trained[arm]):
+        if sees_the_same:
+            assert row["mismatch/max_abs_gap"] <= 1e-5
+            assert row["mismatch/k3_kl"] <= 1e-8
+            assert row["mismatch/overlap_p5"] >= 0.9999
+        else:
+            assert row["mismatch/max_abs_gap"] > 0.5
+            assert row["mismatch/k3_kl"] > 1e-2
 
 
 def test_ledger_steps_certify_the_rollouts_of_every_arm(trained: dict[str, Path]) -> None:
@@ -90,17 +102,6 @@ def test_ledger_steps_certify_the_rollouts_of_every_arm(trained: dict[str, Path]
         before, certified = rows(path)
         assert before["shadow/max_abs_gap"] is None
         assert certified["shadow/max_abs_gap"] <= 1e-5
-
-
-def test_a_budget_that_never_binds_makes_naive_the_dense_arm(
-    base: LoadedModel, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
-    wide = config(arm="naive", steps=2, policy="streaming:budget=900")
-    weights = [
-        path / "model.safetensors" for path in (trained["dense"], grpo.train(wide, base, tmp_path / "w", silent))
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_telemetry_holds_every_key_and_no_nan(trained: dict[str, Path]) -> None:
@@ -122,15 +123,15 @@ def test_ungraded_rollouts_are_counted(base: LoadedModel, tmp_path: Path, monkey
         return [replace(row, grade=Grade(Outcome.UNSCORED, None)) for row in play(*args, **options)]
 
     monkeypatch.setattr(grpo, "play", refuse)
-    (row,) = rows(grpo.train(config(steps=1), base, tmp_path, silent))
-    assert (row["frac_unscored"], row["reward_mean"], row["reward/math"], row["entropy"]) == (1.0, None, None, None)
+    (row,) = rows(grpo.train(short(steps=1), base, tmp_path, silent))
+    assert (row["frac_unscored"], row["reward_mean"], row["reward/refusal"], row["entropy"]) == (1.0, None, None, None)
 
 
 def test_a_group_that_earns_nothing_is_not_distilled(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "play", play)  # a random model earns nothing from the suite's own grader
-    (row,) = rows(grpo.train(config(steps=1, arm="smd-distill"), base, tmp_path, silent))
+    (row,) = rows(grpo.train(short(steps=1, arm="smd-distill"), base, tmp_path, silent))
     assert (row["reward_mean"], row["distill_kl"], row["grad_norm"]) == (0.0, 0.0, 0.0)
 
 
@@ -138,7 +139,7 @@ def test_several_updates_keep_the_old_policy_and_meet_the_clip(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "play", play_for_parity)
-    settings = config(steps=1, updates_per_batch=3, learning_rate=0.05, warmup_steps=0)
+    settings = short(steps=1, updates_per_batch=3, learning_rate=0.05, warmup_steps=0)
     (row,) = rows(grpo.train(settings, base, tmp_path, silent))
     assert row["clip_fraction"] > 0
     assert row["mismatch/max_abs_gap"] <= 1e-5
@@ -149,7 +150,7 @@ def test_the_reference_is_the_base_model_under_the_learners_view(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "play", play_for_parity)
-    first, second = rows(grpo.train(config(steps=2, beta=0.1), base, tmp_path, silent))
+    first, second = rows(grpo.train(short(steps=2, beta=0.1), base, tmp_path, silent))
     assert first["kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert second["kl_ref"] > 1e-6
 

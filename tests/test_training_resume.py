@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_world import config, play_for_parity, rows, sha256, sharp, silent
+from training_world import play_for_parity, rows, sha256, sharp, short, silent
 
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError
@@ -39,27 +39,31 @@ def graded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed."""
+def kept(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed, in ``whole``, and as a kill after each step finds it, in ``1`` to ``4``.
+
+    A copy is what a killed process leaves: nobody flushes, closes or cleans up.
+    """
+    folder = tmp_path_factory.mktemp("kept")
+
+    def keep(done: int, _: int, __: dict[str, Any]) -> None:
+        shutil.copytree(folder / "whole", folder / str(done))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "play", play_for_parity)
-        return grpo.train(config(), base, tmp_path_factory.mktemp("whole") / "smd", silent)
+        grpo.train(short(), base, folder / "whole", keep)
+    return folder
 
 
 @pytest.fixture
-def halfway(base: LoadedModel, tmp_path: Path) -> Path:
+def whole(kept: Path) -> Path:
+    return kept / "whole"
+
+
+@pytest.fixture
+def halfway(kept: Path, tmp_path: Path) -> Path:
     """A run killed after step 3, its last state being that of step 2."""
-    with pytest.raises(Killed):
-        grpo.train(config(), base, tmp_path, kill_after(3))
-    return tmp_path
-
-
-def kill_after(step: int) -> Callable[[int, int, dict[str, Any]], None]:
-    def progress(done: int, _: int, __: dict[str, Any]) -> None:
-        if done == step:
-            raise Killed
-
-    return progress
+    return shutil.copytree(kept / "3", tmp_path / "smd")
 
 
 def assert_same(found: Path, wanted: Path) -> None:
@@ -73,13 +77,13 @@ def assert_same(found: Path, wanted: Path) -> None:
     assert not (found / "state").exists()
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("step", ["1", "2", "3", "4"])
 def test_a_run_killed_after_any_step_ends_with_the_same_bits(
-    step: int, base: LoadedModel, whole: Path, tmp_path: Path
+    step: str, base: LoadedModel, kept: Path, whole: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(Killed):
-        grpo.train(config(), base, tmp_path, kill_after(step))
-    assert_same(grpo.train(config(), base, tmp_path, silent), whole)
+    left = shutil.copytree(kept / step, tmp_path / "smd")
+    assert len(rows(left)) == int(step)
+    assert_same(grpo.train(short(), base, left, silent), whole)
 
 
 def _die_at_state(patch: pytest.MonkeyPatch) -> None:
@@ -165,15 +169,16 @@ def _die_at_final_ledger(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_run_killed_while_writing_ends_with_the_same_bits(
-    death: Callable[[pytest.MonkeyPatch], None], base: LoadedModel, whole: Path, tmp_path: Path
+    death: Callable[[pytest.MonkeyPatch], None], base: LoadedModel, whole: Path, halfway: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         death(patch)
         with pytest.raises(Killed):
-            grpo.train(config(), base, tmp_path, silent)
-    assert_same(grpo.train(config(), base, tmp_path, silent), whole)
+            grpo.train(short(), base, halfway, silent)
+    assert_same(grpo.train(short(), base, halfway, silent), whole)
 
 
+@pytest.mark.slow  # a process of its own takes longer to start than to train; copies of the folder stand for it above
 def test_a_process_killed_with_signal_nine_goes_on_where_it_was(
     base: LoadedModel, whole: Path, tmp_path: Path, tiny_folder: Path
 ) -> None:
@@ -183,7 +188,7 @@ def test_a_process_killed_with_signal_nine_goes_on_where_it_was(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(rows(tmp_path / "run")) == 3
-    assert_same(grpo.train(config(), base, tmp_path / "run", silent), whole)
+    assert_same(grpo.train(short(), base, tmp_path / "run", silent), whole)
 
 
 def test_a_finished_checkpoint_is_not_trained_again(base: LoadedModel, whole: Path) -> None:
@@ -192,37 +197,37 @@ def test_a_finished_checkpoint_is_not_trained_again(base: LoadedModel, whole: Pa
     def progress(*_: Any) -> None:
         raise AssertionError("a step was taken")
 
-    assert grpo.train(config(), base, whole, progress) == whole
+    assert grpo.train(short(), base, whole, progress) == whole
     assert (whole / "model.safetensors").stat().st_mtime_ns == stamp
 
 
 def test_a_folder_of_another_configuration_is_refused_with_what_differs(base: LoadedModel, whole: Path) -> None:
     with pytest.raises(RunError, match="was trained with another learning_rate, steps"):
-        grpo.train(config(steps=5, learning_rate=1e-3), base, whole, silent)
+        grpo.train(short(steps=5, learning_rate=1e-3), base, whole, silent)
 
 
 def test_a_folder_of_other_base_weights_is_refused(base: LoadedModel, whole: Path) -> None:
     with pytest.raises(RunError, match="from other base weights"):
-        checkpoint.CheckpointFolder(whole, config(), "f" * 64)
+        checkpoint.CheckpointFolder(whole, short(), "f" * 64)
 
 
 def test_a_folder_of_something_else_is_refused(base: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(RunError, match="is not empty"):
-        grpo.train(config(), base, tmp_path, silent)
+        grpo.train(short(), base, tmp_path, silent)
 
 
 def test_a_changed_state_is_refused(base: LoadedModel, halfway: Path) -> None:
     path = halfway / "state" / "step-000002" / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"abcd")
     with pytest.raises(DataError, match="does not have the sha256 it was saved with"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_a_state_of_another_make_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "state.json").write_text('{"step": 2}')
     with pytest.raises(DataError, match="other keys than a state"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +243,14 @@ def test_a_state_of_another_make_is_refused(base: LoadedModel, halfway: Path) ->
 def test_a_state_that_no_step_left_is_refused(key: str, value: Any, base: LoadedModel, halfway: Path) -> None:
     changed_state(halfway, **{key: value})
     with pytest.raises(DataError, match=r"state\.json'"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"step": "\\xff"'])
 def test_a_state_that_is_not_json_is_refused(text: str, base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "state.json").write_text(text)
     with pytest.raises(DataError, match="is not readable JSON"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> None:
@@ -253,7 +258,7 @@ def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> 
     path.write_bytes(b"\xff" * 64)
     changed_state(halfway, sha256=sha256(path))
     with pytest.raises(DataError, match=r"tensors\.safetensors' holds no tensors"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 @pytest.mark.parametrize("change", [lambda moment: moment * float("nan"), lambda moment: moment.to(torch.float64)])
@@ -266,7 +271,7 @@ def test_a_moment_that_training_cannot_leave_is_refused(
     save_file(tensors | {name: change(tensors[name])}, path)
     changed_state(halfway, sha256=sha256(path))
     with pytest.raises(DataError, match="training state does not fit the model at 'exp_avg/"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def changed_state(folder: Path, **values: Any) -> None:
@@ -277,31 +282,31 @@ def changed_state(folder: Path, **values: Any) -> None:
 def test_a_claim_of_another_make_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "training.json").write_text('{"format": 2}')
     with pytest.raises(DataError, match="is not of format 1"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_a_lost_state_file_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "tensors.safetensors").unlink()
     with pytest.raises(DataError, match=r"lacks tensors\.safetensors"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_a_changed_ledger_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "ledgers" / "step-2.safetensors").write_bytes(b"other")
     with pytest.raises(DataError, match=r"ledger .* is missing or was changed"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_telemetry_that_two_processes_wrote_never_becomes_part_of_a_checkpoint(
-    base: LoadedModel, tmp_path: Path
+    base: LoadedModel, halfway: Path
 ) -> None:
     def intrude(done: int, _: int, row: dict[str, Any]) -> None:
         if done == 4:
-            TelemetryLog(tmp_path / "telemetry.jsonl").append(row)
+            TelemetryLog(halfway / "telemetry.jsonl").append(row)
 
     with pytest.raises(DataError, match="has step 4 where its end belongs: another process wrote there too"):
-        grpo.train(config(), base, tmp_path, intrude)
-    assert not (tmp_path / "provenance.json").exists()
+        grpo.train(short(), base, halfway, intrude)
+    assert not (halfway / "provenance.json").exists()
 
 
 def test_a_state_whose_telemetry_is_out_of_order_is_refused(base: LoadedModel, halfway: Path) -> None:
@@ -310,18 +315,18 @@ def test_a_state_whose_telemetry_is_out_of_order_is_refused(base: LoadedModel, h
     state = halfway / "state" / "step-000002" / "state.json"
     assert json.loads(state.read_text())["telemetry_bytes"] == len(lines[0] + lines[1])
     with pytest.raises(DataError, match="has step 2 where step 1 belongs"):
-        grpo.train(config(), base, halfway, silent)
+        grpo.train(short(), base, halfway, silent)
 
 
 def test_a_changed_checkpoint_is_refused(base: LoadedModel, whole: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(whole, tmp_path / "copy")
     (copied / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"config\.json has sha256"):
-        grpo.train(config(), base, copied, silent)
+        grpo.train(short(), base, copied, silent)
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(
-    base: LoadedModel, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: LoadedModel, whole: Path, halfway: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -331,9 +336,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
             checkpoint, "save_file", lambda tensors, path: full() if "000004" in str(path) else _save(tensors, path)
         )
         with pytest.raises(RunError, match=r"cannot write .*No space left on device.*run again to resume"):
-            grpo.train(config(), base, tmp_path, silent)
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-000002"]
-    assert_same(grpo.train(config(), base, tmp_path, silent), whole)
+            grpo.train(short(), base, halfway, silent)
+    assert [path.name for path in (halfway / "state").iterdir()] == ["step-000002"]
+    assert_same(grpo.train(short(), base, halfway, silent), whole)
 
 
 _save = checkpoint.save_file
@@ -342,7 +347,7 @@ _save = checkpoint.save_file
 def test_a_place_that_cannot_be_written_is_refused_before_training(base: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write"):
-        grpo.train(config(), base, tmp_path / "file" / "smd", silent)
+        grpo.train(short(), base, tmp_path / "file" / "smd", silent)
 
 
 def test_state_holds_no_pickle(halfway: Path) -> None:

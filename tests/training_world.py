@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -17,8 +18,11 @@ import torch
 from audit.core.records import Grade, Outcome
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
+from audit.training.batch import Batch, collect, row_seeds, training_items
 from audit.training.config import TrainConfig
+from audit.training.optimiser import Optimiser
 
 POLICY = "streaming:budget=96,sink=4,window=8"
 _play = grpo.play
@@ -43,6 +47,11 @@ def config(**options: Any) -> TrainConfig:
     return TrainConfig(**(plain | options))
 
 
+def short(**options: Any) -> TrainConfig:
+    """The same with answers of 12 tokens instead of 40, for what does not depend on their length."""
+    return config(**({"suites": ["refusal"]} | options))
+
+
 def sharp(folder: Path) -> LoadedModel:
     """A random model with weights large enough that evicting entries changes what it says by nats."""
     model = load_model(str(folder))
@@ -61,6 +70,37 @@ def play_for_parity(*args: Any, **options: Any) -> list[Played]:
 def parity(row: Played) -> Grade:
     odd = int(row.rollout.ids[row.rollout.prompt_length]) % 2 == 1
     return Grade(Outcome.DESIRED, 1.0) if odd else Grade(Outcome.UNDESIRED, 0.0)
+
+
+def sampled(base: LoadedModel, **options: Any) -> Batch:
+    """Groups of four rollouts with unlike lengths under the arm's policy, three unless told, graded by parity."""
+    settings = config(**({"prompts_per_step": 3, "steps": 1} | options))
+    questions = training_items(settings, base.chat.count_tokens)[0]
+    sampler = Sampler(base, settings.rollout_policy)
+    played = _play(sampler, questions, Decoding(settings.context_tokens), row_seeds(settings, 0), group=4)
+    return collect([row.rollout for row in played], [parity(row).score for row in played], 4, base.device)
+
+
+class Tape(Optimiser):
+    """An optimiser that remembers gradients and changes nothing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0)
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self) -> float | None:
+        self.gradients = [weight.grad.clone() for weight in self._weights.values()]
+        self._adam.zero_grad(set_to_none=True)
+        return 1.0
+
+
+def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Tensor]:
+    """What one update of a batch would follow, by weight."""
+    model = copy.deepcopy(base.model)
+    tape = Tape(model)
+    advantages = grpo.group_advantages(batch.rewards, batch.graded, batch.group, by_std=True)
+    grpo.learn(model, tape, batch, advantages, config(**options), max_tokens=40, reference=None)
+    return tape.gradients
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +127,7 @@ def main(arguments: Sequence[str]) -> None:
         if done == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    grpo.train(config(), sharp(Path(model)), Path(out), stop)
+    grpo.train(short(), sharp(Path(model)), Path(out), stop)
 
 
 if __name__ == "__main__":
