@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from audit.core.errors import SpecError
-from audit.policies import POLICIES, Composed, Policy, evictor_of
+from audit.policies import POLICIES, Composed, Policy, evictor_of, quantiser_of, selector_of
 
 SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8, "page": 4, "dense": 1}
 AT_MOST = {"window": 4, "interval": 3}
@@ -89,10 +89,35 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
             p for p in (*under_test, *pairs) if p.replayable and (evictor_of(p).evicts or p.quantises or p.selects)
         ],
     }
+    chosen["recorded"] = one_of_each(chosen["lossy"], record_of)
+    chosen["asking"] = one_of_each(chosen["replayed"], asked_by)
     return list(chosen[argument])
 
 
+def one_of_each(policies: Sequence[Policy], kind: Callable[[Policy], object]) -> list[Policy]:
+    """The first policy of every kind."""
+    return list({kind(policy): policy for policy in reversed(policies)}.values())[::-1]
+
+
+def record_of(policy: Policy) -> object:
+    """What a replay is given of a policy: a replay knows the record alone, so rankings are all one to it."""
+    evictor, others = evictor_of(policy), (quantiser_of(policy), selector_of(policy))
+    return evictor.evicts, evictor.shares_heads, evictor.across_layers, *map(_type, others)
+
+
+def asked_by(policy: Policy) -> object:
+    """What a policy wants of a model beside its keys, in which model families differ."""
+    evictor = evictor_of(policy)
+    looks = evictor.accumulates, evictor.observed_queries > 0, evictor.moments, evictor.centres, evictor.seeded
+    return looks, evictor.for_layer(0, 3) == evictor, record_of(policy)
+
+
+def _type(part: object) -> type | None:
+    return None if part is None else type(part)
+
+
 ARGUMENTS = ("policy", "evictor", "scheduled", "compressed", "variant", "replayed", "replayed_variant", "lossy")
+ARGUMENTS += ("recorded", "asking")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

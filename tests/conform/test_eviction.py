@@ -13,11 +13,11 @@ from audit.core.errors import SpecError
 from audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
 from audit.sampling.sampler import Decoding, Sampler
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
-from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps
+from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
 
 __all__ = ["pytest_generate_tests"]
 LONG = 10_000  # tokens seen after which no budget changes any more
-SCRIPT = (40, -14, 21, -9)  # a prompt, an answer, a message, an answer
+SCRIPT = (40, -7, 21, -6)  # a prompt, an answer, a message, an answer
 
 
 def compresses_now(policy: Policy, budget: int, now: Moment, entries: float, since: int) -> bool:
@@ -39,7 +39,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
     loaded, policy = shared(), evictor_of(compressed)
     since = dict.fromkeys(governed(loaded), 0)
     evictions = 0
-    for before, now in steps(list(moments(loaded, compressed, SCRIPT))):
+    for before, now in steps(told_once(compressed, SCRIPT)):
         for layer in governed(loaded):
             budget = budgets(policy, now.seen)[layer]
             since[layer] += now.new if now.decoding else 0
@@ -53,7 +53,7 @@ def test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due(compre
 
 
 def test_what_left_never_returns(scheduled: Policy) -> None:
-    for before, now in steps(list(moments(shared(), scheduled, SCRIPT))):
+    for before, now in steps(told_once(scheduled, SCRIPT)):
         come = set(range(before.seen, now.seen))
         for had, has in zip(before.held, now.held, strict=True):
             assert all(later <= earlier | come for earlier, later in zip(had, has, strict=True))
@@ -81,7 +81,7 @@ def feed_pinned(policy: Policy, pins: list[set[int]]) -> None:
     """A prompt, an answer and a message of two rows; ``pins`` are held throughout."""
     loaded, length = shared(), 2 * policy.budget
     evicting = new_cache(loaded, policy, [0, 1])
-    for start, stop in ((0, length), *((length + n, length + n + 1) for n in range(15)), (length + 15, length + 50)):
+    for start, stop in ((0, length), *((length + n, length + n + 1) for n in range(6)), (length + 6, length + 36)):
         rows = [[8 + n % 50 for n in range(start, stop)]] * 2
         pinned = torch.tensor([[n in mine for n in range(start, stop)] for mine in pins])
         feed(loaded, evicting, rows, decoding=stop - start == 1, pinned=pinned)
@@ -147,9 +147,9 @@ def test_a_row_that_is_given_nothing_is_left_as_it_is(scheduled: Policy) -> None
     sampler = Sampler(shared(), scheduled)
     alone, beside = sampler.open(prompts(40), [0]), sampler.open(prompts(40, 23), [0, 1])
     for episode, chunks in ((alone, [()]), (beside, [(), prompts(0, 30)[1]])):
-        episode.decode(Decoding(6))
+        episode.decode(Decoding(5))
         episode.extend(chunks)
-        episode.decode(Decoding(6))
+        episode.decode(Decoding(4))
     expected, got = alone.rollouts()[0], beside.rollouts()[0]
     assert torch.equal(expected.evicted_at, got.evicted_at)
     assert expected.ids.tolist() == got.ids.tolist()

@@ -29,8 +29,8 @@ def model(name: str) -> Any:
     return made
 
 
-SCRIPT = torch.tensor(prompts(34, 34, 34))
-PARTS = [1] * 8 + [21] + [1] * 5  # an answer, a message, an answer
+SCRIPT = torch.tensor(prompts(28, 28, 28))
+PARTS = [1] * 4 + [21] + [1] * 3  # an answer, a message, an answer
 
 
 @torch.no_grad()
@@ -69,15 +69,15 @@ def test_a_left_padded_row_equals_the_row_alone(name: str, policy: Policy) -> No
     alone = CompressedCache.for_model(model(name), policy, seed=1)
     expected = played(model(name), alone, ids[1:2, real], mask[1:2, real], script=SCRIPT[1:2])
     torch.testing.assert_close(logits[1:2, 17:], expected, rtol=0, atol=1e-12)
-    assert torch.equal(together.ledger.evicted_at[1, :, :, :57], alone.ledger.evicted_at[0])
+    assert torch.equal(together.ledger.evicted_at[1, :, :, :51], alone.ledger.evicted_at[0])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_shadow_pass_replays_the_public_cache(name: str, replayed: Policy) -> None:
-    if evictor_of(replayed).needs_rotary and name in UNTURNED:
+def test_the_shadow_pass_replays_the_public_cache(name: str, asking: Policy) -> None:
+    if evictor_of(asking).needs_rotary and name in UNTURNED:
         pytest.skip(f"{name} has learned positions")
     ids, mask = batch()
-    past = CompressedCache.for_model(model(name), replayed)
+    past = CompressedCache.for_model(model(name), asking)
     logits = played(model(name), past, ids, mask)
     every, every_mask = whole(ids, mask)
     with torch.no_grad(), shadow(model(name), past.ledger):
@@ -132,6 +132,6 @@ def test_no_policy_equals_the_dynamic_cache(name: str) -> None:
 def test_savings_are_bytes_that_are_gone(name: str, evictor: Policy) -> None:
     past = CompressedCache.for_model(model(name), evictor)
     played(model(name), past, torch.tensor(prompts(400)), torch.ones(1, 400, dtype=torch.int64), script=SCRIPT[:1])
-    dense = 3 * 2 * 2 * 434 * 8 * 8  # layers, keys and values, heads, tokens, channels, bytes of a float64
-    held = (evictor.budget + max(evictor.chunk, evictor.interval)) / 434
+    dense = 3 * 2 * 2 * 428 * 8 * 8  # layers, keys and values, heads, tokens, channels, bytes of a float64
+    held = (evictor.budget + max(evictor.chunk, evictor.interval)) / 428
     assert past.bytes <= (held + 0.05) * dense

@@ -24,7 +24,7 @@ from conform.rules import RULES, Undetermined
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64
-FAST, SLOW = 13, 295  # plays of every policy
+FAST, SLOW = 9, 295  # plays of every policy
 # a play prints whole, and to shrink one would take minutes
 CALM = settings(derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
 CALM = settings(CALM, suppress_health_check=list(HealthCheck))
@@ -119,9 +119,9 @@ def test_a_policy_without_a_rule_or_with_an_unknown_field_fails(monkeypatch: pyt
 
 
 def conversation(*, family: str = "llama", codec: dict[str, Any] | None = None, **fields: Any) -> Conversation:
-    """A prompt of 30 tokens, an answer of 12, a message of 10 and an answer of 8 under one policy."""
+    """A prompt of 30 tokens, an answer of 7, a message of 10 and an answer of 5 under one policy."""
     usual = {"name": "keydiff", "budget": 12, "sink": 1, "window": 2, "interval": 3, "phase": "both", "chunk": 8}
-    turns = (((12,), (10,)), ((8,), (0,)))
+    turns = (((7,), (10,)), ((5,), (0,)))
     return Conversation(
         family, (Part(usual | fields, codec),), (1,), (3,), 5, (frozenset(),), lengths=(30,), group=1, turns=turns
     )

@@ -160,7 +160,12 @@ def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: 
     return SimpleNamespace(model=model, chat=chat, device=torch.device("cpu"), max_positions=512)
 
 
-shared = cache(served)  # for tests that leave no gradient behind
+def shared(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
+    """``served`` once for the same arguments, for tests that leave no gradient behind."""
+    return _shared(name, dtype, spread)
+
+
+_shared = cache(served)
 
 
 def governed(loaded: SimpleNamespace) -> list[int]:
@@ -256,7 +261,7 @@ def two_turns(
     only: int | None = None,
     short: bool = False,
 ) -> Played:
-    """Prompts of these lengths, twelve drawn tokens, a message to each row, nine more; ``only`` one of the rows.
+    """Prompts of these lengths, seven drawn tokens, a message to each row, six more; ``only`` one of the rows.
 
     ``short``: five drawn tokens, a message of six, four more.
     """
@@ -265,11 +270,17 @@ def two_turns(
     asked = prompts(*lengths) if only is None else [prompts(*lengths)[only // group]]
     parsed = parse_policy(policy) if isinstance(policy, str) else policy
     episode = Sampler(loaded, parsed).open(asked, rows, group=group if only is None else 1)
-    first = episode.decode(Decoding(5 if short else 12))
+    first = episode.decode(Decoding(5 if short else 7))
     episode.extend([told[n] for n in rows])
-    second = episode.decode(Decoding(4 if short else 9))
+    second = episode.decode(Decoding(4 if short else 6))
     drawn = [[*a.logprobs, *b.logprobs] for a, b in zip(first, second, strict=True)]
     return Played(episode.rollouts(), drawn)
+
+
+@cache
+def played_once(policy: Policy, model: str = "llama-gqa") -> Played:
+    """``two_turns`` of a shared model, for all tests that only read it."""
+    return two_turns(shared(model), policy)
 
 
 def ledger_of(rollout: Rollout) -> Ledger:
@@ -294,6 +305,12 @@ def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> f
         drawn = logprobs[rollout.sampled[rollout.prompt_length :]]
         worst = max(worst, (drawn - torch.tensor(played.logprobs[row], dtype=torch.float64)).abs().max().item())
     return worst
+
+
+@cache
+def told_once(policy: Policy, script: tuple[int, ...]) -> list[Moment]:
+    """``moments`` of a shared model, for all tests that only read them."""
+    return list(moments(shared(), policy, script))
 
 
 def steps(history: Sequence[Moment]) -> Iterator[tuple[Moment, Moment]]:
