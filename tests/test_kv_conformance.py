@@ -1,25 +1,38 @@
-"""The conformance suite can fail: policies that are wrong in one way each, and the test that says so."""
+"""The conformance suite can fail: a file of policies that are wrong in one way each, and the test that says so.
+
+The file is an outsider's, held to the suite by ``--policy-file`` as CONTRIBUTING tells outsiders to do it.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
-import conform.test_eviction as eviction
-import conform.test_shadow as identity
 import pytest
+
+from audit.policies import POLICIES
+
+CONFORM = Path(__file__).parent / "conform"
+OUTSIDE = """
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import torch
-from conform.policies import small
 from torch import Tensor
 
 from audit.policies import Evictor, View
 from audit.policies.int8 import Int8
+from audit.policies.quest import Quest
 
-ROOT = Path(__file__).parent.parent
+
+@dataclass(frozen=True)
+class Oldest(Evictor):
+    "The one that is right."
+
+    name: ClassVar[str] = "oldest"
+    window: int = 0
+
+    def importance(self, view: View) -> Tensor:
+        return -view.positions.float()
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class BatchMates(Evictor):
 
 @dataclass(frozen=True)
 class Slots(Evictor):
-    """Ranks by how many slots there are: with longer rows beside it, a row has more of them."""
+    "Ranks by how many slots there are: with longer rows beside it, a row has more of them."
 
     name: ClassVar[str] = "slots"
     window: int = 0
@@ -76,7 +89,7 @@ class Remembers(Evictor):
 
 @dataclass(frozen=True)
 class Infinite(Evictor):
-    """Claims that all entries are worth more than a protected one."""
+    "Claims that all entries are worth more than a protected one."
 
     name: ClassVar[str] = "infinite"
 
@@ -94,7 +107,7 @@ class NotANumber(Evictor):
 
 @dataclass(frozen=True)
 class Greedy(Evictor):
-    """Lower layers take more than the upper ones give."""
+    "Lower layers take more than the upper ones give."
 
     name: ClassVar[str] = "greedy"
     window: int = 0
@@ -108,7 +121,7 @@ class Greedy(Evictor):
 
 @dataclass(frozen=True)
 class OneScale(Int8):
-    """One scale for whatever is quantised together, the other rows included."""
+    "One scale for whatever is quantised together, the other rows included."
 
     name: ClassVar[str] = "one-scale"
 
@@ -118,7 +131,7 @@ class OneScale(Int8):
 
 @dataclass(frozen=True)
 class Neighbours(Evictor):
-    """Ranks by the slot before, and says that the order of slots does not matter."""
+    "Ranks by the slot before, and says that the order of slots does not matter."
 
     name: ClassVar[str] = "neighbours"
     ordered: ClassVar[bool] = False
@@ -128,69 +141,113 @@ class Neighbours(Evictor):
         return view.keys.float().norm(dim=-1).roll(1, -1)
 
 
-def test_a_claim_about_the_order_of_slots_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AssertionError):
-        eviction.test_slots_may_come_in_any_order_where_the_policy_says_so(small(Neighbours), monkeypatch)
+@dataclass(frozen=True)
+class Scribbles(Evictor):
+    "Scales the keys where they lie."
 
+    name: ClassVar[str] = "scribbles"
+    window: int = 0
 
-@pytest.mark.parametrize(
-    ("wrong", "test", "more"),
-    [
-        (BatchMates, identity.test_batch_mates_and_padding_change_nothing, {}),
-        (Slots, identity.test_batch_mates_and_padding_change_nothing, {}),
-        (OneScale, identity.test_batch_mates_and_padding_change_nothing, {}),
-        (Dice, identity.test_the_same_run_twice_is_the_same, {}),
-        (Reseeds, identity.test_the_same_run_twice_is_the_same, {}),
-        (Remembers, identity.test_caches_that_share_a_policy_object_share_nothing_else, {}),
-        (Infinite, eviction.test_sink_and_window_stay, {}),
-        (NotANumber, eviction.test_sink_and_window_stay, {}),
-        (Greedy, eviction.test_budgets_of_the_layers_sum_to_the_mean, {"layers": 3}),
-    ],
-)
-def test_a_wrong_policy_is_caught(wrong: type[Evictor], test: Callable[..., None], more: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
-        test(small(wrong), **more)
-
-
-OUTSIDERS = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-
-from audit.policies import Evictor, View
-from audit.policies.int8 import Int8
+    def importance(self, view: View) -> Tensor:
+        return view.keys.mul_(1.01).float().norm(dim=-1)
 
 
 @dataclass(frozen=True)
-class Oldest(Evictor):
-    name: ClassVar[str] = "oldest"
-    window: int = 0
+class Fewer(Evictor):
+    "Ranks fewer entries than there are."
 
-    def importance(self, view: View) -> torch.Tensor:
-        return -view.positions.float()
+    name: ClassVar[str] = "fewer"
+
+    def importance(self, view: View) -> Tensor:
+        return view.positions[..., :-1].float()
 
 
 @dataclass(frozen=True)
-class Whim(Evictor):
-    name: ClassVar[str] = "whim"
+class Stingy(Evictor):
+    "Keeps one entry less than its budget."
+
+    name: ClassVar[str] = "stingy"
     window: int = 0
 
-    def importance(self, view: View) -> torch.Tensor:
-        return torch.rand(view.positions.shape)
+    def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
+        return super().capacities(rank, budgets) - 1
+
+    def importance(self, view: View) -> Tensor:
+        return view.positions.float()
+
+
+@dataclass(frozen=True)
+class Follower(Quest):
+    "Chooses for every row what is best for the first."
+
+    name: ClassVar[str] = "follower"
+
+    def choose(self, view: View) -> Tensor:
+        units = super().choose(view)
+        return units[:1].expand_as(units).clone()
 """
 
+TWICE = "test_shadow.py::test_the_same_run_twice_is_the_same"
+MATES = "test_shadow.py::test_batch_mates_and_padding_change_nothing"
+APART = "test_shadow.py::test_caches_that_share_a_policy_object_share_nothing_else"
+EXACT = "test_shadow.py::test_shadow_pass_is_exact_under_every_schedule"
+STAY = "test_eviction.py::test_sink_and_window_stay"
+MEETS = "test_eviction.py::test_every_eviction_meets_the_budget_exactly_and_comes_when_it_is_due"
+SUM = "test_eviction.py::test_budgets_of_the_layers_sum_to_the_mean"
+ORDER = "test_eviction.py::test_slots_may_come_in_any_order_where_the_policy_says_so"
+WRONG = [
+    ("batch-mates", MATES),
+    ("slots", MATES),
+    ("one-scale", MATES),
+    ("follower", MATES),
+    ("dice", TWICE),
+    ("reseeds", TWICE),
+    ("remembers", APART),
+    ("scribbles", EXACT),
+    ("infinite", STAY),
+    ("not-a-number", STAY),
+    ("fewer", STAY),
+    ("stingy", MEETS),
+    ("greedy", SUM),
+    ("neighbours", ORDER),
+]
 
-def test_a_file_from_outside_is_held_to_the_suite(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OUTSIDERS)
-    asked = ["tests/conform", "--policy-file", str(tmp_path / "mine.py"), "-k", "twice or never_returns", "-rA"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *asked]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    verdicts = {
-        line.split("::")[1].split(" ")[0]: line.split(" ")[0] for line in done.stdout.splitlines() if "::" in line
-    }
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert verdicts["test_the_same_run_twice_is_the_same[oldest]"] == "PASSED"
-    assert verdicts["test_the_same_run_twice_is_the_same[whim]"] == "FAILED"
-    assert verdicts["test_what_left_never_returns[oldest]"] == "PASSED"
-    assert {name.split("[")[1].split(":")[0].rstrip("]") for name in verdicts} == {"oldest", "whim"}
+
+class Verdicts:
+    """Hears how every test of a run ended, by file and name."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.of[report.nodeid.rpartition("/")[2]] = report.outcome
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """How the policies of the file fare in the tests that should catch one of them."""
+    file, heard = tmp_path_factory.mktemp("outside") / "mine.py", Verdicts()
+    file.write_text(OUTSIDE)
+    asked = {case(name, test) for wrong, test in WRONG for name in (wrong, "oldest")} - {case("oldest", ORDER)}
+    nodes = [str(CONFORM / node) for node in sorted(asked)]
+    quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=no", "--tb=no", "-qq"]
+    with pytest.MonkeyPatch.context() as patch:
+        # a run inside this one spares it the imports; the policies it registers are gone afterwards
+        patch.setattr(POLICIES, "_found", dict(POLICIES.all()))
+        pytest.main([*quiet, "--policy-file", str(file), *nodes], [heard])
+    assert set(heard.of) == asked
+    return heard.of
+
+
+def case(policy: str, test: str) -> str:
+    return f"{test}[{policy}-3]" if test == SUM else f"{test}[{policy}]"
+
+
+@pytest.mark.parametrize(("wrong", "test"), WRONG, ids=[name for name, _ in WRONG])
+def test_a_wrong_policy_fails_the_test_that_should_catch_it(wrong: str, test: str, verdicts: dict[str, str]) -> None:
+    assert verdicts[case(wrong, test)] == "failed"
+
+
+def test_a_right_policy_from_outside_passes_them_all(verdicts: dict[str, str]) -> None:
+    assert {outcome for name, outcome in verdicts.items() if "oldest" in name} == {"passed"}

@@ -121,9 +121,9 @@ def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
 
 
 def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
+    loaded = shared()
     random_state = torch.get_rng_state()
-    first = two_turns(shared(), policy, short=True)
-    again = two_turns(shared(), policy, short=True)
+    first, again = (two_turns(loaded, policy, short=True) for _ in range(2))
     assert first.logprobs == again.logprobs
     for a, b in zip(first.rollouts, again.rollouts, strict=True):
         assert torch.equal(a.evicted_at, b.evicted_at)
