@@ -12,13 +12,12 @@ from rich.console import Console
 from test_cli import kvaudit, refused
 from test_evaluate_public import data  # noqa: F401
 
-from audit.commands.plugins import load_plugins
 from audit.core.errors import RunError, SpecError
 from audit.core.files import read_json
 from audit.core.spec_file import load_spec
 from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
-from audit.runs.names import NAMES
+from audit.runs.names import NAMES, load_plugins
 from audit.runs.pipeline import Pipeline
 from reports.drift.drift import drift_report
 from reports.gate.decide import decide

@@ -11,7 +11,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.commands.gate_options import kept_gate
+from audit.commands.run import kept_gate
 from audit.core.errors import SpecError
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run

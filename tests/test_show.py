@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from audit.cache.ledger import NEVER
 from audit.cli import app
-from audit.commands.picture import Entry, Picture, picture, svg, ticks, wrapped
-from audit.commands.show import terminal
+from audit.commands.drawing import svg, terminal, ticks, wrapped
+from audit.commands.picture import Entry, Picture, picture
 
 SEEN, CODED, PASSED, GONE, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"

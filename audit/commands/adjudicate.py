@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from audit.commands.command_line import check_seed, say, wide_console
 from audit.commands.compare import selectors
-from audit.commands.console import check_seed, say, wide_console
 from audit.commands.report import print_verdict
 from audit.core.errors import DataError, RunError
 from audit.core.intact import check_checkpoints

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from audit.commands.console import check_seed, say, wide_console
+from audit.commands.command_line import check_seed, say, wide_console
 from audit.core.errors import SpecError
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter

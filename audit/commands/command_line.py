@@ -1,4 +1,7 @@
-"""Options that several commands share, and how errors that a user can mend end: one line, exit code 2."""
+"""What the commands share: options, where they print, and how errors that a user can mend end: one line, exit code 2.
+
+Nothing heavy is imported here or on top of a command's file, so that ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.core.errors import AuditError
+from audit.core.errors import AuditError, SpecError
 from audit.core.provenance import MOST_THREADS
 from audit.core.text import clip, inline
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
 LONGEST_LINE = 2_000  # characters of an error
+_WIDTH_OF_A_PIPE = 200
+_MOST_SEED = 2**63 - 1  # what torch takes
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
 SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
@@ -113,3 +121,22 @@ def resume_hint(command: str, spec: Path, out: Path | None, limit: int | None) -
     words += ["--out", str(out)] if out else []
     words += ["--limit", str(limit)] if limit else []
     return " ".join([*words, "--resume"])
+
+
+def check_seed(seed: int) -> None:
+    """Raise SpecError for a seed beyond 63 bits."""
+    if not 0 <= seed <= _MOST_SEED:
+        raise SpecError(f"--seed is {seed}, wanted 0 to {_MOST_SEED}")
+
+
+def wide_console() -> Console:
+    """As wide as the terminal; a pipe or a log has no width, and whole lines can be searched there."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_A_PIPE)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colours, no breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

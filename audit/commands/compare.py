@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from audit.commands.console import say, wide_console
+from audit.commands.command_line import say, wide_console
 from audit.core.errors import SpecError
 from audit.core.intact import check_checkpoints
 from audit.core.text import inline

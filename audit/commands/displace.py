@@ -5,41 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
+import typer
 
-from audit.commands.console import say, wide_console
-from audit.commands.plugins import load_plugins
+from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from audit.commands.run import set_data
 from audit.core.errors import DataError
 from audit.core.inputs import PLUGINS, TABLE, check_same
-from audit.core.intact import check_checkpoints
-from audit.core.spec import RunSpec
-from audit.core.spec_file import load_spec
 from audit.core.text import inline
-from audit.runs.displacement.produce import Producer
-from audit.runs.displacement.units import Measured
-from audit.runs.folder import SPEC, RunFolder
-from audit.runs.launchers.local import idle_cores
-from audit.runs.names import NAMES
-from audit.runs.progress import Meter
-from reports.analysis.displacement import Displacement, load_displacement
-from reports.page.plain import percent
+
+if TYPE_CHECKING:
+    from audit.runs.displacement.units import Measured
+    from audit.runs.folder import RunFolder
+    from reports.analysis.displacement import Displacement
 
 
-def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:
+def displace(
+    run: Run,
+    *,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="At most this many tokens of a checkpoint, policy and suite.")
+    ] = 16384,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: what the run began with.", show_default=False)
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Measure how far next-token distributions moved on the reference's own answers; `report` shows it, no gate."""
+    with user_errors(f"kvaudit displace {run}"):
+        _measure(run, tokens=tokens, threads=threads, plugins=tuple(plugin or ()))
+
+
+def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[Path]) -> None:
     """Measure what is missing, write the file, print its means over suites and seeds."""
-    files = load_plugins(plugins)
-    spec = load_spec(path / SPEC, NAMES)
-    set_data(spec)
-    run = RunFolder(path, spec)
-    _check(run, spec)
-    noted = run.provenance().get(TABLE)
-    if isinstance(noted, dict):  # a run of an earlier version noted none
-        check_same(PLUGINS, noted.get(PLUGINS, {}), files)
+    import torch
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from audit.core.intact import check_checkpoints
+    from audit.runs.displacement.produce import Producer
+    from audit.runs.progress import Meter
+    from reports.analysis.displacement import load_displacement
+
+    run = _opened(path, plugins)
     check_checkpoints(path)
     torch.set_num_threads(threads or _threads(run))
     disable_progress_bar()
@@ -55,17 +64,33 @@ def displace(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     say(wide_console(), f"written: {written}; show it with: kvaudit report {path}")
 
 
-def _check(run: RunFolder, spec: RunSpec) -> None:
-    began = run.provenance().get("spec_sha256")
-    if began != spec.sha256:
+def _opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
+    """The run, by the spec and the plug-ins that it began with; raises DataError and RunError for others."""
+    from audit.core.spec_file import load_spec
+    from audit.runs.folder import SPEC, RunFolder
+    from audit.runs.names import NAMES, load_plugins
+
+    files = load_plugins(plugins)
+    spec = load_spec(path / SPEC, NAMES)
+    set_data(spec)
+    run = RunFolder(path, spec)
+    story = run.provenance()
+    if (began := story.get("spec_sha256")) != spec.sha256:
         raise DataError(
             f"{str(run.path / SPEC)!r} has hash {spec.sha256[:12]}, the run began with {str(began)[:12]}; "
             "put the first one back"
         )
+    if isinstance(noted := story.get(TABLE), dict):  # a run of an earlier version noted none
+        check_same(PLUGINS, noted.get(PLUGINS, {}), files)
+    return run
 
 
 def _threads(run: RunFolder) -> int:
     """What the run began with: rounding can depend on it."""
+    import torch
+
+    from audit.runs.launchers.local import idle_cores
+
     known = run.provenance().get("threads")
     if isinstance(known, int) and known > 0:
         return min(known, os.cpu_count() or 1)
@@ -79,6 +104,10 @@ def _line(unit: Measured) -> str:
 
 
 def _print(rows: Sequence[Displacement]) -> None:
+    from rich.table import Table
+
+    from reports.page.plain import percent
+
     table = Table("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
     groups: dict[tuple[str, str, bool], list[Displacement]] = {}
     for row in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from audit.commands.console import wide_console
+from audit.commands.command_line import wide_console
 from audit.commands.gate_options import GateOptions
 from audit.commands.report import print_verdict
 from audit.core.intact import check_checkpoints

@@ -1,19 +1,13 @@
-"""What the command line adds to the gate of a run, and what a run keeps of its gate when it begins."""
+"""What the command line adds to the gate of a run."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from audit.core.errors import SpecError
-from audit.core.spec import Names, RunSpec, expand
-from audit.core.spec_file import parse_spec
-from reports.gate.gate_file import Asked, load_gate_file, overlay
+from reports.gate.gate_file import Asked, load_gate_file
 from reports.gate.pin import load_pin
 from reports.gate.rules import BLOCK, WARN
 from reports.gate.waivers import read_waivers
@@ -40,24 +34,3 @@ class GateOptions:
             on_inconclusive=self.on_inconclusive,
             today=date.today(),
         )
-
-
-def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
-    """What provenance keeps of the gate before a run begins: the gate file's text and hash, and the pin.
-
-    Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
-    the gate file that names it, or from here where the spec does.
-    """
-    kept: dict[str, Any] = {}
-    pin, folder = spec.gate.pin, Path()
-    if spec.gate.gate_file is not None:
-        path = Path(expand("gate.gate_file", spec.gate.gate_file))
-        file = load_gate_file(path)
-        row = spec.written()
-        row["gate"] = overlay(row["gate"], file.table)
-        pin = parse_spec(yaml.safe_dump(row), file.name, names).gate.pin
-        folder = path.parent if "pin" in file.table else folder
-        kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
-    if pin is not None:
-        kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
-    return kept

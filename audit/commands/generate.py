@@ -6,22 +6,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
-from rich.console import Console
-from transformers.utils.logging import set_verbosity_error
+import typer
 
-from audit.cache.layers import governed_words
-from audit.cache.ledger import NEVER, Rollout
-from audit.commands.console import check_seed
-from audit.commands.plugins import load_plugins
+from audit.commands.command_line import Plugins, check_seed, say, user_errors
 from audit.core.errors import SpecError, UnknownName
-from audit.core.records import Message, Role
-from audit.core.spec import HEATS, is_heat
 from audit.core.text import is_text, visible
-from audit.policies import Policy, parse_policy
-from audit.sampling.model import DtypeName, LoadedModel, load_model
-from audit.sampling.sampler import Completion, Decoding, Sampler
+
+if TYPE_CHECKING:
+    from audit.cache.ledger import Rollout
+    from audit.core.records import Message
+    from audit.policies import Policy
+    from audit.sampling.model import LoadedModel
+    from audit.sampling.sampler import Completion
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,41 @@ class Question:
     @property
     def messages(self) -> list[Message]:
         """The conversation so far."""
+        from audit.core.records import Message, Role
+
         text = sys.stdin.read() if self.text == "-" else self.text
         user = Message(Role.USER, text)
         return [user] if self.system is None else [Message(Role.SYSTEM, self.system), user]
 
 
-def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: Sequence[Path]) -> None:
+def generate(
+    text: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.", show_default=False)],
+    *,
+    model: Annotated[str, typer.Option(help="A hub id, a folder, a .gguf file, or 'embedded'.")] = "embedded",
+    policy: Annotated[str, typer.Option(help="For example snapkv:budget=96,window=8.")] = "none",
+    system: Annotated[str | None, typer.Option(help="A system prompt.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
+    plugin: Plugins = None,
+) -> None:
+    """Answer one question with a compressed cache, and show what was kept."""
+    with user_errors():
+        asked = Question(text, system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        _answer(asked, model=model, dtype=dtype, policy=policy, plugins=plugin or [])
+
+
+def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins: Sequence[Path]) -> None:
     """Print the completion, then retention, bytes and what every layer kept."""
+    from rich.console import Console
+    from transformers.utils.logging import set_verbosity_error
+
+    from audit.cache.layers import governed_words
+    from audit.policies import parse_policy
+    from audit.runs.names import load_plugins
+    from audit.sampling.model import DtypeName, load_model
+
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
     check_seed(question.seed)
@@ -54,16 +80,18 @@ def answer(question: Question, *, model: str, dtype: str, policy: str, plugins: 
     loaded = load_model(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
     completion, rollout = _sample(question, loaded, chosen)
     console = Console()
-    console.print(visible(loaded.chat.text(completion.ids)), markup=False, highlight=False, soft_wrap=True)
+    say(console, visible(loaded.chat.text(completion.ids)))
     console.print()
     facts = _facts(completion, rollout, chosen.drawn(question.seed))
     if words := governed_words(loaded.model.config):
         facts.append(f"layers      {words}")
     for line in facts:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _check(question: Question) -> None:
+    from audit.core.spec import HEATS, is_heat
+
     if not is_heat(question.temperature):
         raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")
     if not all(is_text(text) for text in (question.text, question.system or "")):
@@ -71,6 +99,8 @@ def _check(question: Question) -> None:
 
 
 def _sample(question: Question, model: LoadedModel, policy: Policy) -> tuple[Completion, Rollout]:
+    from audit.sampling.sampler import Decoding, Sampler
+
     prompt = model.chat.opening(question.messages)
     needed = len(prompt.ids) + question.max_new_tokens
     if needed > model.max_positions:
@@ -83,6 +113,8 @@ def _sample(question: Question, model: LoadedModel, policy: Policy) -> tuple[Com
 
 
 def _facts(completion: Completion, rollout: Rollout, policy: Policy) -> list[str]:
+    from audit.cache.ledger import NEVER
+
     peak, dense = rollout.kv_bytes_peak, rollout.kv_bytes_dense
     kept = (rollout.evicted_at == NEVER).double().sum(-1).mean(-1).tolist()  # [L] entries, mean over KV heads
     return [

@@ -1,32 +1,69 @@
-"""``kvaudit list``."""
+"""``kvaudit list``: what can be named in a spec."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+import typer
 
-from audit.commands.console import say, wide_console
-from audit.commands.plugins import load_plugins
-from audit.policies import POLICIES, Evictor, Policy
-from audit.policies.base import OPTIONAL
-from audit.training.arms import ARMS
-from suites.base import SUITES
+from audit.commands.command_line import Plugins, say, user_errors, wide_console
 
+if TYPE_CHECKING:
+    from audit.policies import Policy
 
-def policies(plugins: Sequence[Path]) -> None:
-    """Every policy with its defaults."""
-    load_plugins(plugins)
-    rows = [_row(name, cls) for name, cls in POLICIES.all().items()]
-    _print(["policy", "keeps", "fields and defaults", "phase", "replay", "paper"], rows)
-    say(
-        wide_console(),
-        "a+b evicts by a and quantises by b; a|b lets every request draw one; pin=system never lets a role's tokens go",
-    )
+listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what can be named in a spec.")
 
 
-def _row(name: str, cls: type[Policy]) -> list[str]:
+@listing.command("policies")
+def list_policies(plugin: Plugins = None) -> None:
+    """Compression policies: what each keeps, its fields, its paper."""
+    with user_errors():
+        from audit.policies import POLICIES
+        from audit.runs.names import load_plugins
+
+        load_plugins(plugin or ())
+        rows = [_policy(name, cls) for name, cls in POLICIES.all().items()]
+        _print(["policy", "keeps", "fields and defaults", "phase", "replay", "paper"], rows)
+        say(
+            wide_console(),
+            "a+b evicts by a and quantises by b; a|b lets every request draw one; pin=system never lets a role's "
+            "tokens go",
+        )
+
+
+@listing.command("suites")
+def list_suites(plugin: Plugins = None) -> None:
+    """Suites: what is asked, and where it comes from."""
+    with user_errors():
+        from audit.runs.names import load_plugins
+        from suites.base import SUITES
+
+        load_plugins(plugin or ())
+        rows = [
+            [name, cls.kind, cls.version, str(cls.max_turns), str(cls.max_new_tokens), cls.source, cls.licence]
+            for name, cls in SUITES.all().items()
+        ]
+        _print(["suite", "kind", "version", "turns", "new tokens", "source", "licence"], rows)
+
+
+@listing.command("arms")
+def list_arms() -> None:
+    """Training arms: how rollouts are sampled and what the learner makes of them."""
+    with user_errors():
+        from audit.training.arms import ARMS
+
+        rows = [
+            [arm.name, arm.rollout, arm.learner, arm.correction, "yes" if arm.distill else "no", arm.summary]
+            for arm in ARMS.values()
+        ]
+        _print(["arm", "rollouts", "learner", "correction", "distil", "what it is"], rows)
+
+
+def _policy(name: str, cls: type[Policy]) -> list[str]:
+    from audit.policies import Evictor
+    from audit.policies.base import OPTIONAL
+
     policy = cls()
     optional = [f"{field}={getattr(policy, field) or '-'}" for field in OPTIONAL if field in cls.field_names()]
     fields = [part for part in (policy.canonical.partition(":")[2], *optional) if part]
@@ -39,26 +76,9 @@ def _row(name: str, cls: type[Policy]) -> list[str]:
     return [name, cls.keeps, ",".join(fields).lower(), phase, replay, cls.paper]
 
 
-def suites(plugins: Sequence[Path]) -> None:
-    """Every suite with its source."""
-    load_plugins(plugins)
-    rows = [
-        [name, cls.kind, cls.version, str(cls.max_turns), str(cls.max_new_tokens), cls.source, cls.licence]
-        for name, cls in SUITES.all().items()
-    ]
-    _print(["suite", "kind", "version", "turns", "new tokens", "source", "licence"], rows)
-
-
-def arms() -> None:
-    """Every training arm."""
-    rows = [
-        [arm.name, arm.rollout, arm.learner, arm.correction, "yes" if arm.distill else "no", arm.summary]
-        for arm in ARMS.values()
-    ]
-    _print(["arm", "rollouts", "learner", "correction", "distil", "what it is"], rows)
-
-
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
     table = Table()
     for heading in headings:
         table.add_column(heading, overflow="fold")  # nothing is cut off

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from audit.commands.console import say, wide_console
+from audit.commands.command_line import say, wide_console
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.intact import check_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from audit.commands.console import say, wide_console
+from audit.commands.command_line import say, wide_console
 from audit.core.errors import SpecError
 from reports.gate.sizes import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
 from reports.page.plain import percent

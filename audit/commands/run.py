@@ -1,25 +1,34 @@
-"""``kvaudit run``, ``train`` and ``evaluate``."""
+"""``kvaudit run``, ``join``, ``train`` and ``evaluate``."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-
-from audit.commands.gate_options import kept_gate
-from audit.commands.plugins import load_plugins
+from audit.commands.command_line import (
+    Limit,
+    Out,
+    Plugins,
+    Resume,
+    Run,
+    SpecFile,
+    Takeover,
+    Threads,
+    Workers,
+    resume_hint,
+    say,
+    user_errors,
+)
 from audit.core.errors import SpecError
 from audit.core.provenance import PROVENANCE, read_provenance
-from audit.core.spec import RunSpec, expand
-from audit.core.spec_file import load_spec
-from audit.runs.folder import SPEC, RunFolder, check_folder, open_run
-from audit.runs.launchers.local import companions, idle_cores
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare
-from audit.sampling.model import EMBEDDED
+
+if TYPE_CHECKING:
+    from audit.core.spec import Names, RunSpec
+    from audit.runs.folder import RunFolder
+    from audit.runs.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,73 @@ class Options:
     takeover: bool = False
 
 
-def run_all(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
+def run(
+    spec: SpecFile,
+    *,
+    out: Out = None,
+    resume: Resume = False,
+    limit: Limit = None,
+    threads: Threads = None,
+    workers: Workers = None,
+    plugin: Plugins = None,
+    takeover: Takeover = False,
+) -> None:
+    """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides."""
+    with user_errors(resume_hint("run", spec, out, limit)):
+        options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(plugin or ()), takeover=takeover)
+        _run(spec, out, options, resume=resume)
+
+
+def join(run: Run, *, threads: Threads = None, plugin: Plugins = None, takeover: Takeover = False) -> None:
+    """Help with a run that another process has started, until nothing of it is left to do."""
+    with user_errors(f"kvaudit join {run}"):
+        _join(run, Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
+
+
+def train(
+    spec: SpecFile,
+    *,
+    out: Out = None,
+    resume: Resume = False,
+    limit: Limit = None,
+    threads: Threads = None,
+    plugin: Plugins = None,
+    takeover: Takeover = False,
+) -> None:
+    """Only train the arms of a spec."""
+    with user_errors(resume_hint("train", spec, out, limit)):
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        _train(spec, out, options, resume=resume)
+
+
+def evaluate(
+    spec: SpecFile,
+    *,
+    out: Out = None,
+    limit: Limit = None,
+    threads: Threads = None,
+    plugin: Plugins = None,
+    takeover: Takeover = False,
+) -> None:
+    """Only evaluate the grid of a spec, on the checkpoints that `train` left in the run folder."""
+    with user_errors(resume_hint("evaluate", spec, out, limit).removesuffix(" --resume")):
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        _evaluate(spec, out, options)
+
+
+def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
     """Every phase, then the verdict and where the report lies."""
+    from rich.console import Console
+
     from audit.commands.report import write_checked
+    from audit.runs.launchers.local import companions
 
     asked = _asked(path, out, options)
     workers, threads = share(options, asked.spec, _begun_with(asked.folder))
     pipeline, run = _open(asked, options, threads, resume=resume)
     words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
     words += ["--takeover"] if options.takeover else []
-    with companions(workers - 1, words, run.path / "logs", lambda line: _say(Console(stderr=True), line)):
+    with companions(workers - 1, words, run.path / "logs", lambda line: say(Console(stderr=True), line)):
         pipeline.train()
         pipeline.evaluate()
     write_checked(run.path)
@@ -54,6 +120,9 @@ def share(options: Options, spec: RunSpec, begun: int | None) -> tuple[int, int 
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
     has more goes on with one process.
     """
+    from audit.runs.launchers.local import idle_cores
+    from audit.sampling.model import EMBEDDED
+
     threads = options.threads or begun
     if threads is not None and threads > 1:
         return 1, threads
@@ -66,28 +135,34 @@ def _begun_with(folder: Path) -> int | None:
     return read_provenance(folder).get("threads") if os.path.isfile(folder / PROVENANCE) else None
 
 
-def join_run(path: Path, options: Options) -> None:
+def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
+    from audit.runs.folder import SPEC
+
     pipeline, _ = _open(_asked(path / SPEC, path, options), options, options.threads, resume=True)
     pipeline.train()
     pipeline.evaluate()
 
 
-def train_only(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
+def _train(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
     """The training phase; raises SpecError for a spec without one."""
+    from rich.console import Console
+
     asked = _asked(path, out, options)
     if asked.spec.train is None:
         raise SpecError(f"{str(path)!r} has no train section; evaluate the base model with: kvaudit evaluate {path}")
     pipeline, run = _open(asked, options, options.threads, resume=resume)
     pipeline.train()
-    _say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
+    say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
 
 
-def evaluate_only(path: Path, out: Path | None, options: Options) -> None:
+def _evaluate(path: Path, out: Path | None, options: Options) -> None:
     """The evaluation phase; goes on with whatever the folder holds."""
+    from rich.console import Console
+
     pipeline, run = _open(_asked(path, out, options), options, options.threads, resume=True)
     pipeline.evaluate()
-    _say(Console(), f"records: {run.records}")
+    say(Console(), f"records: {run.records}")
 
 
 class _Asked(NamedTuple):
@@ -98,6 +173,9 @@ class _Asked(NamedTuple):
 
 def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     """Plug-ins first: the spec may name what they bring."""
+    from audit.core.spec_file import load_spec
+    from audit.runs.names import NAMES, load_plugins
+
     plugins = load_plugins(options.plugins)
     spec = load_spec(path, NAMES)
     if options.limit is not None:
@@ -108,20 +186,52 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
 
 def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed."""
+    from rich.console import Console
+
+    from audit.runs.folder import check_folder, open_run
+    from audit.runs.names import NAMES
+    from audit.runs.pipeline import Pipeline, prepare
+
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun else prepare(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
-    _say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
+    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def set_data(spec: RunSpec) -> None:
     """Public suites find their rows through one variable, whoever names the folder."""
+    from audit.core.spec import expand
+
     if spec.data is not None:
         os.environ["KVAUDIT_DATA"] = expand("data", spec.data)
+
+
+def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
+    """What provenance keeps of the gate before a run begins: the gate file's text and hash, and the pin.
+
+    Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
+    the gate file that names it, or from here where the spec does.
+    """
+    import yaml
+
+    from audit.core.spec import expand
+    from audit.core.spec_file import parse_spec
+    from reports.gate.gate_file import load_gate_file, overlay
+    from reports.gate.pin import load_pin
+
+    kept: dict[str, Any] = {}
+    pin, folder = spec.gate.pin, Path()
+    if spec.gate.gate_file is not None:
+        path = Path(expand("gate.gate_file", spec.gate.gate_file))
+        file = load_gate_file(path)
+        row = spec.written()
+        row["gate"] = overlay(row["gate"], file.table)
+        pin = parse_spec(yaml.safe_dump(row), file.name, names).gate.pin
+        folder = path.parent if "pin" in file.table else folder
+        kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
+    if pin is not None:
+        kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
+    return kept

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.style import Style
-from rich.text import Text
+import typer
 
-from audit.cache.layers import layer_plans
-from audit.cache.ledger import Rollout
-from audit.commands.console import say
-from audit.commands.picture import Entry, Picture, legend, picture, summary, svg, ticks
-from audit.commands.plugins import load_plugins
+from audit.commands.command_line import Plugins, say, user_errors
 from audit.core.errors import RunError, SpecError
 from audit.core.text import inline
-from audit.policies import Policy, parse_policy
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from suites.base import SUITES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from audit.cache.ledger import Rollout
+    from audit.commands.picture import Picture
+    from audit.policies import Policy
+    from audit.sampling.model import LoadedModel
 
 _SUITE, _SEED = "refusal", 0
 _SHORTEST_TAIL, _LEAST_CONTEXT = 8, 192  # tokens
-_WIDTH_OF_A_PIPE, _MARGIN, _NARROWEST, _LABELLED = 110, 6, 10, 10  # characters; every tenth query has its number
-_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.GONE: "#6b7480"}
-_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.GONE: "·", Entry.FUTURE: " "}
+_WIDTH_OF_A_PIPE = 110  # characters
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,32 @@ class Asked:
     plugins: Sequence[Path] = ()
 
 
-def show_policy(asked: Asked) -> None:
+def show(
+    policy: Annotated[str, typer.Argument(help="For example snapkv:budget=24,window=8.", show_default=False)],
+    *,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt; a quarter more is decoded.")] = 64,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Default: the first that the policy governs.", show_default=False)
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="The KV head.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.", show_default=False)] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Draw what a policy keeps: which keys every query of a short text still sees."""
+    with user_errors():
+        _show(Asked(policy, length, layer, head, svg, tuple(plugin or ())))
+
+
+def _show(asked: Asked) -> None:
     """Run the policy over ``length`` tokens of a suite's item and a decoded tail, and draw one head's triangle."""
+    from rich.console import Console
+
+    from audit.commands.drawing import svg, terminal
+    from audit.commands.picture import summary
+    from audit.policies import parse_policy
+    from audit.runs.names import load_plugins
+    from audit.sampling.model import load_model
+
     load_plugins(asked.plugins)
     named = parse_policy(asked.policy)
     policy = named.drawn(_SEED)
@@ -66,6 +87,9 @@ def show_policy(asked: Asked) -> None:
 
 
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -> Picture:
+    from audit.cache.layers import layer_plans
+    from audit.commands.picture import picture
+
     plans = layer_plans(model.model.config, policy)
     governed = [number for number, plan in enumerate(plans) if plan.governed]
     choosing = [number for number in governed if plans[number].selector is not None]
@@ -88,6 +112,9 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -
 
 def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
     """A suite's item of exactly ``length`` tokens, its middle left out, and a greedy answer that does not stop."""
+    from audit.sampling.sampler import Decoding, Sampler
+    from suites.base import SUITES
+
     tail = max(_SHORTEST_TAIL, length // 4) + 1  # the last drawn token asks nothing of the cache
     if length + tail > model.max_positions:
         raise SpecError(f"--length {length} needs {length + tail} positions, the model has {model.max_positions}")
@@ -114,58 +141,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {str(path)!r} ({error.strerror}); give another --svg") from error
-
-
-def terminal(drawn: Picture, width: int, *, colours: bool) -> Iterator[Text]:
-    """The triangle in half blocks, two queries to a line, then the keys' positions and what the shades mean."""
-    cells = drawn.cells(max(_NARROWEST, width - _MARGIN))
-    step = -(-drawn.tokens // len(cells))  # tokens in a cell
-    rows = [*cells, [Entry.FUTURE] * len(cells)]
-    for top in range(0, len(cells), 2):
-        label = f"{top * step:>{_MARGIN - 1}} " if top % _LABELLED == 0 else " " * _MARGIN
-        line = Text(label)
-        for upper, lower in zip(rows[top], rows[top + 1], strict=True):
-            line.append(*_half(upper, lower) if colours else (_plain(upper, lower), ""))
-        line.rstrip()
-        yield line
-    yield Text(" " * _MARGIN + _scale(drawn.tokens, step))
-    yield _words(drawn, colours=colours)
-
-
-def _half(upper: Entry, lower: Entry) -> tuple[str, Style]:
-    """A character whose two halves have the colours of two entries."""
-    above, below = _COLOURS.get(upper), _COLOURS.get(lower)
-    if above is None:
-        return ("▄", Style(color=below)) if below else (" ", Style())
-    return ("█", Style(color=above)) if above == below else ("▀", Style(color=above, bgcolor=below))
-
-
-def _plain(upper: Entry, lower: Entry) -> str:
-    """The same without colours, where a half can only be full or empty."""
-    if upper is lower:
-        return _SHADES[upper]
-    if Entry.CODED in (upper, lower):
-        return "▓" if Entry.SEEN in (upper, lower) else "▒"
-    if Entry.SEEN in (upper, lower):
-        return "▀" if upper is Entry.SEEN else "▄"
-    return _SHADES[Entry.PASSED if Entry.PASSED in (upper, lower) else Entry.GONE]
-
-
-def _scale(tokens: int, step: int) -> str:
-    """Positions of keys under their columns."""
-    line = ""
-    for tick in ticks(tokens):
-        if tick // step >= len(line) + bool(line):
-            line = f"{line:<{tick // step}}{tick}"
-    return line
-
-
-def _words(drawn: Picture, *, colours: bool) -> Text:
-    line = Text(" " * _MARGIN)
-    for entry, words in legend(drawn):
-        line.append(_SHADES[Entry.SEEN] if colours else _SHADES[entry], Style(color=_COLOURS[entry]) if colours else "")
-        line.append(f" {words}   ")
-    line.append("rows: queries, columns: keys")
-    if drawn.prompt_length < drawn.tokens:
-        line.append(f"; decoded from {drawn.prompt_length}")
-    return line

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
-from rich.table import Table
-from transformers.utils.logging import set_verbosity_error
+import typer
 
-from audit.commands.console import say, wide_console
-from audit.commands.plugins import load_plugins
+from audit.commands.command_line import Plugins, say, user_errors, wide_console
 from audit.core.errors import SpecError, UnknownName
-from audit.core.spec import HEATS, is_heat
 from audit.core.text import inline
-from audit.replay.interchange import read_rollouts
-from audit.replay.ranking_check import Ranked
-from audit.replay.recorded import Recorded
-from audit.runs.verify import Gaps, Verification, checkpoint_rollouts, verify
-from audit.sampling.model import DtypeName, LoadedModel, load_model
-from reports.page.plain import scientific
+
+if TYPE_CHECKING:
+    from audit.replay.recorded import Recorded
+    from audit.runs.verify import Gaps, Verification
+    from audit.sampling.model import LoadedModel
 
 NOT_EXPLAINED = 3
 _COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch_kl", "mismatch_kl (k3)")
@@ -39,8 +35,41 @@ class Asked:
     plugins: tuple[Path, ...] = ()
 
 
-def verify_recorded(asked: Asked) -> int:
+def verify(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="The folder of a finished checkpoint.", show_default=False)
+    ] = None,
+    *,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(help="How many of its rollouts, default all; or a file of rollouts.", show_default=False),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model that sampled a file.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, as it was sampled.")] = "auto",
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, help="Nats on the worst token; default: the dtype's.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.", show_default=False),
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Replay recorded rollouts; exits with 3 where their policy does not explain their log-probs."""
+    with user_errors():
+        asked = Asked(checkpoint, rollouts, model, dtype, tolerance, temperature, tuple(plugin or ()))
+        raise typer.Exit(_verify(asked))
+
+
+def _verify(asked: Asked) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
+    from transformers.utils.logging import set_verbosity_error
+
+    from audit.core.spec import HEATS, is_heat
+    from audit.runs import verify as replay
+    from audit.runs.names import load_plugins
+    from audit.sampling.model import DtypeName, load_model
+
     if asked.dtype not in get_args(DtypeName):
         raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
     if asked.tolerance is not None and not math.isfinite(asked.tolerance):
@@ -51,13 +80,16 @@ def verify_recorded(asked: Asked) -> int:
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
     recorded, name = _sources(asked)
     model = load_model(name, dtype=asked.dtype)  # type: ignore[arg-type]  # checked above
-    found = verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
+    found = replay.verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
     _print(recorded, model, found)
     return 0 if found.explained else NOT_EXPLAINED
 
 
 def _sources(asked: Asked) -> tuple[Recorded, str]:
     """The rollouts, and the name of the model that is to explain them."""
+    from audit.replay.interchange import read_rollouts
+    from audit.runs.verify import checkpoint_rollouts
+
     if asked.checkpoint is not None:
         if asked.model is not None or (asked.rollouts is not None and not asked.rollouts.isdecimal()):
             raise SpecError(
@@ -82,6 +114,8 @@ def _first(recorded: Recorded, count: str | None) -> Recorded:
 
 
 def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
+    from rich.table import Table
+
     console = wide_console()
     say(console, f"rollouts    {found.rollouts} of {inline(recorded.source)}, {found.tokens} sampled tokens")
     say(console, f"policy      {inline(found.policy or 'not named')}")
@@ -98,6 +132,8 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
 
 
 def _numbers(gaps: Gaps) -> list[str]:
+    from reports.page.plain import scientific
+
     return [scientific(value) for value in astuple(gaps)]
 
 
@@ -118,6 +154,8 @@ def _percent(share: float) -> str:
 
 
 def _verdict(found: Verification) -> list[str]:
+    from reports.page.plain import scientific
+
     worst, bound = found.worst, f"{found.tolerance:g} nats"
     if found.explained:
         return [f"explained: no token is off by more than {bound}; p_s is the sampler's, numbers are in nats"]
@@ -134,7 +172,7 @@ def _verdict(found: Verification) -> list[str]:
         )
     if found.breach is not None:
         lines.append(f"not explained: {inline(found.breach)}")
-    if isinstance(found.ranked, Ranked) and not found.rank_explained:
+    if not isinstance(found.ranked, str) and not found.rank_explained:
         lines.append(
             f"not explained: of what left rollout {found.ranked.rollout}, the policy would have chosen "
             f"{_percent(found.ranked.least)}; at least {_percent(found.ranked.wanted)} of its own come again"

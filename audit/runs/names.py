@@ -1,11 +1,15 @@
-"""The names that the installed plug-ins answer to, for a spec that is to run (``audit.core.spec.Names``)."""
+"""What plug-ins answer to, for a spec that is to run (``audit.core.spec.Names``), and how an outsider's are added."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec import Names, TrainSpec
-from audit.policies import parse_policy
+from audit.policies import POLICIES, parse_policy
 from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
 from suites.base import SUITES
@@ -26,3 +30,27 @@ def _check_training(section: TrainSpec) -> None:
 
 
 NAMES = Names(policy=_policy, kind=_kind, check_training=_check_training)
+
+
+def load_plugins(files: Sequence[Path]) -> dict[str, str]:
+    """Add the plug-ins of every file; returns file name -> sha256.
+
+    Raises SpecError for a file that brings none, and for two files of one name.
+    """
+    names = [file.name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"two plug-in files are called {name!r}, and a run knows them by name; rename one")
+    return {file.name: _load(file) for file in files}
+
+
+def _load(file: Path) -> str:
+    try:
+        names = POLICIES.load_file(file) + SUITES.load_file(file)
+    except AuditError:
+        raise
+    except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
+        raise DataError(f"plug-in {str(file)!r} fails on import: {type(error).__name__}: {error}") from error
+    if not names:
+        raise SpecError(f"plug-in {str(file)!r} brings no policy and no suite; subclass Policy or Suite with a name")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
