@@ -90,7 +90,7 @@ def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins:
 
 
 def _check(question: Question) -> None:
-    from audit.core.spec import HEATS, is_heat
+    from audit.core.numbers import HEATS, is_heat
 
     if not is_heat(question.temperature):
         raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")

@@ -65,7 +65,7 @@ def _verify(asked: Asked) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
     from transformers.utils.logging import set_verbosity_error
 
-    from audit.core.spec import HEATS, is_heat
+    from audit.core.numbers import HEATS, is_heat
     from audit.runs import verify as replay
     from audit.runs.names import load_plugins
     from audit.sampling.model import DtypeName, load_model

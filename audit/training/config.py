@@ -9,7 +9,8 @@ from typing import Any, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from audit.core.errors import SpecError
-from audit.core.spec import Seed, Training, TrainSpec
+from audit.core.numbers import Seed
+from audit.core.spec import Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES
