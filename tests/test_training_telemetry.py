@@ -1,4 +1,4 @@
-"""The mismatch panel as literal numbers, and a log that survives."""
+"""A step's numbers as literals, and a log that survives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_world import rows
+from training_world import config, rows
 
+from audit.cache.ledger import Rollout
 from audit.core.errors import DataError, RunError
+from audit.core.records import Grade, Item, Outcome
+from audit.sampling.conversations import Played
+from audit.training.batch import collect
 from audit.training.files import TelemetryLog
-from audit.training.telemetry import mismatch_panel
+from audit.training.telemetry import Tally, certificate, memory_numbers, mismatch_panel, reward_numbers
 
 LN2 = math.log(2)
 
@@ -79,6 +83,61 @@ def test_a_log_prob_that_is_not_finite_is_counted_and_left_out() -> None:
     found = panel([[0.0, 1.0]], [1.0])  # log 0 = -inf
     assert found["frac_not_finite"] == 0.5
     assert found["k3_kl"] == 0.0
+
+
+def played(suite: str, outcome: Outcome, score: float | None, retention: float = 1.0) -> Played:
+    """A rollout of 5 prompt tokens and 4 new ones; its caches took 30 of 100 bytes at most."""
+    rollout = Rollout(torch.zeros(9), 5, torch.zeros(9), torch.zeros(9), torch.zeros(1, 1, 9), 30, 100, retention, 5)
+    return Played(Item(suite, "i", "c", (), 9, "start"), (), Grade(outcome, score), rollout, "stop", 5, 4, {}, 0, 0.1)
+
+
+STEP = [
+    played("math", Outcome.DESIRED, 1.0, 0.5),
+    played("math", Outcome.DEGENERATE, 0.0, 0.25),
+    played("refusal", Outcome.DESIRED, 1.0),
+    played("refusal", Outcome.UNSCORED, None),
+]
+
+
+def test_rewards_are_told_over_all_and_by_suite_and_what_was_not_graded_is_counted() -> None:
+    found = reward_numbers(STEP, [1.0, 0.0, 1.0, None], config(suites=["math", "refusal", "agent"], group=2))
+    assert found == {
+        "reward_mean": pytest.approx(2 / 3),
+        "reward_std": pytest.approx(math.sqrt(2) / 3),
+        "frac_reward_zero_std": 0.5,  # of the groups; one of them has one graded rollout
+        "frac_degenerate": 0.25,
+        "frac_unscored": 0.25,
+        "length_mean": 4.0,
+        "reward/math": 0.5,
+        "reward/refusal": 1.0,
+        "reward/agent": None,
+    }
+
+
+def test_memory_is_summed_over_rows_and_savings_are_what_was_not_kept() -> None:
+    batch = collect([row.rollout for row in STEP], [1.0, 0.0, 1.0, None], 2, torch.device("cpu"))
+    assert memory_numbers(STEP, batch) == {
+        "learner_tokens": 2 * 5 + 4 * 4,
+        "prompt_tokens_mean": 5.0,
+        "kv_bytes_peak": 120,
+        "kv_bytes_dense": 400,
+        "token_savings": pytest.approx(1 - 2.75 / 4),
+    }
+
+
+def test_the_certificate_is_the_panel_of_the_replayed_rollouts_and_empty_without_them() -> None:
+    seen, advantages = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1)
+    sampler, replayed = torch.zeros(1, 2), torch.tensor([[0.0, LN2]])
+    found = certificate(sampler, replayed, seen, advantages)
+    assert found == {"shadow/max_abs_gap": pytest.approx(LN2), "shadow/k3_kl": pytest.approx((1 - LN2) / 2)}
+    assert certificate(sampler, None, seen, advantages) == {"shadow/max_abs_gap": None, "shadow/k3_kl": None}
+
+
+def test_a_tally_is_a_mean_per_token_over_microbatches() -> None:
+    tally = Tally()
+    tally.add({"entropy": 3.0}, 2)
+    tally.add({"entropy": 1.0, "clipped": 2.0}, 2)
+    assert tally.means() == {"entropy": 1.0, "clipped": 0.5}
 
 
 def test_rows_are_appended_one_line_each_and_nan_becomes_null(tmp_path: Path) -> None:

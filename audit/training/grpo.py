@@ -37,17 +37,7 @@ from audit.training.learner import Read, pass_logprobs, read_tokens
 from audit.training.losses import LOSSES, LossInputs, full_kl
 from audit.training.optimiser import Optimiser
 from audit.training.rewards import REWARDS
-from audit.training.telemetry import (
-    Clock,
-    Learned,
-    Row,
-    Tally,
-    certificate,
-    learning_numbers,
-    memory_numbers,
-    mismatch_panel,
-    reward_numbers,
-)
+from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
 
 Progress = Callable[[int, int, Row], None]
 STD_FLOOR = 1e-6  # reward units
@@ -73,6 +63,7 @@ def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress
         ledgers = position.ledgers
         if config.ledger_every and done % config.ledger_every == 0:
             ledgers += (folder.save_ledgers(f"step-{done}", rollouts, run.policy),)
+        # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.optimiser.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps:
             folder.save_state(position, run.optimiser)
@@ -100,6 +91,7 @@ class _Run:
         self._sampler = Sampler(self.model, self.policy)
         self._questions = training_items(config, base.chat.count_tokens)
         self._reward = REWARDS.get("grade")()  # the only one there is: a suite's grader is the reward
+        # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
         suites = {suite.name: suite for step in self._questions for suite, _ in step}
         self._max_tokens = max(suite.max_new_tokens * suite.max_turns for suite in suites.values())
 
@@ -124,10 +116,7 @@ class _Run:
             reference=self._reference,
         )
         clock.lap("learner")
-        row: Row = {"step": step + 1}
-        row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
-        row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages)
-        row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, advantages)
+        row = step_row(step + 1, config, played, rewards, batch, advantages, learned, replayed)
         return row | clock.laps, batch.rollouts
 
     def last_rollouts(self) -> Sequence[Rollout]:

@@ -72,6 +72,26 @@ class Learned(NamedTuple):
     metrics: dict[str, float | None]
 
 
+def step_row(
+    step: int,
+    config: TrainConfig,
+    played: Sequence[Played],
+    rewards: Sequence[float | None],
+    batch: Batch,
+    advantages: Tensor,
+    learned: Learned,
+    replayed: Tensor | None,
+) -> Row:
+    """All numbers of a step but its seconds.
+
+    ``replayed`` [B, R] are the learner's log-probs of what the sampler saw, None at steps that keep no ledger.
+    """
+    row: Row = {"step": step}
+    row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
+    row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages)
+    return row | certificate(batch.sampler_logprobs, replayed, batch.sampled, advantages)
+
+
 def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> Row:
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
