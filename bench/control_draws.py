@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from audit.core.spec import SuiteSpec
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
-from reports.drift.drift import drift_report
-from reports.gate.decide import Decision, Status, decide
-from reports.gate.verdict import Verdict
+from reports.gate.verdict import Decision, Status, Verdict
 from reports.records.load import RunData
+from reports.run import decided
 from reports.stats.power import power
 
 ALPHA = 0.05
@@ -31,10 +31,12 @@ def paired(data: RunData, first: str, second: str) -> RunData:
 
 def with_rows(data: RunData, rows: pd.DataFrame) -> RunData:
     """The run with other rows; it then declares as many items of each suite as they hold."""
-    rows = rows[rows["policy"].isin(data.spec["evaluate"]["policies"])]
+    rows = rows[rows["policy"].isin(data.spec.evaluate.policies)]
     items = rows.groupby("suite", observed=True)["item_id"].nunique()
-    evaluate = {**data.spec["evaluate"], "suites": {suite: {"items": int(n)} for suite, n in items.items()}}
-    return replace(data, records=rows.reset_index(drop=True), spec={**data.spec, "evaluate": evaluate})
+    suites = {str(suite): SuiteSpec(items=int(n)) for suite, n in items.items()}
+    evaluate = data.spec.evaluate.model_copy(update={"suites": suites})
+    spec = data.spec.model_copy(update={"evaluate": evaluate})
+    return replace(data, records=rows.reset_index(drop=True), spec=spec)
 
 
 def templates_of(data: RunData) -> dict[str, list[str]]:
@@ -108,7 +110,7 @@ def shares(runs: Iterable[RunData]) -> Shares:
     """The verdicts of many runs."""
     found = Shares(Counter(), {})
     for data in runs:
-        verdict = decide(drift_report(data))
+        verdict = decided(data).verdict
         found.verdicts[verdict.status] += 1
         for d in gated(verdict):
             found.cells.setdefault((d.suite, d.policy), Counter())[d.status] += 1

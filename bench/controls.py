@@ -32,9 +32,9 @@ from bench.control_runs import (
     sample,
     spoil_templates,
 )
-from reports.gate.decide import Decision, Status, decide
+from reports.gate.verdict import Decision, Status
 from reports.records.load import RunData, load_run
-from reports.write import write_report
+from reports.run import write_report
 
 SPOILT_SHARE = 0.1
 TOO_FEW = 4  # templates: with k that differ no sign-flip p-value is below 1/2^k, and 1/16 is above .05
@@ -144,11 +144,11 @@ def named(run: Path, spoilt: frozenset[str]) -> list[Named]:
     """Write the report of a run on disk and read from it which cells fail and which templates carry the loss."""
     report = write_report(run)
     rows = []
-    for d in gated(decide(report)):
+    for d in gated(report.verdict):
         found = [c for c in report.analysis.concentration if (c.cell.suite, c.cell.policy) == (d.suite, d.policy)]
         listed = tuple(t.template for c in found for t in c.templates)
         own = tuple(sorted(name for name in spoilt if name.startswith(f"{d.suite}-")))
-        rows.append(Named(f"{d.suite} {report.plan.labels[d.policy]}", d, listed, own))
+        rows.append(Named(f"{d.suite} {report.comparison.labels[d.policy]}", d, listed, own))
     return rows
 
 

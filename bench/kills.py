@@ -33,7 +33,7 @@ from audit.core.files import read_json
 from audit.core.intact import check_checkpoints
 from audit.core.records import Record
 from audit.sampling import rendering
-from reports.write import formats
+from reports.page.formats import formats
 
 SPEC = """\
 name: kills

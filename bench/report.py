@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import yaml
 
-from reports.spec_hash import spec_sha256
+from audit.core.spec import RunSpec
 
 ARMS, SEEDS = ("dense", "naive", "sparse-rl", "smd", "smd-distill"), (11, 12, 13)
 SUITES, CONTEXTS, TEMPLATES = ("refusal", "agent", "math"), (4096,), 100
@@ -30,7 +30,7 @@ T = TypeVar("T")
 MEASURE = """
 import sys, time
 started = time.perf_counter()
-import reports.write
+import reports.run
 print(f"IMPORT {time.perf_counter() - started:.2f}")
 from bench.report import measured
 measured(sys.argv[1])
@@ -52,22 +52,23 @@ def main() -> None:
 
 def measured(run: str) -> None:
     """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
-    from reports import write
-    from reports.analysis import analyse
+    from reports import run as way
+    from reports.analysis import analyse, examples
+    from reports.page import formats
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    timed = [(write, name) for name in ("load_run", "run_report", "largest_losses", "decide")]
-    for module, name in (*timed, (analyse, "analyse")):
+    timed = [(way, name) for name in ("load_run", "drift_of", "decide")]
+    for module, name in (*timed, (examples, "largest_losses"), (analyse, "analyse")):
         setattr(module, name, _timed(name, getattr(module, name), stages))
-    found = write.formats()
-    write.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}
-    report = write.write_report(Path(run))
+    found = formats.formats()
+    formats.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}
+    report = way.write_report(Path(run))
     whole, cpu = time.perf_counter() - whole, time.process_time() - cpu
     for name, seconds in stages.items():
         print(f"  {name:14} {seconds:6.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"  {report.n_records} records: {whole:.1f} s ({cpu:.1f} s of CPU), peak {peak:.2f} GB")
+    print(f"  {report.drift.n_records} records: {whole:.1f} s ({cpu:.1f} s of CPU), peak {peak:.2f} GB")
 
 
 def _timed(name: str, work: Callable[..., T], stages: dict[str, float]) -> Callable[..., T]:
@@ -90,19 +91,24 @@ def build(run: Path, count: int) -> int:
         "format": 1,
         "name": "bench",
         "model": "made-up",
-        "train": {"arms": list(ARMS), "seeds": list(SEEDS), "policy": policies[1]},
+        "train": {"arms": list(ARMS), "seeds": list(SEEDS), "policy": policies[1], "suites": list(SUITES)},
         "evaluate": {
             "policies": policies,
             "suites": {suite: {"items": items} for suite in SUITES},
             "context_tokens": list(CONTEXTS),
             "samples": 1,
         },
-        "gate": {"reference": "dense", "alpha": 0.05, "primary": policies[:2]},
+        "gate": {
+            "reference": "dense",
+            "alpha": 0.05,
+            "primary": policies[:2],
+            "margins": dict.fromkeys(SUITES, 5),
+        },
     }
     (run / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
     weights = {f"{arm}/{seed}": _hash(f"{arm}{seed}") for arm, seed in product(ARMS, SEEDS)}
     provenance = {
-        "spec_sha256": spec_sha256(spec),
+        "spec_sha256": RunSpec.model_validate(spec).sha256,
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         "base_sha256": _hash("base"),
         "checkpoints": weights,

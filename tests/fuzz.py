@@ -9,6 +9,7 @@ A parser that is new adds a target here: its whole examples, and what a command 
 from __future__ import annotations
 
 import json
+import math
 import random
 import resource
 import shutil
@@ -223,16 +224,16 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from reports.gate.gate_file import Asked, declared_plan, load_gate_file
+    from reports.gate.gate_file import Asked, declared, load_gate_file
 
-    return declared_plan(_data(run), Asked(gate=load_gate_file(path)))
+    return declared(_data(run), Asked(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from reports.gate.gate_file import Asked, declared_plan
+    from reports.gate.gate_file import Asked, declared
     from reports.gate.waivers import read_waivers, waivers_of
 
-    return waivers_of(read_waivers(path), declared_plan(_data(run), Asked()), date(2026, 6, 1))
+    return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
@@ -277,14 +278,15 @@ def _rows(path: Path) -> object:
 
 def _report(path: Path) -> object:
     """The run folder around a damaged file, read, decided and written in the formats that hold every text."""
+    from reports.page.formats import formats
+    from reports.page.story import page_of
     from reports.records.load import load_run
-    from reports.run_report import run_report
-    from reports.write import formats, with_details
+    from reports.run import decided, with_details
 
     run = next(folder for folder in path.parents if (folder / "spec.yaml").exists())
     data = load_run(run)
-    report = with_details(data, run_report(data))
-    return [formats()[name](report).encode("utf-8") for name in ("report.md", "drift.json", "report.html")]
+    page = page_of(with_details(data, decided(data)))
+    return [formats()[name](page).encode("utf-8") for name in ("report.md", "drift.json", "report.html")]
 
 
 def _unsealed(home: Path, run: Path, unit: Path) -> Path:
@@ -422,7 +424,7 @@ def _try(target: Target, path: Path, found: Findings, case: str) -> None:
 
 
 def fuzz_all(cases: int) -> dict[str, Findings]:
-    """About ``cases`` mutants, shared by the targets; those that report a whole run get fewer."""
+    """At least ``cases`` mutants, shared by the targets; those that report a whole run get fewer."""
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         home = Path(name) / "home"
@@ -432,7 +434,7 @@ def fuzz_all(cases: int) -> dict[str, Findings]:
         share = cases / (len(every) - len(heavy) + len(heavy) / REPORTS)
         return {
             name: fuzz(
-                name, target, max(1, round(share / REPORTS if name in heavy else share)), Path(tempfile.mkdtemp())
+                name, target, max(1, math.ceil(share / REPORTS if name in heavy else share)), Path(tempfile.mkdtemp())
             )
             for name, target in every.items()
         }

@@ -15,16 +15,18 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError
 from audit.core.records import Message, Role
-from reports.drift.drift import drift_report
-from reports.gate.decide import Status, decide
-from reports.labels.corrected import human_labels, random_sample
+from reports.gate.decide import decide
+from reports.gate.gate_file import Asked
+from reports.gate.guard import guarded
+from reports.gate.verdict import Status
 from reports.labels.pairs import chosen, digest, paired_answers
+from reports.labels.relabelled import human_labels, random_sample
 from reports.labels.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
 from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 from reports.labels.stored import FILE, CellLabels, Labels, load_labels, render
-from reports.page.judge_tables import cells_table, errors_table, panel_notes
+from reports.page.judge_tables import cells_table, errors_table, labelled_cells, panel_notes
 from reports.records.load import load_run
-from reports.run_report import run_report
+from reports.run import decided, measured
 
 GOOD = TEXTS["refusal"][2]
 DESIGN = Design(
@@ -91,8 +93,8 @@ def label(path, judge=lambda row: row["answer"] == GOOD):
     save(path, rows)
 
 
-def adjudication(run):
-    return run_report(load_run(run)).adjudication
+def labelled(run):
+    return labelled_cells(decided(load_run(run)))
 
 
 def labels_of(data, key, labels):
@@ -104,8 +106,8 @@ def labels_of(data, key, labels):
 
 def pairs_of(run):
     data = load_run(run)
-    report = drift_report(data)
-    return paired_answers(data, report, decide(report), {})[0]
+    drift = measured(data, Asked())[0]
+    return paired_answers(data, drift.comparison, drift.contrasts, {})[0]
 
 
 def test_the_sheet_names_no_arm_policy_or_seed(written):
@@ -149,11 +151,13 @@ def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
     label(sheet)
     done = command("adjudicate", written[0], "--read", sheet)
     assert done.exit_code == 4, done.output
-    cell = adjudication(written[0]).cells[0]
+    cell = labelled(written[0])[0]
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
-    assert (cell.bias, cell.reference.sensitivity.estimate, cell.candidate.specificity.estimate) == (0, 1, 1)
+    said = cell.people
+    assert (said.bias, said.reference.sensitivity.estimate, said.candidate.specificity.estimate) == (0, 1, 1)
     assert cell.corrected.low < cell.raw.low  # the unlabelled pairs are not known
-    assert cell.judged is decide(drift_report(load_run(written[0]))).decisions[0].status
+    drift, rules = measured(load_run(written[0]), Asked())
+    assert cell.judged is decide(drift, rules).decisions[0].status
 
 
 def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(written, sheet):
@@ -169,7 +173,7 @@ def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(writt
     first = sum(v for v, d in zip(z, apart, strict=True) if d) / total
     second = np.mean([v for v, d in zip(z, apart, strict=True) if not d]) * float(np.mean(~pairs.discordant))
     command("adjudicate", written[0], "--read", sheet)
-    cell = adjudication(written[0]).cells[0]
+    cell = labelled(written[0])[0]
     assert cell.corrected.estimate == pytest.approx(first + second, abs=1e-12)
     assert cell.corrected.estimate > cell.raw.estimate
 
@@ -182,15 +186,16 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
     assert command("adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
     label(tmp_path / "s.csv")
     assert command("adjudicate", run, "--read", tmp_path / "s.csv").exit_code == command("gate", run).exit_code
-    (cell,) = adjudication(run).cells
-    assert (cell.estimand, cell.pairs, cell.discordant + cell.concordant) == ("E4", 256, 256)
+    (cell,) = labelled(run)
+    said = cell.people
+    assert (cell.decision.estimand, said.pairs, said.discordant + said.concordant) == ("E4", 256, 256)
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
 
 def test_labels_may_turn_a_verdict(written, sheet):
     label(sheet, lambda row: True)
     done = command("adjudicate", written[0], "--read", sheet)
-    found = adjudication(written[0])
+    found = decided(load_run(written[0])).verdict
     assert found.judged is Status.FAIL
     assert found.status is Status.PASS
     assert done.exit_code == 0
@@ -203,15 +208,17 @@ def test_labels_may_turn_a_verdict(written, sheet):
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
-    cell = adjudication(written[0]).cells[0]
-    assert cell.bias_upper > 0.025  # 50 pairs cannot show an even judge
-    assert not cell.guard
-    passed = replace(cell, judged=Status.PASS)
+    cell = labelled(written[0])[0]
+    assert cell.people.bias_upper > 0.025  # 50 pairs cannot show an even judge
+    assert not guarded(cell.people, cell.margin)
+    passed = cell._replace(judged=Status.PASS)
     assert passed.alone is Status.INCONCLUSIVE
-    assert replace(passed, guard=True).alone is Status.PASS
+    assert passed._replace(margin=1.0).alone is Status.PASS
     assert cell.alone is cell.judged is Status.FAIL
-    found = replace(adjudication(written[0]), cells=(passed,))
-    assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(found)
+    found = decided(load_run(written[0]))
+    decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
+    lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))
+    assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(lenient)
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +268,7 @@ def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apar
     done = command("adjudicate", run, "--read", sheet)
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
     assert "JUDGE_DIFF: judge labels alone cannot pass E2, naive, refusal 192 @ snapkv 96." in done.output
-    verdict = decide(run_report(load_run(run)))
+    verdict = decided(load_run(run)).verdict
     found = {(d.estimand, d.policy == "none"): d for d in verdict.decisions if d.gated}
     assert found["E2", False].reasons[0].code == "JUDGE_DIFF"
     assert found["E2", False].status is Status.INCONCLUSIVE
@@ -275,16 +282,17 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     command("adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
     label(tmp_path / "all.csv")
     assert command("adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
-    report = run_report(load_run(run))
-    assert report.adjudication.cells[0].guard
-    assert decide(report).status is Status.PASS
+    report = decided(load_run(run))
+    (cell,) = labelled_cells(report)
+    assert guarded(cell.people, cell.margin)
+    assert report.verdict.status is Status.PASS
 
 
 def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    before = decide(run_report(load_run(run)))
+    before = decided(load_run(run)).verdict
     command("adjudicate", run, "--read", sheet)
-    after = decide(run_report(load_run(run)))
+    after = decided(load_run(run)).verdict
     others = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if not e.judged]
     assert len(others) == 2
     assert all((d.effect, d.pvalue_drop, d.adjusted_by) == (e.effect, e.pvalue_drop, e.adjusted_by) for d, e in others)
@@ -296,7 +304,7 @@ def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
     command("adjudicate", run, "--out", tmp_path / "more.csv", "--select", "policy=none", "--concordant", 10**6)
     label(tmp_path / "more.csv")
     command("adjudicate", run, "--read", tmp_path / "more.csv")
-    found = run_report(load_run(run)).adjudication.cells
+    found = [cell.decision for cell in labelled(run)]
     assert {(c.estimand, c.policy == "none") for c in found} == {("E1", False), ("E1", True)}
 
 
@@ -367,7 +375,7 @@ def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(he
 def test_error_rates_come_from_a_simple_random_sample(written, sheet):
     label(sheet)
     pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
-    (h,) = human_labels(data, drift_report(data), labels_of(data, key, read_labels(sheet, key)))
+    (h,) = human_labels(data, measured(data, Asked())[0], labels_of(data, key, read_labels(sheet, key)))
     share = 50 / (~pairs.discordant).sum()
     sizes = [np.isin(random_sample(h, seed), np.flatnonzero(pairs.discordant)).sum() for seed in range(300)]
     assert np.mean(sizes) == pytest.approx(share * pairs.discordant.sum(), rel=0.1)
@@ -539,7 +547,7 @@ def test_a_run_without_labels_has_no_panel(tmp_path):
 def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
-    found = adjudication(written[0])
+    found = decided(load_run(written[0]))
     (row,) = cells_table(found).rows
     assert row[0] == "E1, naive @ none, refusal 192"
     assert row[2] == "FAIL"

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.core.errors import AuditError, SpecError
-from reports.compare import Sides, compare, two_judges
-from reports.drift.drift import drift_report
-from reports.gate.decide import Status, decide
-from reports.page.compare_page import comparison_banner, pages
+from reports.compare.files import Sides, compare, two_judges
+from reports.compare.page import comparison_banner, pages
+from reports.gate.verdict import Status
 from reports.records.load import load_run
 from reports.records.readers.base import Request
 from reports.records.readers.clusters import cluster_rule
 from reports.records.readers.find import read_log
+from reports.run import decided
 from reports.stats.tango import ess_tango
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
@@ -84,7 +84,7 @@ def test_a_cell_of_a_run_gets_the_verdict_of_the_runs_report(tmp_path):
         estimands=("E1",),
     )
     run = build(tmp_path / "run", design)
-    wanted = decide(drift_report(load_run(run)))
+    wanted = decided(load_run(run)).verdict
     logs = [read_log(run, Request(None, {"arm": arm, "policy": "none"})) for arm in ("dense", "naive")]
     found = compare(Sides(*logs), "score").verdict
     assert found.status is wanted.status is Status.FAIL
@@ -226,7 +226,7 @@ def test_a_lost_line_of_both_files_does_not_matter_and_is_counted(tmp_path):
     bad = [*rows_of([1] * 300), ("i300", "t60", "x")]
     done = compare(sides(*(table(tmp_path / name, bad) for name in ("a.csv", "b.csv"))), "score")
     assert done.verdict.status is Status.PASS
-    assert len(done.report.problems) == 2
+    assert len(done.findings.problems) == 2
 
 
 @pytest.mark.parametrize("broken", ["x", "2.0", "-0.5"])

@@ -28,7 +28,7 @@ from bench.control_runs import (
     spoil_templates,
 )
 from bench.controls import named
-from reports.gate.decide import Status
+from reports.gate.verdict import Status
 from reports.records.load import RunData, load_run
 
 SIZE = Size(items=24, reruns=1)
@@ -71,7 +71,7 @@ def test_a_half_holds_half_of_every_suites_templates_in_both_arms(data: RunData)
     (half,) = halves(data, [BASE, AGAIN], 1, np.random.default_rng(0))
     assert {suite: len(own) for suite, own in templates_of(half).items()} == dict.fromkeys(SUITE_NAMES, 12)
     assert not scores(half).isna().any().any()
-    assert half.spec["evaluate"]["suites"]["math"] == {"items": 12}
+    assert half.spec.evaluate.suites["math"].items == 12
 
 
 def test_a_swap_exchanges_the_arms_in_half_of_the_templates_and_nothing_else(data: RunData) -> None:

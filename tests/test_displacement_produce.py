@@ -19,7 +19,7 @@ from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES
 from audit.sampling.model import load_model
 from reports.analysis.displacement import load_displacement
-from reports.write import write_report
+from reports.run import write_report
 
 POLICY = "streaming:budget=64,sink=4,window=8"
 SPEC = """\

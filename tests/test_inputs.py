@@ -19,10 +19,9 @@ from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES, load_plugins
 from audit.runs.pipeline import Pipeline
-from reports.drift.drift import drift_report
-from reports.gate.decide import decide
 from reports.page.remarks import remarks
 from reports.records.load import load_run
+from reports.run import decided
 from suites.gsm8k import Gsm8k
 
 SPEC = """\
@@ -145,8 +144,8 @@ def test_the_first_process_notes_what_all_of_them_are_held_to(started: Path) -> 
 
 
 def reasons(run: Path) -> list[str]:
-    report = drift_report(load_run(run))
-    return [reason.text for reason in report.reasons if reason.code == "INPUTS"]
+    report = decided(load_run(run))
+    return [reason.text for reason in report.drift.reasons if reason.code == "INPUTS"]
 
 
 def test_records_of_other_inputs_make_the_run_invalid(started: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_known(started:
     assert kvaudit(*goes_on(started))[0] == 0
     assert set(read_json(provenance)["inputs"]) == {"rows", "model files", "plug-ins"}
     assert reasons(started / "run") == []
-    (problem,) = drift_report(load_run(started / "run")).problems
+    (problem,) = decided(load_run(started / "run")).problems
     assert problem.startswith(
         f"1 units have a seal without a hash of what they were evaluated from, first {unit(seal)}"
     )
@@ -189,12 +188,12 @@ def unit(seal: Path) -> str:
 
 
 def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = drift_report(load_run(started / "run"))
-    assert not [line for line in remarks(report, decide(report)) if line.startswith("VERSIONS")]
+    report = decided(load_run(started / "run"))
+    assert not [line for line in remarks(report, report.verdict) if line.startswith("VERSIONS")]
     monkeypatch.setattr(runs, "_versions", lambda: {"kvaudit": "0.1.0", "torch": "9.9"})
     assert kvaudit(*goes_on(started))[0] == 0
-    report = drift_report(load_run(started / "run"))
-    (line,) = [line for line in remarks(report, decide(report)) if line.startswith("VERSIONS")]
+    report = decided(load_run(started / "run"))
+    (line,) = [line for line in remarks(report, report.verdict) if line.startswith("VERSIONS")]
     assert "with 2 sets of versions: kvaudit " in line
     assert "torch 9.9, python 3." in line
-    assert not [reason for reason in report.reasons if reason.code in ("INPUTS", "HASH")]
+    assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]

@@ -12,8 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A room may import itself and the rooms of lower rank. Suites and reports stand aside: only the core is below them.
 RANK = {
-    "audit.core": 0, "suites": 1, "reports": 1, "audit.policies": 1, "audit.embedded": 1, "audit.cache": 2,
-    "audit.replay": 3, "audit.sampling": 3, "audit.training": 4, "audit.runs": 5, "audit.commands": 6, "audit.cli": 7,
+    "audit.core": 0, "audit.policies": 1, "audit.embedded": 2, "audit.cache": 2, "audit.replay": 3,
+    "audit.sampling": 3, "audit.training": 4, "audit.runs": 5, "audit.commands": 8, "audit.cli": 9,
+    "suites": 1,
+    "reports.records": 1, "reports.stats": 1, "reports.drift": 2, "reports.calibration": 2, "reports.labels": 3,
+    "reports.gate": 4, "reports.analysis": 5, "reports.page": 6, "reports.compare": 7, "reports.run": 7,
 }  # fmt: skip
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))
@@ -46,17 +49,14 @@ def test_imports_point_one_way(path: Path) -> None:
     module = module_of(path)
     room = room_of(module)
     if room is None:
-        assert module == "audit", f"{module} belongs to no room; give it a rank"
+        assert module in ("audit", "reports"), f"{module} belongs to no room; give it a rank"
         return
-    upward = {name for name in imports(path) if (other := room_of(name)) and RANK[other] > RANK[room]}
+    rooms = {other for name in imports(path) if (other := room_of(name)) and other != room}
+    upward = {other for other in rooms if RANK[other] >= RANK[room]}
     # each reads its own kind only: suites do not know reports, nor the other way round
-    aside = {name for name in imports(path) if room in ("suites", "reports") and is_outside(name, room)}
-    assert not upward | aside
-
-
-def is_outside(name: str, room: str) -> bool:
-    top = name.partition(".")[0]
-    return top in ("audit", "suites", "reports") and top != room and room_of(name) != "audit.core" and name != "audit"
+    top = room.partition(".")[0]
+    aside = {other for other in rooms if top in ("suites", "reports") and other.partition(".")[0] != top}
+    assert not upward | (aside - {"audit.core"})
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] != "audit"], ids=module_of)

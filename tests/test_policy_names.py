@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reports_synthetic import Design, build
+from reports_synthetic import Design, build, run_spec
 
 from audit.core.policy_names import match_policies, policy_text, short_names
-from reports.drift.drift import drift_report
-from reports.gate.decide import Status, decide
+from reports.gate.verdict import Status
 from reports.records.load import load_run
+from reports.run import decided
 
 SNAP = "snapkv:budget=96,sink=0,window=8,chunk=64"
 KIVI = "kivi:bits=4,group=32"
@@ -91,10 +91,8 @@ def test_a_spec_with_a_composition_as_a_mapping_gates_its_records(tmp_path):
     )
     data = load_run(build(tmp_path / "run", design))
     mapping = {"compose": [{"name": "snapkv", "budget": 96}, "kivi"]}
-    spec = {
-        **data.spec,
-        "evaluate": {**data.spec["evaluate"], "policies": ["none", mapping]},
-        "gate": {**data.spec["gate"], "primary": [mapping], "estimands": ["E1"]},
-    }
-    verdict = decide(drift_report(dataclasses.replace(data, spec=spec)))
+    row = data.spec.written()
+    row["evaluate"]["policies"] = ["none", mapping]
+    row["gate"] |= {"primary": [mapping], "estimands": ["E1"]}
+    verdict = decided(dataclasses.replace(data, spec=run_spec(row))).verdict
     assert {(d.policy, d.status) for d in verdict.decisions if d.gated} == {(BOTH, Status.PASS)}

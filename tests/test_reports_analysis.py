@@ -19,9 +19,8 @@ from reports.analysis.safe import sentence
 from reports.analysis.seed_spread import spread
 from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
 from reports.analysis.sensitivity import scored as scored_only
-from reports.drift.drift import drift_report
-from reports.gate.decide import decide
 from reports.page.about import about
+from reports.run import decided
 
 SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
 BUDGETS = ("none", *SNAP.values())
@@ -29,8 +28,8 @@ BUDGETS = ("none", *SNAP.values())
 
 def analysed(design, score, spec=None):
     data = data_of(scored(design, score), spec or spec_of(design))
-    report = drift_report(data)
-    return analyse(report, data.panels, decide(report)), report
+    report = decided(data)
+    return analyse(report.drift, report.rules, report.verdict, data.panels), report
 
 
 def by_budget(lost):
@@ -94,7 +93,7 @@ def test_slope_of_the_difference_is_the_weighted_interaction():
     """Two doses: the slope is the difference of rates over the distance, whatever the middle."""
     design = small(policies=("none", SNAP[24], SNAP[96]))
     found, report = analysed(design, by_budget({("naive", 24): 8, ("dense", 24): 2, ("naive", 96): 1}))
-    e5 = {c.policy: c.effect.estimate for c in report.contrasts if c.estimand == "E5"}
+    e5 = {c.policy: c.effect.estimate for c in report.drift.contrasts if c.estimand == "E5"}
     assert curve(found, "naive").against_reference.estimate == pytest.approx((e5[SNAP[96]] - e5[SNAP[24]]) / 2)
 
 
@@ -131,8 +130,8 @@ def lengths(score, **more):
     spec = spec_of(designs[0])
     spec["evaluate"]["context_tokens"] = [128, 512]
     data = data_of(rows, spec)
-    report = drift_report(data)
-    return analyse(report, data.panels, decide(report))
+    report = decided(data)
+    return analyse(report.drift, report.rules, report.verdict, data.panels)
 
 
 def test_lengths_with_other_items_are_compared_by_template():
@@ -192,7 +191,7 @@ def test_churn_shows_what_a_drift_of_zero_hides():
     assert churn.drift == 0
     assert (churn.losses, churn.gains, churn.churn, churn.draws) == (0.25, 0.25, 0.5, 0.5)
     assert churn.rerun is None
-    effect = next(c.effect for c in report.contrasts if c.estimand == "E1")
+    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
     assert (effect.losses / 16, effect.gains / 16) == (churn.losses, churn.gains)
 
 
@@ -200,7 +199,7 @@ def test_churn_does_not_cancel_between_seeds():
     design = small(policies=("none",), clusters=8, items=16, seeds=(11, 12))
     found, report = analysed(design, lambda arm, seed, _p, i: not (arm == "naive" and seed == 11) and i % 4 != 1)
     [churn] = found.churn
-    contrast = next(c for c in report.contrasts if c.estimand == "E1")
+    contrast = next(c for c in report.drift.contrasts if c.estimand == "E1")
     assert (churn.drift, churn.churn) == (contrast.effect.estimate, contrast.churn)
     # seed 11 loses 12 of 16 items, seed 12 nothing
     assert (churn.losses, churn.gains, churn.churn) == (0.375, 0, 0.375)
@@ -211,7 +210,7 @@ def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
     found, report = analysed(design, lambda arm, seed, _p, i: (seed == 11) is (arm == "naive"))
     [churn] = found.churn
     assert (churn.drift, churn.losses, churn.gains, churn.churn) == (0, 0.5, 0.5, 1.0)
-    assert "churn 100.0 %" in about(report, decide(report), next(d for d in decide(report).decisions if d.gated))
+    assert "churn 100.0 %" in about(report, next(d for d in report.verdict.decisions if d.gated))
 
 
 def test_one_broken_template_is_named_with_its_items():
@@ -257,7 +256,7 @@ def test_reach_is_two_quantiles_of_the_error_its_bounds_imply():
     design = small(policies=("none",), clusters=10, items=40, margins={"refusal": 10.0})
     found, report = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and i < 4))
     [reach] = found.reach
-    effect = next(c.effect for c in report.contrasts if c.estimand == "E1")
+    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
     # t with 9 degrees of freedom: 1.8331 at .95, 0.8834 at .80
     wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (1.833113 + 0.883404)
     assert reach.detectable == pytest.approx(wanted, rel=1e-5)
@@ -316,14 +315,14 @@ def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
     design = small(policies=("none",), clusters=64, items=64, margins={"refusal": 5.0})
     score = lambda arm, _s, _p, i: not (arm == "naive" and i == 0)  # noqa: E731
     data = data_of(scored(design, score), spec_of(design))
-    report = drift_report(data)
-    before = decide(report)
-    found = analyse(report, data.panels, before)
+    report = decided(data)
+    before = report.verdict
+    found = analyse(report.drift, report.rules, before, data.panels)
     verdicts = {m.method: m for m in found.methods}
     assert before.status == "INCONCLUSIVE"
     assert verdicts[T_INTERVAL] == MethodVerdict(T_INTERVAL, "PASS", True, 1)
     assert not verdicts["unscored left out"].flips
-    assert decide(dataclasses.replace(report, analysis=found)) == before
+    assert report.verdict == before
     [cell] = found.sensitivity
     assert [v.method for v in cell.variants] == ["as declared (ESS-Tango)", *METHODS]
     assert cell.variants[0].status == "INCONCLUSIVE"
@@ -357,8 +356,8 @@ def test_any_damage_leaves_analyses_that_can_be_printed(data):
         dataclasses.replace(row, outcome=o, score=values.get(o, 0.0)) for row, o in zip(kept, outcomes, strict=True)
     ]
     found = data_of(changed, spec_of(design))
-    report = drift_report(found)
-    result = analyse(report, found.panels, decide(report))
+    report = decided(found)
+    result = analyse(report.drift, report.rules, report.verdict, found.panels)
     for c in result.doses:
         assert bool(c.doses) != bool(c.reason)
         for dose in c.doses:

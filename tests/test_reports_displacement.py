@@ -10,7 +10,7 @@ from reports_synthetic import build, policy, tiny
 
 from audit.core.errors import DataError
 from reports.analysis.displacement import bootstrap_mean, load_displacement
-from reports.write import write_report
+from reports.run import write_report
 
 SNAP = policy("snapkv", 96)
 

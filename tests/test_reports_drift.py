@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, frame_of, pins, policy, records_of, spec_of
+from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
 
-from audit.core.errors import SpecError
+from audit.core.policy_names import match_policies, short_names
 from audit.core.records import Outcome
-from reports.drift.drift import drift_report
-from reports.drift.plan import match_policies, read_plan, short_names
 from reports.records.load import RunData
+from reports.run import decided
 
 SNAP = policy("snapkv", 96)
 
@@ -23,7 +22,7 @@ def rows_of(design):
 def data_of(rows, spec, **more):
     frame = frame_of(("unit.jsonl", i, row) for i, row in enumerate(rows, 1))
     more.setdefault("provenance", pins(rows, spec.get("gate", {}).get("reference", "dense")))
-    return RunData(run=Path("demo"), records=frame, spec=spec, **more)
+    return RunData(run=Path("demo"), records=frame, spec=run_spec(spec), **more)
 
 
 def small(**more):
@@ -43,7 +42,9 @@ def scored(design, score):
 
 def find(report, estimand, arm="naive", policy_text=SNAP, suite="refusal"):
     [found] = [
-        c for c in report.contrasts if (c.estimand, c.arm, c.policy, c.suite) == (estimand, arm, policy_text, suite)
+        c
+        for c in report.drift.contrasts
+        if (c.estimand, c.arm, c.policy, c.suite) == (estimand, arm, policy_text, suite)
     ]
     return found
 
@@ -55,7 +56,7 @@ def test_the_four_estimands_of_a_hand_made_run():
         return i >= (8 if arm == "naive" else 4)  # under compression dense loses 4, naive 8
 
     design = small()
-    report = drift_report(data_of(scored(design, score), spec_of(design)))
+    report = decided(data_of(scored(design, score), spec_of(design)))
     assert find(report, "E1", policy_text="none").effect.estimate == pytest.approx(-2 / 16)
     assert find(report, "E1").effect.estimate == pytest.approx(-4 / 16)
     assert find(report, "E2").effect.estimate == pytest.approx(-8 / 16)
@@ -69,7 +70,7 @@ def test_the_four_estimands_of_a_hand_made_run():
 
 def test_an_interaction_without_any_spread_still_has_width():
     design = small()
-    effect = find(drift_report(data_of(scored(design, lambda *_: True), spec_of(design))), "E5").effect
+    effect = find(decided(data_of(scored(design, lambda *_: True), spec_of(design))), "E5").effect
     assert effect.estimate == 0
     assert effect.low < -0.2
     assert effect.high > 0.2
@@ -78,7 +79,7 @@ def test_an_interaction_without_any_spread_still_has_width():
 def test_seed_s_is_paired_with_seed_s():
     design = small(seeds=(1, 2, 3))
     rows = scored(design, lambda arm, seed, _p, i: i >= seed + (2 * seed if arm == "naive" else 0))
-    contrast = find(drift_report(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
     assert contrast.seed_estimates == pytest.approx((-2 / 16, -4 / 16, -6 / 16))
     assert contrast.effect.estimate == pytest.approx(-4 / 16)
     assert contrast.recipe.method.startswith("CR3 + seed variance")
@@ -90,24 +91,25 @@ def test_a_reference_of_one_seed_supports_no_recipe_and_the_untrained_model_does
     rows = rows_of(design)
     one = [row for row in rows if row.arm == "naive"]
     one += [dataclasses.replace(row, train_seed=99) for row in rows if (row.arm, row.train_seed) == ("dense", 11)]
-    assert find(drift_report(data_of(one, spec_of(design))), "E1").effect is not None
-    assert find(drift_report(data_of(one, spec_of(design))), "E1").recipe is None
+    assert find(decided(data_of(one, spec_of(design))), "E1").effect is not None
+    assert find(decided(data_of(one, spec_of(design))), "E1").recipe is None
     base = [dataclasses.replace(row, arm="base") if row.arm == "dense" else row for row in one]
     spec = spec_of(design)
     spec["gate"] = {**spec["gate"], "reference": "base"}
-    assert find(drift_report(data_of(base, spec)), "E1").recipe is not None
+    spec["evaluate"]["base"] = True
+    assert find(decided(data_of(base, spec)), "E1").recipe is not None
 
 
 def test_two_seeds_support_no_recipe():
     design = small(seeds=(1, 2))
-    assert find(drift_report(data_of(rows_of(design), spec_of(design))), "E1").recipe is None
+    assert find(decided(data_of(rows_of(design), spec_of(design))), "E1").recipe is None
 
 
 def test_one_pinned_reference_run_serves_every_seed():
     design = small(seeds=(1, 2))
     rows = [r for r in scored(design, lambda arm, *_: arm == "dense") if r.arm != "dense" or r.train_seed == 1]
     rows = [dataclasses.replace(r, train_seed=99) if r.arm == "dense" else r for r in rows]
-    contrast = find(drift_report(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
     assert contrast.effect.estimate == -1
     assert contrast.seeds == (1, 2)
 
@@ -115,8 +117,8 @@ def test_one_pinned_reference_run_serves_every_seed():
 def test_samples_are_averaged_inside_the_item():
     one, four = small(samples=1), small(samples=4)
     score = lambda arm, _s, _p, i: i >= (3 if arm == "naive" else 0)  # noqa: E731
-    first = find(drift_report(data_of(scored(one, score), spec_of(one))), "E1").effect
-    second = find(drift_report(data_of(scored(four, score), spec_of(four))), "E1").effect
+    first = find(decided(data_of(scored(one, score), spec_of(one))), "E1").effect
+    second = find(decided(data_of(scored(four, score), spec_of(four))), "E1").effect
     assert first == second
 
 
@@ -124,9 +126,9 @@ def test_degenerate_counts_as_zero_even_if_it_carries_a_score():
     design = small()
     rows = scored(design, lambda *_: True)
     rows = [dataclasses.replace(r, outcome=Outcome.DEGENERATE) if r.arm == "naive" else r for r in rows]
-    report = drift_report(data_of(rows, spec_of(design)))
+    report = decided(data_of(rows, spec_of(design)))
     assert find(report, "E1").effect.estimate == -1
-    cell = next(c for c in report.cells if c.arm == "naive" and c.policy == SNAP)
+    cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
     assert cell.outcomes == {"desired": 0, "undesired": 0, "degenerate": 16, "unscored": 0}
 
 
@@ -141,28 +143,28 @@ def unscored(rows, share, arm="naive"):
 def test_unscored_beyond_one_percent_is_invalid():
     design = small()
     rows = list(unscored(scored(design, lambda *_: True), 1 / 16))
-    report = drift_report(data_of(rows, spec_of(design)))
+    report = decided(data_of(rows, spec_of(design)))
     contrast = find(report, "E1")
     assert contrast.effect is None
     assert [r.code for r in contrast.reasons] == ["MISSING"]
-    cell = next(c for c in report.cells if c.arm == "naive" and c.policy == SNAP)
+    cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
     assert (cell.rate, cell.rate_if_desired) == (15 / 16, 1.0)
 
 
 def test_few_unscored_samples_widen_to_worst_and_best_case():
     design = small(items=128, clusters=16)
     rows = list(unscored(scored(design, lambda *_: True), 1 / 128))
-    contrast = find(drift_report(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
     assert contrast.effect.estimate == pytest.approx(-1 / 128)
     assert (contrast.worst, contrast.best) == pytest.approx((-1 / 128, 0))
     other = list(unscored(scored(design, lambda *_: True), 1 / 128, arm="dense"))
-    contrast = find(drift_report(data_of(other, spec_of(design))), "E1")
+    contrast = find(decided(data_of(other, spec_of(design))), "E1")
     assert (contrast.worst, contrast.best) == pytest.approx((0, 1 / 128))
 
 
 def codes(rows, design, **more):
-    report = drift_report(data_of(rows, spec_of(design), **more))
-    return {r.code for r in find(report, "E1").reasons}, {r.code for r in report.reasons}
+    report = decided(data_of(rows, spec_of(design), **more))
+    return {r.code for r in find(report, "E1").reasons}, {r.code for r in report.drift.reasons}
 
 
 def test_different_item_sets_are_invalid():
@@ -225,8 +227,8 @@ def test_selectivity_claims_a_recipe_only_with_three_seeds_on_either_side(dense,
         for row in rows_of(design)
         if row.arm != "dense" or row.train_seed in (11, *dense)
     ]
-    report = drift_report(data_of(rows, spec_of(design)))
-    [found] = [c for c in report.contrasts if c.estimand == "selectivity"]
+    report = decided(data_of(rows, spec_of(design)))
+    [found] = [c for c in report.drift.contrasts if c.estimand == "selectivity"]
     assert found.effect is not None
     assert (found.recipe is not None) == claimed
 
@@ -254,13 +256,13 @@ def test_the_base_model_is_pinned_without_training_too():
     rows = rows_of(design)
     reasons = []
     for known in (pins(rows, "base"), {**pins(rows, "base"), "base_sha256": "f" * 64}):
-        report = drift_report(data_of(rows, spec_of(design), provenance=known))
-        reasons.append([r.code for r in report.reasons])
+        report = decided(data_of(rows, spec_of(design), provenance=known))
+        reasons.append([r.code for r in report.drift.reasons])
     assert reasons == [[], ["REFHASH"]]
 
 
 def reasons_of(rows, **more):
-    return drift_report(data_of(rows, spec_of(small()), **more)).reasons
+    return decided(data_of(rows, spec_of(small()), **more)).drift.reasons
 
 
 def test_items_that_no_cell_has_are_missing_rows():
@@ -287,7 +289,7 @@ def test_both_rates_stand_beside_a_drift():
         return i >= (8 if arm == "naive" else 4) if served != "none" else i >= 2
 
     design = small()
-    report = drift_report(data_of(scored(design, score), spec_of(design)))
+    report = decided(data_of(scored(design, score), spec_of(design)))
     alike, end_to_end = find(report, "E1").rates, find(report, "E2").rates
     assert (alike.reference, alike.candidate) == (12 / 16, 8 / 16)
     assert (end_to_end.reference, end_to_end.candidate) == (14 / 16, 8 / 16)
@@ -298,16 +300,16 @@ def test_both_rates_stand_beside_a_drift():
 def test_without_training_policies_are_compared_with_none():
     design = small(arms=("base",), train=False)
     rows = scored(design, lambda _a, _s, served, i: served == "none" or i >= 5)
-    report = drift_report(data_of(rows, spec_of(design)))
-    assert report.plan.mode == "serving"
-    assert {c.estimand for c in report.contrasts} == {"E4"}
+    report = decided(data_of(rows, spec_of(design)))
+    assert report.comparison.mode == "serving"
+    assert {c.estimand for c in report.drift.contrasts} == {"E4"}
     assert find(report, "E4", arm="base").effect.estimate == pytest.approx(-5 / 16)
 
 
 def test_cells_carry_cache_use_and_survival():
     design = small()
-    report = drift_report(data_of(rows_of(design), spec_of(design)))
-    cell = next(c for c in report.cells if c.policy == SNAP)
+    report = decided(data_of(rows_of(design), spec_of(design)))
+    cell = next(c for c in report.drift.cells if c.policy == SNAP)
     assert cell.retention == pytest.approx(0.5)
     assert cell.kv_ratio == pytest.approx(0.7, abs=1e-6)
     assert cell.survival == pytest.approx({"system": 0.45, "user": 0.5, "format": 1.0})
@@ -324,26 +326,9 @@ def test_short_names_tell_twins_apart():
     assert list(names.values()) == ["none", "snapkv 96 window=8", "snapkv 96 window=16", "h2o 48"]
 
 
-@pytest.mark.parametrize(
-    ("gate", "words"),
-    [
-        ({"margins": {"refusal": 0}}, "gate.margins.refusal"),
-        ({"margins": {"refusal": "five"}}, "gate.margins.refusal"),
-        ({"alpha": 0.7}, "gate.alpha"),
-        ({"margins": [5]}, "gate.margins"),
-        ({"estimands": ["E4"]}, "gate.estimands names 'E4', known: E1, E2"),
-    ],
-)
-def test_a_gate_that_cannot_be_used_is_refused(gate, words):
-    design = small()
-    frame = data_of(rows_of(design), {}).records
-    with pytest.raises(SpecError, match=words):
-        read_plan({**spec_of(design), "gate": gate}, frame, {})
-
-
 def test_drift_does_not_depend_on_the_order_of_records():
     design = small()
     rows = rows_of(design)
     mixed = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
-    one, two = (drift_report(data_of(r, spec_of(design))) for r in (rows, mixed))
-    assert one.contrasts == two.contrasts
+    one, two = (decided(data_of(r, spec_of(design))) for r in (rows, mixed))
+    assert one.drift.contrasts == two.drift.contrasts

@@ -11,26 +11,26 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from golden_report import golden_text
-from reports_synthetic import Design, build, policy, records_of, tiny, write_unit
+from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
 
 from audit.core.errors import DataError, RunError
+from audit.core.files import write_output
 from audit.core.text import clip, inline, visible
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
-from reports.drift.drift import drift_report
-from reports.gate.decide import Status, decide
+from reports.gate.verdict import Status
 from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
 from reports.labels.sheet import text_hash
 from reports.labels.stored import CellLabels, Labels
 from reports.labels.stored import render as render_labels
 from reports.page.figures import heatmap, quadrant
 from reports.page.figures.canvas import style
-from reports.page.formats import markdown
+from reports.page.formats import formats, markdown
 from reports.page.plain import drift, points, pvalue
-from reports.page.story import SENTENCES, banner
+from reports.page.stamp import error_rates
+from reports.page.story import SENTENCES, banner, page_of
 from reports.records.load import load_run
-from reports.spec_hash import spec_sha256
-from reports.write import formats, write_report, write_whole
+from reports.run import decided, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (
@@ -71,7 +71,7 @@ def written(tmp_path_factory):
 def hostile(tmp_path_factory):
     safe = HOSTILE.replace("\ud800", "\\ud800")
     design = Design(
-        name="<b>|`x",
+        name="hostile",
         arms=("dense", "na|ve<i>`"),
         seeds=(1,),
         policies=("none", policy("snap<kv>|", 96)),
@@ -140,23 +140,16 @@ def test_every_figure_is_on_the_page(written):
 def test_json_carries_report_and_verdict(written):
     run, report = written
     body = json.loads((run / "report" / "drift.json").read_text())
-    verdict = decide(report)
-    assert body["format"] == 1
+    verdict = report.verdict
+    assert body["format"] == 2
     assert body["verdict"]["status"] == verdict.status
     assert body["verdict"]["exit_code"] == verdict.exit_code
-    assert len(body["contrasts"]) == len(report.contrasts)
+    assert len(body["contrasts"]) == len(report.drift.contrasts)
     assert len(body["cells"]) == 3 * 2 * 2
     assert list(body) == [
-        *("run", "plan", "reasons", "cells", "contrasts", "curves", "examples", "problems", "n_records"),
-        *(
-            "provenance",
-            "waivers",
-            "analysis",
-            "displacement",
-            "adjudication",
-            "calibration",
-        ),
-        *("format", "verdict"),
+        *("format", "run", "comparison", "alpha", "cells", "contrasts", "reasons", "n_records", "weights"),
+        *("rules", "analysis", "calibration", "verdict", "waivers", "curves", "examples", "displacement"),
+        *("problems", "provenance"),
     ]
 
 
@@ -251,7 +244,7 @@ def test_numbers_read_as_points(written):
     assert points(-0.018) == "-1.8"
     assert points(0.009) == "+0.9"
     assert points(-0.0001) == "0.0"
-    effect = next(c.effect for c in written[1].contrasts if c.effect)
+    effect = next(c.effect for c in written[1].drift.contrasts if c.effect)
     assert re.fullmatch(r"(0\.0|[+-]\d+\.\d) pp \[(0\.0|[+-]\d+\.\d), (0\.0|[+-]\d+\.\d)\]", drift(effect))
 
 
@@ -355,7 +348,7 @@ def test_an_invalid_run_is_still_reported(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=4))
     report = write_report(run)
     text = (run / "report" / "report.md").read_text()
-    assert decide(report).exit_code == 5
+    assert report.verdict.exit_code == 5
     assert "FEW\\_CLUSTERS" in text
 
 
@@ -370,8 +363,8 @@ def test_examples_are_items_the_reference_won(written):
 
 
 def test_the_page_of_a_full_grid_stays_small(tmp_path):
-    report = drift_report(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
-    texts = {name: render(report) for name, render in formats().items()}
+    report = decided(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
+    texts = {name: render(page_of(report)) for name, render in formats().items()}
     assert len(texts["report.html"]) < 1_500_000
 
 
@@ -388,13 +381,13 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
 def labelled(run, records=None):
     """A run whose refusal cell people looked at: they agree with the judge."""
     data = load_run(run)
-    report = drift_report(data)
+    report = decided(data)
     name = ("E1", "smd", "none", "refusal", 192)
-    pairs = pairs_of(data, report, next(c for c in report.contrasts if cell_name(c) == name))
+    pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if cell_name(c) == name))
     texts = texts_of(data, [(pairs, chosen(pairs, 20, 1))])
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
     stored = Labels(records or digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
-    write_whole(run / "report" / "adjudication.json", render_labels(stored))
+    write_output(run / "report" / "adjudication.json", render_labels(stored))
 
 
 def test_human_labels_of_these_records_are_shown(tmp_path):
@@ -405,7 +398,8 @@ def test_human_labels_of_these_records_are_shown(tmp_path):
     assert "## Judge and people" in text
     assert "| E1, smd @ none, refusal 192 |" in text
     assert "Human labels decide 1 of 12 gated cells." in text
-    assert json.loads((run / "report" / "drift.json").read_text())["adjudication"]["cells"][0]["bias_upper"] > 0.025
+    contrasts = json.loads((run / "report" / "drift.json").read_text())["contrasts"]
+    assert [c["people"]["bias_upper"] > 0.025 for c in contrasts if c["people"]] == [True]
     assert report.problems == ()
 
 
@@ -419,7 +413,7 @@ def test_human_labels_of_other_records_are_refused(tmp_path):
 def test_the_calibration_stands_in_the_banner_the_limits_and_json(written):
     text = (written[0] / "report" / "report.md").read_text()
     body = json.loads((written[0] / "report" / "drift.json").read_text())
-    sentence = stamp().sentence(body["plan"]["alpha"], body["plan"]["margins"].values())
+    sentence = error_rates(stamp(), body["rules"]["alpha"], body["rules"]["margins"].values())
     assert text.count(markdown.escape(sentence)) == 2
     assert body["calibration"]["false_pass_mean"] == stamp().false_pass_mean
 
@@ -460,20 +454,22 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
         )
         for row in alike
     ]
-    plan = SimpleNamespace(
-        mode="training", policies=("none",), reference="r", margins={"refusal": 0.05}, labels={"none": "none"}
-    )
+    sides = SimpleNamespace(mode="training", policies=("none",), reference="r", labels={"none": "none"})
+    rules = SimpleNamespace(margins={"refusal": 0.05})
     decisions = [
         SimpleNamespace(
             **{k: getattr(c, k) for k in ("arm", "policy", "suite", "context_tokens", "estimand")}, status=row[7]
         )
         for c, row in zip(cells, alike, strict=True)
     ]
-    report = SimpleNamespace(plan=plan, contrasts=cells)
+
+    def drawn(decisions):
+        drift, verdict = SimpleNamespace(contrasts=cells), SimpleNamespace(decisions=decisions)
+        return heatmap.draw(SimpleNamespace(comparison=sides, rules=rules, drift=drift, verdict=verdict)).svg
+
     with style():
-        svg = heatmap.draw(report, SimpleNamespace(decisions=decisions)).svg
-        same = [SimpleNamespace(**{**vars(d), "status": Status.PASS}) for d in decisions]
-        plain = heatmap.draw(report, SimpleNamespace(decisions=same)).svg
+        svg = drawn(decisions)
+        plain = drawn([SimpleNamespace(**{**vars(d), "status": Status.PASS}) for d in decisions])
     assert svg.count("-3.9*") == 1
     assert "-3.9*" not in plain
     assert len(re.findall("stroke-width: 1.4", svg)) == len(re.findall("stroke-width: 1.4", plain)) + 1
@@ -510,9 +506,9 @@ def test_an_analysis_that_flips_the_verdict_is_said_at_the_top(doses):
     _, report = doses
     flip = MethodVerdict("CR3-t", "PASS", True, 2)
     changed = replace(report, analysis=replace(report.analysis, methods=(flip,)))
-    top = banner(changed, decide(changed))
+    top = banner(changed)
     assert "Another analysis would flip this verdict: CR3-t (PASS). The declared one stands." in top.asides
-    assert not any("flip this verdict" in line for line in banner(report, decide(report)).asides)
+    assert not any("flip this verdict" in line for line in banner(report).asides)
 
 
 def test_one_seed_claims_no_recipe(written):
@@ -549,7 +545,7 @@ def two_lengths(folder):
     spec["evaluate"]["context_tokens"] = [192, 768]
     (run / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     known = json.loads((run / "provenance.json").read_text())
-    known["spec_sha256"] = spec_sha256(spec)
+    known["spec_sha256"] = run_spec(spec).sha256
     known["spec_file_sha256"] = hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest()
     (run / "provenance.json").write_text(json.dumps(known))
     return run

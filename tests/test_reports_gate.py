@@ -4,15 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, build, policy, records_of, write_unit
+from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
 from audit.core.records import Outcome
-from reports.drift.drift import drift_report
-from reports.gate.decide import EXIT_CODES, Status, decide, decide_cell, worst
+from reports.gate.cell import decide_cell
+from reports.gate.decide import decide
+from reports.gate.verdict import EXIT_CODES, Status, worst
 from reports.page.advice import note
 from reports.page.story import banner
 from reports.page.tables import gate as gate_table
 from reports.records.load import load_run
+from reports.run import decided
 from reports.stats.tango import ess_tango
 
 SNAP = policy("snapkv", 96)
@@ -85,11 +87,11 @@ def report_of(tmp_path, **more):
         "seed_sd": 0.0,
     }
     design = Design(**{**options, "items": 600, "clusters": 100, **more})
-    return drift_report(load_run(build(tmp_path / "run", design)))
+    return decided(load_run(build(tmp_path / "run", design)))
 
 
 def test_arms_are_gated_separately_and_the_worst_decides(tmp_path):
-    verdict = decide(report_of(tmp_path, drops={("naive", "refusal"): 0.3}))
+    verdict = report_of(tmp_path, drops={("naive", "refusal"): 0.3}).verdict
     assert {a.arm: a.status for a in verdict.arms} == {"naive": Status.FAIL, "smd": Status.PASS}
     assert (verdict.status, verdict.exit_code) == (Status.FAIL, 3)
     head = verdict.decisions[verdict.headline]
@@ -98,13 +100,13 @@ def test_arms_are_gated_separately_and_the_worst_decides(tmp_path):
 
 
 def test_only_the_primary_policies_are_gated(tmp_path):
-    verdict = decide(report_of(tmp_path, primary=(SNAP,)))
+    verdict = report_of(tmp_path, primary=(SNAP,)).verdict
     assert {d.policy for d in verdict.decisions} == {SNAP}
     assert all(d.gated for d in verdict.decisions)
 
 
 def test_served_alike_and_end_to_end_both_decide(tmp_path):
-    verdict = decide(report_of(tmp_path, serving={SNAP: 0.5}))
+    verdict = report_of(tmp_path, serving={SNAP: 0.5}).verdict
     found = {(d.estimand, d.policy, d.arm): d.status for d in verdict.decisions if d.gated}
     assert set(found) == {(e, p, a) for e, p in (("E1", "none"), ("E1", SNAP), ("E2", SNAP)) for a in ("naive", "smd")}
     assert {found["E2", SNAP, arm] for arm in ("naive", "smd")} == {Status.FAIL}
@@ -113,23 +115,23 @@ def test_served_alike_and_end_to_end_both_decide(tmp_path):
 
 
 def test_a_spec_may_gate_served_alike_only(tmp_path):
-    verdict = decide(report_of(tmp_path, serving={SNAP: 0.5}, estimands=("E1",)))
+    verdict = report_of(tmp_path, serving={SNAP: 0.5}, estimands=("E1",)).verdict
     assert {d.estimand for d in verdict.decisions if d.gated} == {"E1"}
     assert [d.status for d in verdict.decisions if not d.gated] == [Status.FAIL, Status.FAIL]
     assert verdict.status is not Status.FAIL
 
 
 def test_a_spec_may_gate_end_to_end_only(tmp_path):
-    verdict = decide(report_of(tmp_path, estimands=("E2",)))
+    verdict = report_of(tmp_path, estimands=("E2",)).verdict
     assert {(d.estimand, d.policy) for d in verdict.decisions if d.gated} == {("E2", "none"), ("E2", SNAP)}
     assert {(d.estimand, d.policy) for d in verdict.decisions if not d.gated} == {("E1", SNAP)}
 
 
 def test_the_family_of_fail_spans_all_gated_cells(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.08})
-    both = {key(d): d.pvalue_holm for d in decide(report).decisions if d.gated}
-    one = dataclasses.replace(report, plan=dataclasses.replace(report.plan, estimands=("E1",)))
-    alone = {key(d): d.pvalue_holm for d in decide(one).decisions if d.gated}
+    both = {key(d): d.pvalue_holm for d in report.verdict.decisions if d.gated}
+    one = reruled(report, estimands=("E1",))
+    alone = {key(d): d.pvalue_holm for d in one.verdict.decisions if d.gated}
     smallest = min(alone, key=alone.get)
     assert len(both) == 6
     assert both[smallest] == pytest.approx(alone[smallest] * 6 / 4)
@@ -145,7 +147,7 @@ def at_floor(tmp_path, **more):
 
 
 def test_a_reference_at_the_floor_never_passes(tmp_path):
-    verdict = decide(at_floor(tmp_path))
+    verdict = at_floor(tmp_path).verdict
     floor = [d for d in verdict.decisions if d.gated and d.policy == SNAP]
     assert len(floor) == 2
     for d in floor:
@@ -160,44 +162,44 @@ def test_a_reference_at_the_floor_never_passes(tmp_path):
 
 def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
     report = at_floor(tmp_path / "a")
-    verdict = decide(report)
+    verdict = report.verdict
     assert verdict.decisions[verdict.headline].policy == "none"
-    top = banner(report, verdict)
+    top = banner(report)
     assert "This cell is PASS; the verdict is open because of cells at the floor." in top.about
     assert any(line.startswith("FLOOR: ") and "2 of 4 gated cells" in line for line in top.asides)
-    alone = decide(at_floor(tmp_path / "b", primary=(SNAP,)))
+    alone = at_floor(tmp_path / "b", primary=(SNAP,)).verdict
     assert alone.decisions[alone.headline].at_floor
 
 
 def test_a_recipe_at_the_floor_does_not_pass_either(tmp_path):
-    verdict = decide(at_floor(tmp_path, seeds=(1, 2, 3), primary=(SNAP,)))
+    verdict = at_floor(tmp_path, seeds=(1, 2, 3), primary=(SNAP,)).verdict
     assert {d.recipe for d in verdict.decisions if d.gated} == {Status.INCONCLUSIVE}
 
 
 def test_a_loss_that_is_shown_fails_at_the_floor_too(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.4}, primary=("none",), margins={"refusal": 95})
-    [d] = [d for d in decide(report).decisions if d.arm == "naive"]
+    [d] = [d for d in report.verdict.decisions if d.arm == "naive"]
     assert d.rates.reference_lower < 0.95
     assert d.status is Status.INCONCLUSIVE  # within so wide a margin, which says nothing at such a rate
-    plan = dataclasses.replace(report.plan, margins={"refusal": 0.05})
     low = dataclasses.replace(d.rates, reference_lower=0.04)
-    contrasts = tuple(dataclasses.replace(c, rates=low) if c.arm == "naive" else c for c in report.contrasts)
-    again = decide(dataclasses.replace(report, plan=plan, contrasts=contrasts))
+    contrasts = tuple(dataclasses.replace(c, rates=low) if c.arm == "naive" else c for c in report.drift.contrasts)
+    strict = dataclasses.replace(report.rules, margins={"refusal": 0.05})
+    again = decide(dataclasses.replace(report.drift, contrasts=contrasts), strict)
     assert {x.status for x in again.decisions if x.arm == "naive"} == {Status.FAIL}
 
 
 def test_too_few_templates_for_the_margin_are_said_plainly(tmp_path):
     report = report_of(tmp_path, suites=("math",), items=288, clusters=72, primary=("none",))
     words = "needs 99 templates for 3 pp, the run has 72: raise the margin before a run or add templates"
-    verdict = decide(report)
-    assert f"math {words}." in banner(report, verdict).asides
+    verdict = report.verdict
+    assert f"math {words}." in banner(report).asides
     open_cells = [d for d in verdict.decisions if d.gated and d.clusters_to_decide == 99]
     assert open_cells
     assert all(note(d).endswith(words) for d in open_cells)
 
 
 def test_advice_beyond_the_asked_templates_says_so(tmp_path):
-    verdict = decide(report_of(tmp_path, items=128, clusters=64, seed=6))
+    verdict = report_of(tmp_path, items=128, clusters=64, seed=6).verdict
     more = [d for d in verdict.decisions if d.clusters_to_decide and d.clusters_to_decide > 64]
     assert more
     assert all("more templates than were asked (64)" in note(d) for d in more)
@@ -206,14 +208,14 @@ def test_advice_beyond_the_asked_templates_says_so(tmp_path):
 def test_serving_runs_gate_each_policy_against_none(tmp_path):
     ruin = policy("streaming", 64)
     design = {"arms": ("base",), "train": False, "policies": ("none", ruin, SNAP), "serving": {ruin: 0.4}}
-    verdict = decide(report_of(tmp_path, **design))
+    verdict = report_of(tmp_path, **design).verdict
     assert {(d.policy, d.status) for d in verdict.decisions} == {(ruin, Status.FAIL), (SNAP, Status.PASS)}
     assert verdict.recipe is None
 
 
 def test_three_seeds_give_a_recipe_verdict_and_two_do_not(tmp_path):
-    three = decide(report_of(tmp_path / "a", seeds=(1, 2, 3)))
-    two = decide(report_of(tmp_path / "b", seeds=(1, 2)))
+    three = report_of(tmp_path / "a", seeds=(1, 2, 3)).verdict
+    two = report_of(tmp_path / "b", seeds=(1, 2)).verdict
     assert three.recipe is not None
     assert all(d.recipe for d in three.decisions)
     assert two.recipe is None
@@ -221,29 +223,28 @@ def test_three_seeds_give_a_recipe_verdict_and_two_do_not(tmp_path):
 
 def test_a_run_wide_reason_makes_the_verdict_invalid(tmp_path):
     report = report_of(tmp_path)
-    broken = dataclasses.replace(report, reasons=(*report.reasons, *report.reasons))
-    assert decide(broken).status is decide(report).status
-    from reports.drift.report import Reason
+    assert report.drift.reasons == ()
+    from reports.drift.results import Reason
 
-    verdict = decide(dataclasses.replace(report, reasons=(Reason("HASH", "two weights"),)))
+    verdict = redecided(report, reasons=(Reason("HASH", "two weights"),))
     assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
 
 
 def test_nothing_to_compare_is_invalid(tmp_path):
-    verdict = decide(report_of(tmp_path, arms=("base",), train=False, policies=("none",)))
+    verdict = report_of(tmp_path, arms=("base",), train=False, policies=("none",)).verdict
     assert verdict.status is Status.INVALID
     assert [r.code for r in verdict.reasons] == ["NOTHING"]
     assert verdict.headline is None
 
 
 def test_a_suite_without_a_margin_is_invalid(tmp_path):
-    verdict = decide(report_of(tmp_path, suites=("poetry",)))
+    verdict = report_of(tmp_path, suites=("poetry",)).verdict
     assert {r.code for d in verdict.decisions for r in d.reasons} == {"NOMARGIN"}
     assert verdict.status is Status.INVALID
 
 
 def test_inconclusive_says_how_many_clusters_would_decide(tmp_path):
-    verdict = decide(report_of(tmp_path, items=120, clusters=40))
+    verdict = report_of(tmp_path, items=120, clusters=40).verdict
     for d in verdict.decisions:
         if d.gated and d.effect.estimate > -0.05:
             assert d.status is Status.INCONCLUSIVE
@@ -258,7 +259,7 @@ def unscored(tmp_path, share, arm="naive"):
             for i in range(round(share * len(rows))):
                 rows[i] = dataclasses.replace(rows[i], outcome=Outcome.UNSCORED, score=None)
             write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
-    return drift_report(load_run(run))
+    return decided(load_run(run))
 
 
 UNSCORED = {
@@ -274,17 +275,17 @@ UNSCORED = {
 
 def test_unscored_answers_are_bounded_beside_the_number(tmp_path):
     report = unscored(tmp_path, 0.01)  # 6 of 600: the most that is allowed
-    verdict = decide(report)
+    verdict = report.verdict
     head = verdict.decisions[verdict.headline]
     assert head.worst == pytest.approx(head.effect.estimate)
     assert head.best == pytest.approx(head.effect.estimate + 0.01)
-    [line] = [line for line in banner(report, verdict).asides if line.startswith("Unscored answers")]
+    [line] = [line for line in banner(report).asides if line.startswith("Unscored answers")]
     assert f"all counted for it {100 * head.best:+.1f} pp" in line
 
 
 def test_more_than_one_percent_unscored_is_invalid_and_says_how_far_apart_the_cells_are(tmp_path):
     report = unscored(tmp_path, 0.02)
-    verdict = decide(report)
+    verdict = report.verdict
     assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
     [reason] = [r for d in verdict.decisions if d.gated for r in d.reasons]
     assert reason.code == "MISSING"
@@ -293,12 +294,12 @@ def test_more_than_one_percent_unscored_is_invalid_and_says_how_far_apart_the_ce
 
 def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
     for report in (unscored(tmp_path / "a", 0.02), unscored(tmp_path / "b", 0.0)):
-        lines = banner(report, decide(report)).asides
+        lines = banner(report).asides
         assert sum("Blind spot: a failure confined to 3.0 % of the templates" in line for line in lines) == 1
 
 
 def test_a_pvalue_at_its_floor_says_so(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.5}, primary=("none",))
-    verdict = decide(report)
+    verdict = report.verdict
     assert min(d.pvalue_drop for d in verdict.decisions) == verdict.adjustment.floor == 1e-4
-    assert "<= 0.0001" in [row[-2] for row in gate_table(report, verdict.decisions, gated=True).rows]
+    assert "<= 0.0001" in [row[-2] for row in gate_table(report, report.verdict.decisions, gated=True).rows]

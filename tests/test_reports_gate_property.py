@@ -11,17 +11,16 @@ import numpy as np
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from reports_synthetic import Design, pins, policy, records_of, spec_of, write_unit
+from reports_synthetic import Design, pins, policy, records_of, run_spec, spec_of, write_unit
 
 from audit.core.errors import AuditError
 from audit.core.records import Outcome
 from audit.core.yaml_file import parse_yaml
-from reports.drift.drift import drift_report
-from reports.gate.decide import Status, decide
 from reports.gate.gate_file import Asked
+from reports.gate.verdict import Status
 from reports.gate.waivers import waivers_of
 from reports.records.load import load_run
-from reports.spec_hash import spec_sha256
+from reports.run import decided
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -50,7 +49,7 @@ def run_folder(folder, lines, rows, spec=None):
     (run / "records").mkdir(parents=True)
     (run / "spec.yaml").write_text(yaml.safe_dump(spec or spec_of(DESIGN)))
     story = {
-        "spec_sha256": spec_sha256(spec or spec_of(DESIGN)),
+        "spec_sha256": run_spec(spec or spec_of(DESIGN)).sha256,
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         "suite_kinds": {"refusal": "safety", "math": "capability"},
         **pins(rows),
@@ -64,7 +63,7 @@ def verdict_of(lines, rows, asked=None):
     """Everything that a verdict decides, without the order of its cells; the error's text where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            verdict = decide(drift_report(load_run(run_folder(folder, lines, rows)), asked))
+            verdict = decided(load_run(run_folder(folder, lines, rows)), asked).verdict
         except AuditError as error:
             return "refused", 2, frozenset({one_line(error)}), {}
     assert verdict.exit_code in (0, 3, 4, 5, 6)
@@ -172,7 +171,7 @@ def test_any_text_is_a_mapping_or_refused_in_one_line(text):
 )
 def test_any_waivers_hold_or_are_refused_in_one_line(rows):
     with tempfile.TemporaryDirectory() as folder:
-        plan = drift_report(load_run(run_folder(folder, LINES, BASE))).plan if not PLANS else PLANS[0]
+        plan = decided(load_run(run_folder(folder, LINES, BASE))).comparison if not PLANS else PLANS[0]
         PLANS.append(plan)
     try:
         waivers_of(parse_yaml(yaml.safe_dump({"waivers": rows}), "waivers.yaml", "waiver file"), plan, date(2026, 1, 1))

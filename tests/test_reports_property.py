@@ -8,16 +8,15 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reports_synthetic import Design, frame_of, policy, records_of, spec_of
+from reports_synthetic import Design, frame_of, policy, records_of, run_spec, spec_of
 
-from audit.core.errors import SpecError
 from audit.core.records import Outcome
 from reports.analysis.analyse import analyse
-from reports.drift.drift import drift_report
-from reports.gate.decide import decide
 from reports.page.formats import json as json_format
 from reports.page.formats import markdown
+from reports.page.story import page_of
 from reports.records.load import RunData
+from reports.run import decided
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -51,22 +50,22 @@ rows = st.builds(
 
 def data_of(records, spec):
     frame = frame_of(("u.jsonl", i, r) for i, r in enumerate(records, 1))
-    return RunData(run=Path("demo"), records=frame, spec=spec)
+    return RunData(run=Path("demo"), records=frame, spec=run_spec(spec))
 
 
 def check(records, spec):
     data = data_of(records, spec)
-    report = drift_report(data)
-    verdict = decide(report)
-    report = dataclasses.replace(report, analysis=analyse(report, data.panels, verdict))
+    report = decided(data)
+    verdict = report.verdict
+    report = dataclasses.replace(report, analysis=analyse(report.drift, report.rules, verdict, data.panels))
     assert verdict.exit_code in (0, 3, 4, 5)
-    for contrast in report.contrasts:
+    for contrast in report.drift.contrasts:
         assert (contrast.effect is None) == bool(contrast.reasons)
         if contrast.effect:
             e = contrast.effect
             assert e.low <= e.lower <= e.estimate <= e.upper <= e.high
-    json.loads(json_format.render(report))
-    assert markdown.render(report)
+    json.loads(json_format.render(page_of(report)))
+    assert markdown.render(page_of(report))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -86,37 +85,8 @@ def test_a_run_with_random_damage_has_a_verdict(data):
     )
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "gate": st.dictionaries(st.sampled_from(["alpha", "margins", "primary", "reference"]), plain, max_size=4),
-            "train": st.dictionaries(st.sampled_from(["arms", "seeds", "policy"]), plain, max_size=3),
-            "evaluate": st.dictionaries(st.sampled_from(["policies", "suites", "context_tokens"]), plain, max_size=3),
-            "name": plain,
-        },
-    )
-)
-def test_any_spec_is_reported_or_refused_in_one_line(spec):
-    try:
-        check(BASE, spec)
-    except SpecError as error:
-        message = str(error)
-    else:
-        message = ""
-    assert "\n" not in message
-
-
 def test_reports_load_no_model_library():
-    code = "import sys, reports.write; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    code = "import sys, reports.run; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
     )

@@ -12,20 +12,21 @@ from audit.commands.command_line import check_seed, say, wide_console
 from audit.commands.compare import selectors
 from audit.commands.report import print_verdict
 from audit.core.errors import DataError, RunError
+from audit.core.files import write_output
 from audit.core.intact import check_checkpoints
-from reports.drift.drift import drift_report
-from reports.drift.report import Report
-from reports.gate.decide import decide
-from reports.labels.corrected import labelled
+from reports.drift.results import Contrast, Drift
+from reports.gate.gate_file import Asked
+from reports.gate.gated import gated_cells
+from reports.gate.rules import Rules
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
-from reports.labels.panel import Adjudication
+from reports.labels.relabelled import relabelled
 from reports.labels.sheet import Shown, read_labels, render_sheet, row_names, text_hash
 from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
 from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, Labels, load_labels, render
+from reports.page.findings import Findings
 from reports.page.judge_tables import cells_table, panel_notes
 from reports.records.load import RunData, load_run
-from reports.run_report import run_report
-from reports.write import write_whole
+from reports.run import decided, measured
 
 
 def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
@@ -36,23 +37,29 @@ def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int,
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; choose another --out")
     data = load_run(run)
-    report = drift_report(data)
-    found = paired_answers(data, report, decide(report), selectors(select, "--select"))
-    key, rows = _key(data, report, found, seed=seed, concordant=concordant)
-    write_whole(key_path(out), render_key(key))
-    write_whole(out, render_sheet(rows))
+    drift, rules = measured(data, Asked())
+    found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
+    key, shown = _key(data, found, seed=seed, concordant=concordant)
+    write_output(key_path(out), render_key(key))
+    write_output(out, render_sheet(shown))
     console = wide_console()
     apart = sum(int(pairs.discordant.sum()) for pairs in found)
     total = sum(len(cell.pairs) for cell in key.cells)
-    say(console, f"sheet: {out}: {len(rows)} answers of {total} pairs ({apart} discordant) in {len(found)} gated cells")
+    say(
+        console, f"sheet: {out}: {len(shown)} answers of {total} pairs ({apart} discordant) in {len(found)} gated cells"
+    )
     say(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
     say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
     say(console, f"kvaudit adjudicate {run} --read {out}")
 
 
-def _key(
-    data: RunData, report: Report, found: Sequence[PairedAnswers], *, seed: int, concordant: int
-) -> tuple[Key, dict[str, Shown]]:
+def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
+    """The contrasts that are gated cells by themselves."""
+    firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))
+    return [c for estimand, c in firsts if c.estimand == estimand]
+
+
+def _key(data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int) -> tuple[Key, dict[str, Shown]]:
     """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
     picks = [chosen(pairs, concordant, seed) for pairs in found]
     texts = texts_of(data, list(zip(found, picks, strict=True)))
@@ -61,7 +68,7 @@ def _key(
     names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
     rows = {place: names[text] for place, text in hashes.items()}
     key = Key(
-        run=report.run,
+        run=data.spec.name,
         records=digest(data.records),
         seed=seed,
         concordant=concordant,
@@ -101,25 +108,25 @@ def read_sheet(run: Path, sheet: Path) -> int:
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
-    report = drift_report(data)
-    answers = {cell_name(pairs.contrast): pairs for pairs in paired_answers(data, report, decide(report), {})}
+    drift, rules = measured(data, Asked())
+    gated = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {})
+    answers = {cell_name(pairs.contrast): pairs for pairs in gated}
     found = [_gated(answers, cell) for cell in key.cells]
-    if _key(data, report, found, seed=key.seed, concordant=key.concordant)[0] != key:
+    if _key(data, found, seed=key.seed, concordant=key.concordant)[0] != key:
         raise DataError(
             f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
             "or texts were changed; put the first one back, or write another sheet"
         )
-    stored = _stored(run, report.plan.reference, key, labels)
-    labelled(data, report, stored)  # nothing is stored that cannot be read back
-    write_whole(run / "report" / FILE, render(stored))
-    report = run_report(data)
-    verdict = decide(report)
+    stored = _stored(run, drift.comparison.reference, key, labels)
+    relabelled(data, drift, stored)  # nothing is stored that cannot be read back
+    write_output(run / "report" / FILE, render(stored))
+    findings = decided(data)
     console = wide_console()
-    if report.adjudication is not None:
-        _print(console, report.adjudication)
-    print_verdict(console, report, verdict)
+    if findings.verdict.judged is not None:
+        _print(console, findings)
+    print_verdict(console, findings)
     say(console, f"written: {run / 'report' / FILE}")
-    return verdict.exit_code
+    return findings.verdict.exit_code
 
 
 def _gated(answers: Mapping[CellName, PairedAnswers], cell: KeyCell) -> PairedAnswers:
@@ -150,11 +157,11 @@ def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, i
     return {key.rows[row]: labels[row] for row in rows}
 
 
-def _print(console: Console, done: Adjudication) -> None:
-    rows = cells_table(done)
+def _print(console: Console, findings: Findings) -> None:
+    rows = cells_table(findings)
     table = Table(*rows.headers)
     for row in rows.rows:
         table.add_row(*row)
     console.print(table, markup=False)
-    for line in panel_notes(done):
+    for line in panel_notes(findings):
         say(console, line)

@@ -11,16 +11,16 @@ from rich.table import Table
 
 from audit.commands.command_line import say, wide_console
 from audit.core.errors import SpecError
+from audit.core.files import write_output
 from audit.core.intact import check_checkpoints
 from audit.core.text import inline
-from reports.compare import Comparison, Sides, TwoJudges, compare, two_judges
-from reports.page.compare_page import agreement, cells, comparison_banner, judges, pages
+from reports.compare.files import Compared, Sides, TwoJudges, compare, two_judges
+from reports.compare.page import agreement, cells, comparison_banner, judges, pages
+from reports.compare.pairing import chosen_metrics
 from reports.page.tables import Table as Rows
-from reports.records.pairing import chosen_metrics
 from reports.records.readers.base import Request
 from reports.records.readers.clusters import cluster_rule
 from reports.records.readers.find import read_log
-from reports.write import write_whole
 
 MOST_METRICS = 2  # two judges
 
@@ -60,7 +60,7 @@ def compare_files(reference: Path, candidate: Path, asked: Asked) -> int:
     _print(console, found, shown, two)
     if asked.out is not None:
         for name, text in pages(shown, two).items():
-            write_whole(asked.out / name, text)
+            write_output(asked.out / name, text)
         say(console, f"report: {asked.out / 'compare.html'}")
     return two.exit_code if two else shown.verdict.exit_code
 
@@ -76,7 +76,7 @@ def selectors(words: Sequence[str], option: str) -> dict[str, str]:
     return found
 
 
-def _print(console: Console, found: Sequence[Comparison], shown: Comparison, two: TwoJudges | None) -> None:
+def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
     for comparison in found:
         _print_table(console, cells(comparison))
     if two:

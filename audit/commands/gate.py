@@ -8,18 +8,15 @@ from audit.commands.command_line import wide_console
 from audit.commands.gate_options import GateOptions
 from audit.commands.report import print_verdict
 from audit.core.intact import check_checkpoints
-from reports.gate.decide import decide
 from reports.gate.gate_file import refuse_late
 from reports.records.load import load_run
-from reports.run_report import run_report
+from reports.run import decided
 
 
 def decide_run(run: Path, options: GateOptions) -> int:
     """Print the verdict of a run's records and return its exit code; a gate file that came after the run is refused."""
     check_checkpoints(run)
-    data, asked = load_run(run), options.asked()
-    refuse_late(data, asked)
-    report = run_report(data, asked)
-    verdict = decide(report)
-    print_verdict(wide_console(), report, verdict)
-    return verdict.exit_code
+    findings = decided(load_run(run), options.asked())
+    refuse_late(findings.rules)
+    print_verdict(wide_console(), findings)
+    return findings.verdict.exit_code

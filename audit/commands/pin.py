@@ -8,14 +8,13 @@ from pathlib import Path
 
 from audit.commands.command_line import say, wide_console
 from audit.core.errors import DataError, RunError
-from audit.core.files import read_json
+from audit.core.files import read_json, write_output
 from audit.core.intact import check_checkpoint
 from audit.core.provenance import PROVENANCE
 from audit.core.spec import BASE_ARM
 from audit.core.text import inline
 from audit.sampling.weights import weights_sha256
 from reports.gate.pin import Pin, Pinned, is_sha256
-from reports.write import write_whole
 
 
 def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
@@ -28,7 +27,7 @@ def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
         if names.count(name) > 1:
             raise DataError(f"{name} is given twice; give one checkpoint for each seed")
     pin = Pin(found, datetime.now(UTC).date().isoformat(), out.name)
-    write_whole(out, pin.to_json())
+    write_output(out, pin.to_json())
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
         weights = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}"

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from audit.commands.command_line import say, wide_console
 from audit.core.errors import SpecError
+from audit.core.files import write_output
 from reports.gate.sizes import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
 from reports.page.plain import percent
-from reports.write import write_whole
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
@@ -24,7 +24,7 @@ def plan_run(design: Design, suite: str, out: Path | None) -> None:
     sizes = plan_sizes(design)
     text = snippet(sizes, suite)
     if out is not None:
-        write_whole(out, text)
+        write_output(out, text)
     console = wide_console()
     for name, value in lines(sizes):
         say(console, f"{name:<36}{value}")

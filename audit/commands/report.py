@@ -10,14 +10,13 @@ from rich.table import Table
 from audit.commands.command_line import say, wide_console
 from audit.commands.gate_options import GateOptions
 from audit.core.intact import check_checkpoints
-from reports.drift.report import Report
-from reports.gate.decide import Verdict, decide
 from reports.gate.gate_file import Asked
+from reports.page.findings import Findings
 from reports.page.story import banner
 from reports.page.tables import Table as Rows
 from reports.page.tables import decided
 from reports.page.tables import gate as gate_table
-from reports.write import write_report
+from reports.run import write_report
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
@@ -30,17 +29,19 @@ def write(run: Path, options: GateOptions) -> None:
 
 def write_checked(run: Path, asked: Asked | None = None) -> None:
     """Write the report, print the verdict tables and where the report lies."""
-    report = write_report(run, asked)
+    findings = write_report(run, asked)
     console = wide_console()
-    print_verdict(console, report, decide(report))
+    print_verdict(console, findings)
     say(console, f"report: {run / 'report' / 'report.html'}")
 
 
-def print_verdict(console: Console, report: Report, verdict: Verdict) -> None:
+def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
-    top = banner(report, verdict)
-    _print_table(console, gate_table(report, verdict.decisions, gated=True), _LAST_COLUMN)
-    _print_table(console, decided(report, verdict))
+    top = banner(findings)
+    _print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
+    _print_table(console, decided(findings))
+    if top.alarm:
+        say(console, f"NOT THE GATE: {top.alarm}")
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
     for line in (top.sentence, top.about, *top.asides):
         if line:

@@ -215,11 +215,9 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
     the gate file that names it, or from here where the spec does.
     """
-    import yaml
-
     from audit.core.spec import expand
-    from audit.core.spec_file import parse_spec
-    from reports.gate.gate_file import load_gate_file, overlay
+    from audit.core.spec_file import with_gate
+    from reports.gate.gate_file import load_gate_file
     from reports.gate.pin import load_pin
 
     kept: dict[str, Any] = {}
@@ -227,9 +225,7 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     if spec.gate.gate_file is not None:
         path = Path(expand("gate.gate_file", spec.gate.gate_file))
         file = load_gate_file(path)
-        row = spec.written()
-        row["gate"] = overlay(row["gate"], file.table)
-        pin = parse_spec(yaml.safe_dump(row), file.name, names).gate.pin
+        pin = with_gate(spec, file, names).gate.pin
         folder = path.parent if "pin" in file.table else folder
         kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
     if pin is not None:

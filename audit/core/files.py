@@ -70,3 +70,16 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file for a person, whole or not at all, with the folders above it; raises RunError where it cannot be."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {str(path)!r} ({error.strerror}); free the disk or make the folder writable"
+        ) from None

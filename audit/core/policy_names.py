@@ -14,6 +14,7 @@ from typing import Any
 
 from audit.core.yaml_file import shown
 
+DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
 DEEPEST = 3  # a mixture of compositions of policies
 LONGEST = 12  # digits of a share, that a file may mean harm with
 Part = tuple[str, dict[str, str]]  # name, fields

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from audit.core.errors import AuditError, SpecError, UnknownName
 from audit.core.spec import Names, RunSpec
-from audit.core.yaml_file import Place, parse_yaml, read_text, shown
+from audit.core.yaml_file import Place, YamlFile, parse_yaml, read_text, shown
 
 # pydantic's words for what YAML users call otherwise, by its type of mistake
 _WORDS = {
@@ -46,11 +46,38 @@ def load_spec(path: Path, names: Names | None = None) -> RunSpec:
 def parse_spec(text: str, source: str, names: Names | None = None) -> RunSpec:
     """The spec written in ``text``; ``source`` names it in errors, ``names`` are as for ``load_spec``."""
     file = parse_yaml(text, source, "spec")
+    return _validated(file.table, source, file.lines, names)
+
+
+def with_gate(spec: RunSpec, file: YamlFile, names: Names | None = None) -> RunSpec:
+    """The spec with what a gate file says in place of its gate section; margins are replaced suite by suite.
+
+    Raises SpecError as ``parse_spec`` does, with the lines of the gate file.
+    """
+    row = spec.written()
+    row["gate"] = _overlaid(row["gate"], file.table)
+    return _validated(row, file.name, {("gate", *place): line for place, line in file.lines.items()}, names)
+
+
+def _overlaid(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(section)
+    if "profile" in table or "alpha" in table:  # a level stands in one place
+        for key in ("profile", "alpha", "on_inconclusive"):
+            kept.pop(key, None)
+    merged = {**kept, **{key: value for key, value in table.items() if key != "format"}}
+    for key in ("margins", "estimand_margins"):
+        old, new = kept.get(key), table.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            merged[key] = {**old, **new}
+    return merged
+
+
+def _validated(table: Mapping[str, Any], source: str, lines: Mapping[Place, int], names: Names | None) -> RunSpec:
     try:
-        return RunSpec.model_validate(file.table, context=names)
+        return RunSpec.model_validate(table, context=names)
     except ValidationError as error:
         place, message = _first(error)
-        raise SpecError(f"{_where(source, place, file.lines)}: {message}") from None
+        raise SpecError(f"{_where(source, place, lines)}: {message}") from None
     except AuditError as error:
         raise SpecError(f"{source}: {error}") from error
 

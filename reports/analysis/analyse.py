@@ -12,22 +12,23 @@ from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
 from reports.analysis.seed_spread import seed_spreads
 from reports.analysis.sensitivity import sensitivity
-from reports.drift.report import Report
+from reports.drift.results import Drift
+from reports.gate.rules import Rules
 from reports.gate.verdict import Verdict
 from reports.records.panel import Panel
 
 
-def analyse(report: Report, tables: Mapping[tuple[str, int], Panel], verdict: Verdict) -> Analysis:
-    """The analyses of a report from its score tables; ``verdict`` is that of the report."""
-    plan = report.plan
-    cells, methods = sensitivity(plan, tables, verdict)
+def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Mapping[tuple[str, int], Panel]) -> Analysis:
+    """The analyses of a decided drift, from its score tables."""
+    sides, decisions = drift.comparison, verdict.decisions
+    cells, methods = sensitivity(drift, tables, verdict)
     return Analysis(
-        doses=dose_curves(plan, tables),
-        safe=safe_budgets(plan, report.contrasts),
-        churn=tuple(cell_churn(plan, tables, verdict.decisions)),
-        concentration=tuple(cell_concentration(plan, tables, verdict.decisions)),
+        doses=dose_curves(drift, tables),
+        safe=safe_budgets(drift, rules),
+        churn=tuple(cell_churn(sides, tables, decisions)),
+        concentration=tuple(cell_concentration(sides, tables, decisions)),
         sensitivity=cells,
         methods=methods,
-        seeds=tuple(seed_spreads(report.contrasts, verdict.decisions)),
-        reach=tuple(reached(verdict.decisions)),
+        seeds=tuple(seed_spreads(drift.contrasts, decisions)),
+        reach=tuple(reached(decisions)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from reports.drift.report import Report
+from reports.drift.results import Drift
 
 
 class Use(NamedTuple):
@@ -16,11 +16,11 @@ class Use(NamedTuple):
     retention: float
 
 
-def cache_use(report: Report) -> list[Use]:
+def cache_use(drift: Drift) -> list[Use]:
     """Cache use of every policy that has records, weighted by samples."""
     uses = []
-    for policy in report.plan.policies:
-        own = [c for c in report.cells if c.policy == policy]
+    for policy in drift.comparison.policies:
+        own = [c for c in drift.cells if c.policy == policy]
         rows = sum(c.n_samples for c in own)
         if rows:
             peak, dense, kept = (

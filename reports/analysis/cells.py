@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.analysis.results import CellName
+from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS, broken_contract, two_sides
 from reports.drift.drift import seed_pairs
-from reports.drift.plan import Plan
 from reports.gate.verdict import Decision
 from reports.records.panel import CellKey, Panel
 
@@ -42,10 +42,10 @@ class Sides:
         return self.candidate - self.reference
 
 
-def sides(panel: Panel, plan: Plan, name: CellName) -> Sides | None:
+def sides(panel: Panel, comparison: Comparison, name: CellName) -> Sides | None:
     """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
-    pairs = seed_pairs(plan, panel, name.arm)
-    weights = [ESTIMANDS[name.estimand](name.arm, plan.reference, pair, name.policy) for pair in pairs]
+    pairs = seed_pairs(comparison, panel, name.arm)
+    weights = [ESTIMANDS[name.estimand](name.arm, comparison.reference, pair, name.policy) for pair in pairs]
     positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None

@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellChurn
-from reports.drift.plan import Plan
+from reports.drift.comparison import Comparison
 from reports.gate.verdict import Decision
 from reports.records.panel import Panel
 from reports.stats.churn import churn, flips
 
 
 def cell_churn(
-    plan: Plan, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
+    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
 ) -> Iterator[CellChurn]:
     """The churn of every gated cell that has a number."""
     for d in decisions:
-        found = sides(tables[d.suite, d.context_tokens], plan, name_of(d)) if two_sided(d) else None
+        found = sides(tables[d.suite, d.context_tokens], comparison, name_of(d)) if two_sided(d) else None
         if found is not None:
             moved = flips(found.reference_pairs, found.candidate_pairs, samples=found.samples)
             any_seed = churn(found.reference, found.candidate, samples=found.draws)

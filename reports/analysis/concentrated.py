@@ -8,7 +8,7 @@ import numpy as np
 
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellConcentration, CellName, ItemLoss, TemplateLoss
-from reports.drift.plan import Plan
+from reports.drift.comparison import Comparison
 from reports.gate.verdict import Decision
 from reports.records.panel import Panel
 from reports.stats.concentration import concentration
@@ -18,11 +18,11 @@ MOST_TEMPLATES = 20
 
 
 def cell_concentration(
-    plan: Plan, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
+    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
 ) -> Iterator[CellConcentration]:
     """Losses by template and by item of every gated cell that lost anything."""
     for d in decisions:
-        found = sides(tables[d.suite, d.context_tokens], plan, name_of(d)) if two_sided(d) else None
+        found = sides(tables[d.suite, d.context_tokens], comparison, name_of(d)) if two_sided(d) else None
         if found is not None and (found.difference < 0).any():
             yield _cell(found, name_of(d))
 

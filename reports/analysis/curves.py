@@ -5,16 +5,31 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reports.drift.report import Curve
-
 Array = npt.NDArray[np.float64]
 POINTS = 160  # most steps of a curve that are kept
 LEFT_OUT = frozenset({"step"})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
+
+    arm: str
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    series: dict[str, tuple[float | None, ...]]
+    lowest: dict[str, tuple[float | None, ...]]
+    highest: dict[str, tuple[float | None, ...]]
+    mean: dict[str, float]  # over all seeds and steps
+    first: dict[str, float]  # mean over seeds of the first tenth of the steps
+    last: dict[str, float]  # mean over seeds of the last tenth of the steps
+    largest: dict[str, float]  # over all seeds and steps
 
 
 def curves(telemetry: Mapping[tuple[str, int], list[dict[str, Any]]], arms: Sequence[str]) -> tuple[Curve, ...]:

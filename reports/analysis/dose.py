@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from audit.core.policy_names import DENSE_POLICY
 from reports.analysis.families import Family, families
 from reports.analysis.results import Dose, DoseCurve
 from reports.drift.contrast import broken_contract
 from reports.drift.drift import seed_pairs
-from reports.drift.plan import DENSE_POLICY, Plan
+from reports.drift.results import Drift
 from reports.records.panel import CellKey, Panel
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.floor import rate_lower
@@ -41,34 +42,34 @@ class Scores:
     draws: int  # samples that one value averages
 
 
-def dose_curves(plan: Plan, tables: Tables) -> tuple[DoseCurve, ...]:
+def dose_curves(drift: Drift, tables: Tables) -> tuple[DoseCurve, ...]:
     """A curve per family, suite, length and arm, and one per policy, suite and arm where there are several lengths."""
-    return tuple([*_budget_curves(plan, tables), *_length_curves(plan, tables)])
+    return tuple([*_budget_curves(drift, tables), *_length_curves(drift, tables)])
 
 
-def shown_arms(plan: Plan) -> tuple[str, ...]:
+def shown_arms(drift: Drift) -> tuple[str, ...]:
     """The arms a curve is drawn for: the reference and the candidates."""
-    return (plan.reference, *plan.candidates)
+    return (drift.comparison.reference, *drift.comparison.candidates)
 
 
-def _budget_curves(plan: Plan, tables: Tables) -> Iterator[DoseCurve]:
-    for family in families(plan.policies):
-        for (_, context), panel in sorted(tables.items(), key=lambda entry: _order(plan, entry[0])):
+def _budget_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
+    for family in families(drift.comparison.policies):
+        for (_, context), panel in sorted(tables.items(), key=lambda entry: _order(drift, entry[0])):
             x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
             if x:
-                for arm in shown_arms(plan):
-                    yield _budget_curve(plan, panel, family, arm, x)
+                for arm in shown_arms(drift):
+                    yield _budget_curve(drift, panel, family, arm, x)
 
 
-def _order(plan: Plan, key: tuple[str, int]) -> tuple[int, int]:
-    """Shortest length first, suites as the plan lists them."""
-    return key[1], plan.suites.index(key[0])
+def _order(drift: Drift, key: tuple[str, int]) -> tuple[int, int]:
+    """Shortest length first, suites as the comparison lists them."""
+    return key[1], drift.comparison.suites.index(key[0])
 
 
-def _budget_curve(plan: Plan, panel: Panel, family: Family, arm: str, x: list[float]) -> DoseCurve:
-    pairs = seed_pairs(plan, panel, arm)
+def _budget_curve(drift: Drift, panel: Panel, family: Family, arm: str, x: list[float]) -> DoseCurve:
+    pairs = seed_pairs(drift.comparison, panel, arm)
     own = [[CellKey(arm, seed, policy) for seed, _ in pairs] for policy in family.policies]
-    other = [[CellKey(plan.reference, seed, policy) for _, seed in pairs] for policy in family.policies]
+    other = [[CellKey(drift.comparison.reference, seed, policy) for _, seed in pairs] for policy in family.policies]
     scores, reason = _within(panel, own)
     dense = [CellKey(arm, seed, DENSE_POLICY) for seed, _ in pairs]
     known = [cell for cell in dense if cell in panel.scores]
@@ -87,9 +88,9 @@ def _budget_curve(plan: Plan, panel: Panel, family: Family, arm: str, x: list[fl
     )
     if scores is None:
         return blank
-    reference = _within(panel, other)[0] if arm != plan.reference else None
+    reference = _within(panel, other)[0] if arm != drift.comparison.reference else None
     doses = _doses(family.budgets, x, family.policies, scores, increasing=True)
-    return _with_slopes(replace(blank, doses=doses), x, scores, reference, plan.alpha)
+    return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
 
 
 def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[Scores | None, str]:
@@ -104,21 +105,21 @@ def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[Scores | 
     return Scores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0])), ""
 
 
-def _length_curves(plan: Plan, tables: Tables) -> Iterator[DoseCurve]:
-    for policy in plan.policies:
-        for suite in plan.suites:
+def _length_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
+    for policy in drift.comparison.policies:
+        for suite in drift.comparison.suites:
             own = [tables[key] for key in sorted(tables) if key[0] == suite and key[1] > 0]
             if len(own) > 1:
-                for arm in shown_arms(plan):
-                    yield _length_curve(plan, policy, arm, own)
+                for arm in shown_arms(drift):
+                    yield _length_curve(drift, policy, arm, own)
 
 
-def _length_curve(plan: Plan, policy: str, arm: str, own: Sequence[Panel]) -> DoseCurve:
-    scores, reason = _across(plan, own, policy, arm)
+def _length_curve(drift: Drift, policy: str, arm: str, own: Sequence[Panel]) -> DoseCurve:
+    scores, reason = _across(drift, own, policy, arm)
     blank = DoseCurve(
         axis="length",
         arm=arm,
-        family=plan.labels.get(policy, policy),
+        family=drift.comparison.labels.get(policy, policy),
         suite=own[0].suite,
         context_tokens=None,
         doses=(),
@@ -130,18 +131,20 @@ def _length_curve(plan: Plan, policy: str, arm: str, own: Sequence[Panel]) -> Do
     )
     if scores is None:
         return blank
-    reference = _across(plan, own, policy, plan.reference)[0] if arm != plan.reference else None
+    reference = (
+        _across(drift, own, policy, drift.comparison.reference)[0] if arm != drift.comparison.reference else None
+    )
     lengths = [panel.context_tokens for panel in own]
     x = [math.log2(length) for length in lengths]
     doses = _doses(lengths, x, [policy] * len(x), scores, increasing=False)
-    return _with_slopes(replace(blank, doses=doses), x, scores, reference, plan.alpha)
+    return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
 
 
-def _across(plan: Plan, own: Sequence[Panel], policy: str, arm: str) -> tuple[Scores | None, str]:
+def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[Scores | None, str]:
     """Scores of one arm over panels of different lengths: by item where items are the same, else by template."""
     parts = []
     for panel in own:
-        cells = [CellKey(arm, seed, policy) for seed, _ in seed_pairs(plan, panel, arm)]
+        cells = [CellKey(arm, seed, policy) for seed, _ in seed_pairs(drift.comparison, panel, arm)]
         part, reason = _within(panel, [cells])
         if part is None:
             return None, reason

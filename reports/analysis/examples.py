@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +12,39 @@ from audit.core.records import Message, Role
 from audit.core.text import clip
 from reports.drift.contrast import ESTIMANDS
 from reports.drift.drift import seed_pairs
-from reports.drift.report import Example, Report, Turn
-from reports.gate.decide import Decision, Verdict
+from reports.drift.results import Drift
+from reports.gate.verdict import Decision, Verdict
 from reports.records.load import RunData
 from reports.records.panel import CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12
 CHARACTERS = 1200  # of one message
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of an example; ``text`` is the model's or the suite's and must be escaped."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """An item the reference got right and the candidate lost."""
+
+    arm: str
+    seed: int
+    policy: str
+    suite: str
+    context_tokens: int
+    item_id: str
+    cluster_id: str
+    loss: float
+    outcome: str
+    candidate: tuple[Turn, ...]
+    reference_answer: str
 
 
 class Loss(NamedTuple):
@@ -31,12 +57,12 @@ class Loss(NamedTuple):
     reference: CellKey
 
 
-def largest_losses(data: RunData, report: Report, verdict: Verdict) -> tuple[Example, ...]:
+def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
     """Up to ``AT_MOST`` examples, the cells with the lowest drift first, ``PER_CELL`` templates of each."""
     tables = data.panels
     gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
-    every = [loss for d in gated for loss in _losses(report, d, tables[d.suite, d.context_tokens])]
+    every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens])]
     shown: dict[tuple[str, int, str, CellKey], Loss] = {}
     for loss in every:  # an answer may be lost to the reference served alike and to the uncompressed one
         shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
@@ -46,11 +72,11 @@ def largest_losses(data: RunData, report: Report, verdict: Verdict) -> tuple[Exa
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
 
 
-def _losses(report: Report, d: Decision, panel: Panel) -> list[Loss]:
+def _losses(drift: Drift, d: Decision, panel: Panel) -> list[Loss]:
     """The worst items of a cell, one per template; among seeds the one that lost most."""
     found = []
-    for pair in seed_pairs(report.plan, panel, d.arm):
-        weights = ESTIMANDS[d.estimand](d.arm, report.plan.reference, pair, d.policy)
+    for pair in seed_pairs(drift.comparison, panel, d.arm):
+        weights = ESTIMANDS[d.estimand](d.arm, drift.comparison.reference, pair, d.policy)
         candidate = next(cell for cell, weight in weights.items() if weight > 0)
         reference = next(cell for cell, weight in weights.items() if weight < 0)
         z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from audit.core.policy_names import DENSE_POLICY
 from reports.analysis.families import families
 from reports.analysis.results import SafeBudget
-from reports.drift.plan import DENSE_POLICY, Plan
-from reports.drift.report import Contrast
+from reports.drift.comparison import Comparison
+from reports.drift.results import Contrast, Drift
 from reports.gate.cell import decide_cell
+from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
 from reports.stats.safe_budget import fixed_sequence
 
@@ -21,43 +23,50 @@ Key = tuple[str, str, str, int]  # arm, policy, suite, length
 PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 
-def safe_budgets(plan: Plan, contrasts: Sequence[Contrast]) -> tuple[SafeBudget, ...]:
+def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
     """One per family, suite, length and arm, and one per policy, suite and arm where there are several lengths."""
-    known = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in contrasts if c.estimand == _estimand(plan, c.arm)}
-    return tuple([*_over_budgets(plan, known), *_over_lengths(plan, known)])
+    known = {
+        (c.arm, c.policy, c.suite, c.context_tokens): c
+        for c in drift.contrasts
+        if c.estimand == _estimand(drift.comparison, c.arm)
+    }
+    return tuple([*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known)])
 
 
-def _estimand(plan: Plan, arm: str) -> str:
+def _estimand(sides: Comparison, arm: str) -> str:
     """What holds an arm against the uncompressed reference."""
-    return "E4" if arm == plan.reference else "E2"
+    return "E4" if arm == sides.reference else "E2"
 
 
-def _over_budgets(plan: Plan, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
-    for family in families(plan.policies):
-        for suite in plan.margins:
-            for context in plan.contexts:
-                for arm in (plan.reference, *plan.candidates):
+def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+    for family in families(sides.policies):
+        for suite in rules.margins:
+            for context in sides.contexts:
+                for arm in (sides.reference, *sides.candidates):
                     keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
                     found = [known[key] for key in keys if key in known]
                     if len(found) == len(keys):
-                        yield _sequence(plan, "budget", family.name, list(reversed(family.budgets)), found)
+                        yield _sequence(
+                            rules.margins[suite], "budget", family.name, list(reversed(family.budgets)), found
+                        )
 
 
-def _over_lengths(plan: Plan, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
-    if len(plan.contexts) < 2:
+def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+    if len(sides.contexts) < 2:
         return
-    for policy in plan.policies:
-        for suite in plan.margins:
-            for arm in (plan.reference, *plan.candidates):
-                found = [known.get((arm, policy, suite, context)) for context in plan.contexts]
+    for policy in sides.policies:
+        for suite in rules.margins:
+            for arm in (sides.reference, *sides.candidates):
+                found = [known.get((arm, policy, suite, context)) for context in sides.contexts]
                 cells = [c for c in found if c]
-                if len(cells) == len(found) and not (policy == DENSE_POLICY and arm == plan.reference):
-                    yield _sequence(plan, "length", plan.labels.get(policy, policy), list(plan.contexts), cells)
+                if len(cells) == len(found) and not (policy == DENSE_POLICY and arm == sides.reference):
+                    yield _sequence(
+                        rules.margins[suite], "length", sides.labels.get(policy, policy), list(sides.contexts), cells
+                    )
 
 
-def _sequence(plan: Plan, axis: str, family: str, amounts: list[int], cells: Sequence[Contrast]) -> SafeBudget:
+def _sequence(margin: float, axis: str, family: str, amounts: list[int], cells: Sequence[Contrast]) -> SafeBudget:
     """The sequence over cells in the order they are tested."""
-    margin = plan.margins[cells[0].suite]
     statuses = [_status(c, margin) for c in cells]
     last = fixed_sequence([status in PASSED for status in statuses])
     after = 0 if last is None else last + 1

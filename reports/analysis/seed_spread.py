@@ -13,7 +13,7 @@ from scipy import special
 
 from reports.analysis.cells import name_of
 from reports.analysis.results import SeedSpread
-from reports.drift.report import Contrast
+from reports.drift.results import Contrast
 from reports.gate.verdict import Decision
 from reports.stats.effect import LEVEL
 from reports.stats.seeds import SEEDS_NEEDED

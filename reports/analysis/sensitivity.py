@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reports.analysis.cells import Sides, name_of, sides, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.contrast import FEWEST_CLUSTERS
-from reports.drift.plan import Plan
+from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Status, Verdict, worst
 from reports.records.panel import Panel
 from reports.stats.blindspot import clusters_required
@@ -62,13 +62,13 @@ class Known(NamedTuple):
 
 
 def sensitivity(
-    plan: Plan, tables: Mapping[tuple[str, int], Panel], verdict: Verdict
+    drift: Drift, tables: Mapping[tuple[str, int], Panel], verdict: Verdict
 ) -> tuple[tuple[CellSensitivity, ...], tuple[MethodVerdict, ...]]:
     """The gated cells under every method, and what each method would make of the run."""
-    known = list(_known(plan, tables, verdict.decisions))
+    known = list(_known(drift, tables, verdict.decisions))
     if not known:
         return (), ()
-    statuses = {method: _statuses(known, method, plan.alpha) for method in METHODS}
+    statuses = {method: _statuses(known, method, drift.alpha) for method in METHODS}
     cells = tuple(
         CellSensitivity(
             name_of(k.decision),
@@ -82,12 +82,12 @@ def sensitivity(
     return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
 
 
-def _known(plan: Plan, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]) -> Iterator[Known]:
+def _known(drift: Drift, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]) -> Iterator[Known]:
     for d in decisions:
         if two_sided(d) and d.margin is not None:
-            found = sides(tables[d.suite, d.context_tokens], plan, name_of(d))
+            found = sides(tables[d.suite, d.context_tokens], drift.comparison, name_of(d))
             if found is not None:
-                yield Known(d, found.difference, found.clusters, readings(found, d.margin, plan.alpha))
+                yield Known(d, found.difference, found.clusters, readings(found, d.margin, drift.alpha))
 
 
 def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | None]:

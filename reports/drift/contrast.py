@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from reports.drift.plan import DENSE_POLICY
-from reports.drift.report import ClusterSums, Contrast, Rates, Reason
-from reports.drift.validity import BASE
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.spec import BASE_ARM
+from reports.drift.results import ClusterSums, Contrast, Rates, Reason
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import flips
 from reports.stats.clustered import cr3_effect
@@ -121,7 +121,7 @@ def _fewest_seeds(cells: list[CellKey]) -> int:
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         seeds.setdefault(cell.arm, set()).add(cell.seed)
-    return min((len(found) for arm, found in seeds.items() if arm != BASE), default=0)
+    return min((len(found) for arm, found in seeds.items() if arm != BASE_ARM), default=0)
 
 
 def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:

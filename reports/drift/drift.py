@@ -1,8 +1,8 @@
-"""Records -> report: rates of every cell and drift of every arm. Pure; the gate and the formats read what it returns.
+"""Records -> drift: rates of every cell and the difference of every arm. Pure; the gate decides what it returns.
 
 Estimands (statistics: weights over cells, seeds and samples averaged inside the item first):
 E1 candidate - reference under the same policy; E2 candidate as deployed - uncompressed reference;
-E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4; selectivity where it is gated.
+E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4.
 """
 
 from __future__ import annotations
@@ -13,81 +13,73 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
-from audit.core.yaml_file import name_of
-from reports.analysis.curves import curves
+from reports.drift.comparison import Comparison
 from reports.drift.contrast import SeedPair, contrast
-from reports.drift.plan import DENSE_POLICY, Plan
-from reports.drift.report import Cell, Contrast, Report
-from reports.drift.selectivity import selectivity
-from reports.drift.validity import pin_reasons, run_reasons
-from reports.gate.gate_file import Asked, declared_plan, waivers_for
+from reports.drift.results import Cell, Contrast, Drift
+from reports.drift.validity import run_reasons
 from reports.records.columns import ROLES
 from reports.records.load import RunData
 from reports.records.panel import CellKey, Panel
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
-MOST_PROBLEMS = 1000  # that a report names
 
 
-def drift_report(data: RunData, asked: Asked | None = None) -> Report:
-    """The report of a run without its examples, decided by its spec or as ``asked``.
-
-    Raises SpecError when the gate section, the gate file or the waivers cannot be used.
-    """
-    asked = asked or Asked()
-    plan = declared_plan(data, asked)
+def drift_of(data: RunData, comparison: Comparison, alpha: float) -> Drift:
+    """The drift of a run's records, with one-sided bounds at level ``alpha``."""
     tables = data.panels
-    found = tuple(contrasts(plan, tables))
-    return Report(
-        run=name_of(data.spec.get("name", data.run.name)),
-        plan=plan,
-        reasons=(*run_reasons(data, plan), *pin_reasons(data, plan, asked.pin)),
-        cells=tuple(cells(data.records, tables, plan)),
-        contrasts=(*found, *selectivity(plan, found)),
-        curves=curves(data.telemetry, plan.arms),
-        examples=(),
-        problems=tuple(_problems(data)),
+    return Drift(
+        run=data.spec.name,
+        comparison=comparison,
+        alpha=alpha,
+        cells=tuple(cells(data.records, tables, comparison)),
+        contrasts=tuple(contrasts(comparison, tables, alpha)),
+        reasons=tuple(run_reasons(data, comparison)),
         n_records=len(data.records),
-        provenance=dict(data.provenance),
-        waivers=waivers_for(plan, asked),
+        weights=_weights(data.records, comparison.reference),
     )
 
 
-def contrasts(plan: Plan, tables: Mapping[tuple[str, int], Panel]) -> Iterator[Contrast]:
-    """Every contrast the plan asks for; a suite and length without any record yields blanks with a reason."""
-    for suite in plan.suites:
-        for context in plan.contexts:
+def _weights(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
+    own = records[records["arm"] == arm]
+    return {int(str(seed)): frozenset(part["checkpoint"]) for seed, part in own.groupby("train_seed", observed=True)}
+
+
+def contrasts(comparison: Comparison, tables: Mapping[tuple[str, int], Panel], alpha: float) -> Iterator[Contrast]:
+    """Every contrast that a comparison has; a suite and length without any record yields blanks with a reason."""
+    for suite in comparison.suites:
+        for context in comparison.contexts:
             panel = tables.get((suite, context)) or _empty_panel(suite, context)
-            yield from _panel_contrasts(plan, panel)
+            yield from _panel_contrasts(comparison, panel, alpha)
 
 
-def _panel_contrasts(plan: Plan, panel: Panel) -> Iterator[Contrast]:
-    for policy in plan.policies:
-        for arm in plan.arms:
-            estimands = ["E1", "E2"] if arm in plan.candidates else []
-            if policy != DENSE_POLICY and (arm in plan.candidates or arm == plan.reference):
-                estimands += ["E4", "E5"] if arm in plan.candidates else ["E4"]
-            pairs = seed_pairs(plan, panel, arm)
+def _panel_contrasts(comparison: Comparison, panel: Panel, alpha: float) -> Iterator[Contrast]:
+    for policy in comparison.policies:
+        for arm in comparison.arms:
+            estimands = ["E1", "E2"] if arm in comparison.candidates else []
+            if policy != DENSE_POLICY and (arm in comparison.candidates or arm == comparison.reference):
+                estimands += ["E4", "E5"] if arm in comparison.candidates else ["E4"]
+            pairs = seed_pairs(comparison, panel, arm)
             for estimand in estimands:
                 yield contrast(
                     estimand,
                     panel,
                     arm=arm,
-                    reference=plan.reference,
+                    reference=comparison.reference,
                     pairs=pairs,
                     policy=policy,
-                    alpha=plan.alpha,
+                    alpha=alpha,
                 )
 
 
-def seed_pairs(plan: Plan, panel: Panel, arm: str) -> list[SeedPair]:
+def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
     """Seed s of the arm with seed s of the reference; a reference of one seed (a pinned run, the base) serves all."""
-    own = list(plan.seeds)
-    if arm == plan.reference:
+    own = list(comparison.seeds)
+    if arm == comparison.reference:
         own = sorted({cell.seed for cell in panel.scores if cell.arm == arm}) or own
         return [(seed, seed) for seed in own]
-    other = sorted({cell.seed for cell in panel.scores if cell.arm == plan.reference})
+    other = sorted({cell.seed for cell in panel.scores if cell.arm == comparison.reference})
     single = len(other) == 1 and not set(other) & set(own)
     return [(seed, other[0] if single else seed) for seed in own]
 
@@ -98,14 +90,14 @@ def _empty_panel(suite: str, context: int) -> Panel:
     return Panel(suite, context, (), codes, (), 0, none, none, {}, 1, frozenset(), 0)
 
 
-def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], plan: Plan) -> Iterator[Cell]:
-    """Rates, outcomes and cache use of every cell that has records, in the plan's order."""
+def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], comparison: Comparison) -> Iterator[Cell]:
+    """Rates, outcomes and cache use of every cell that has records, in the order of the comparison."""
     grouped = records.groupby(CELL, sort=False, observed=True)
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
     survival = [f"survival_{role}" for role in ROLES]
     means = grouped[["retention", "new_tokens", "kv_bytes_peak", "kv_bytes_dense", *survival]].mean()
     clusters = grouped["cluster_id"].nunique()
-    order = sorted(means.index, key=lambda index: _position(plan, index))
+    order = sorted(means.index, key=lambda index: _position(comparison, index))
     for index in order:
         arm, policy, suite, context = cast(tuple[str, str, str, int], index)
         panel = tables[suite, int(context)]
@@ -135,22 +127,6 @@ def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], plan: 
         )
 
 
-def _position(plan: Plan, index: Any) -> tuple[int, int, int, int]:
+def _position(comparison: Comparison, index: Any) -> tuple[int, int, int, int]:
     arm, policy, suite, context = index
-    return plan.suites.index(suite), int(context), plan.policies.index(policy), plan.arms.index(arm)
-
-
-def _problems(data: RunData) -> Iterator[str]:
-    for problem in data.problems[:MOST_PROBLEMS]:
-        where = f"{problem.file}:{problem.line}" if problem.line else problem.file
-        yield f"{where}: {problem.reason}"
-    if len(data.problems) > MOST_PROBLEMS:
-        yield f"and {len(data.problems) - MOST_PROBLEMS} more problems in the files"
-    for unit in data.incomplete:
-        yield f"{unit}: not finished (no seal); resume the run to complete it"
-    unheld = [unit for unit, found in data.inputs.items() if found is None]
-    if unheld:
-        yield (
-            f"{len(unheld)} units have a seal without a hash of what they were evaluated from, first {unheld[0]}; "
-            "whether rows, plug-ins or model files changed in between is not known"
-        )
+    return comparison.suites.index(suite), int(context), comparison.policies.index(policy), comparison.arms.index(arm)

@@ -15,8 +15,7 @@ import numpy as np
 from scipy import special
 
 from reports.drift.contrast import no_narrower
-from reports.drift.plan import Plan
-from reports.drift.report import ClusterSums, Contrast, Reason
+from reports.drift.results import ClusterSums, Contrast, Drift, Reason
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import mover
 from reports.stats.signflip import flip_moments
@@ -30,15 +29,18 @@ class _Spread(NamedTuple):
     df: float
 
 
-def selectivity(plan: Plan, contrasts: Sequence[Contrast]) -> Iterator[Contrast]:
-    """One contrast per safety suite wherever the drift of that suite is gated; none unless it is asked for."""
-    if SELECTIVITY not in plan.estimands:
-        return
-    by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in contrasts if c.estimand == plan.base}
+def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
+    """The drift with one more contrast per safety suite under each of these policies."""
+    return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
+
+
+def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
+    sides = drift.comparison
+    by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in drift.contrasts if c.estimand == sides.base}
     for (arm, policy, context, suite), own in by_cell.items():
-        if suite in plan.safety and policy in plan.primary:
-            others = [by_cell[arm, policy, context, other] for other in plan.capability]
-            yield _combined(own, others, plan.alpha)
+        if suite in sides.safety and policy in policies:
+            others = [by_cell[arm, policy, context, other] for other in sides.capability]
+            yield _combined(own, others, drift.alpha)
 
 
 def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contrast:

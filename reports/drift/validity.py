@@ -9,55 +9,56 @@ import pandas as pd
 
 from audit.core.inputs import TABLE, inputs_sha256
 from audit.core.records import Outcome
-from reports.drift.plan import Plan
-from reports.drift.report import Reason
-from reports.gate.pin import Pin, pin_from
+from audit.core.spec import BASE_ARM
+from reports.drift.comparison import Comparison
+from reports.drift.results import Reason
 from reports.records.load import RunData
 
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
-BASE = "base"
 NAMED = 3  # units that a reason spells out
 
 
-def run_reasons(data: RunData, plan: Plan) -> Iterator[Reason]:
+def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Every reason, run-wide."""
     records = data.records
-    if plan.reference not in set(records["arm"]):
-        yield Reason("REFERENCE", f"the reference arm {plan.reference!r} has no records")
+    if comparison.reference not in set(records["arm"]):
+        yield Reason("REFERENCE", f"the reference arm {comparison.reference!r} has no records")
     duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
     if duplicates:
         yield Reason("DUPLICATE", f"{duplicates} records stand twice; the first of each was kept")
-    yield from _incomplete(data, plan)
+    yield from _incomplete(data, comparison)
     yield from _conflicts(records)
     yield from _unlisted(data)
-    yield from _unpinned(data, plan)
+    yield from _unpinned(data, comparison)
     yield from _other_inputs(data)
 
 
-def _incomplete(data: RunData, plan: Plan) -> Iterator[Reason]:
+def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """A grid that is not whole says something else than the one that was declared."""
     counts = {index: int(rows) for index, rows in data.records.groupby(UNIT, observed=True).size().items()}
-    found = {unit: counts.get(tuple(unit[:5]), 0) for unit in plan.planned}
+    found = {unit: counts.get(tuple(unit[:5]), 0) for unit in comparison.planned}
     absent = [unit for unit, rows in found.items() if rows == 0]
     short = [unit for unit, rows in found.items() if 0 < rows != unit.rows]
     parts = []
     if absent:
-        names = [f"{u.arm} seed {u.seed} @ {plan.labels.get(u.policy, u.policy)}, {u.suite}" for u in absent]
-        parts.append(f"planned units missing: {len(absent)} of {len(plan.planned)} ({_some(names)})")
+        names = [f"{u.arm} seed {u.seed} @ {comparison.labels.get(u.policy, u.policy)}, {u.suite}" for u in absent]
+        parts.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some(names)})")
     if data.incomplete:
-        parts.append(f"units not sealed: {len(data.incomplete)} ({_some(data.incomplete)})")
+        parts.append(f"units not sealed: {len(data.incomplete)} ({some(data.incomplete)})")
     if short:
+        labels = comparison.labels
         names = [
-            f"{found[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {plan.labels.get(u.policy, u.policy)}, {u.suite}"
+            f"{found[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {labels.get(u.policy, u.policy)}, {u.suite}"
             for u in short
         ]
         missing = sum(abs(unit.rows - found[unit]) for unit in short)
-        parts.append(f"rows missing or too many: {missing} ({_some(names)})")
+        parts.append(f"rows missing or too many: {missing} ({some(names)})")
     if parts:
         yield Reason("INCOMPLETE", "; ".join(parts) + ": resume the run to complete it")
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
     found = list(names)
     return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
 
@@ -85,26 +86,26 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
         by_name = {str(key): set(values) for key, values in found.items()}
         strange = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
         if strange:
-            yield Reason("HASH", f"{column} of the records is not what provenance lists for {_some(strange)}")
+            yield Reason("HASH", f"{column} of the records is not what provenance lists for {some(strange)}")
 
 
-def _unpinned(data: RunData, plan: Plan) -> Iterator[Reason]:
+def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Records whose weights are not exactly those that provenance lists for their arm and seed."""
     listed = _table(data.provenance, "checkpoints")
     pinned = _table(data.provenance, "reference_sha256")
     strange, unpinned = [], []
     for (arm, seed), part in data.records.groupby(["arm", "train_seed"], observed=True):
         found = set(part["checkpoint"])
-        known = data.provenance.get("base_sha256") if arm == BASE else listed.get(f"{arm}/{seed}")
+        known = data.provenance.get("base_sha256") if arm == BASE_ARM else listed.get(f"{arm}/{seed}")
         if found != {known}:
             strange.append(f"{arm} seed {seed}")
-        if arm == plan.reference and found != {pinned.get(str(seed))}:
+        if arm == comparison.reference and found != {pinned.get(str(seed))}:
             unpinned.append(f"{arm} seed {seed}")
     remedy = "evaluate those units again, or resume the run to finish it"
     if strange:
-        yield Reason("REFHASH", f"provenance lists other weights, or none, for {_some(strange)}: {remedy}")
+        yield Reason("REFHASH", f"provenance lists other weights, or none, for {some(strange)}: {remedy}")
     if unpinned:
-        yield Reason("REFHASH", f"the reference is not the one that provenance pins, {_some(unpinned)}: {remedy}")
+        yield Reason("REFHASH", f"the reference is not the one that provenance pins, {some(unpinned)}: {remedy}")
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
@@ -115,24 +116,8 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
         yield Reason(
             "INPUTS",
             f"{len(strange)} units were evaluated from other rows, plug-ins or model files than provenance lists "
-            f"({_some(strange)}): delete them and their seals, and resume the run",
+            f"({some(strange)}): delete them and their seals, and resume the run",
         )
-
-
-def pin_reasons(data: RunData, plan: Plan, pin: Pin | None) -> Iterator[Reason]:
-    """Reference weights that are not those of the pin the gate names; without ``pin`` the one kept with the run."""
-    if plan.rules.pin is None:
-        return
-    pin = pin or pin_from(data.provenance)
-    known = pin.weights(plan.reference)
-    records = data.records[data.records["arm"] == plan.reference]
-    strange = [
-        f"{plan.reference} seed {seed}"
-        for seed, part in records.groupby("train_seed", observed=True)
-        if set(part["checkpoint"]) != {known.get(int(str(seed)))}
-    ]
-    if strange:
-        yield Reason("REFHASH", f"{pin.name} pins other weights, or none, for {_some(strange)}: gate with its own pin")
 
 
 def _table(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reports.drift.report import Reason
+from reports.drift.results import Reason
 from reports.gate.family import HOLM, Row
 from reports.gate.gated import PARITY, WORST_POLICY, GatedCell
 from reports.gate.verdict import AT_FLOOR, FLOOR, PRECEDENCE, Adjustment, Decision, Status, worst, worst_recipe

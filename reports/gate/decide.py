@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reports.drift.plan import Plan
-from reports.drift.report import Reason, Report
-from reports.gate.cell import Judged, Pvalues, decide_cell, decision, judged
+from reports.drift.results import Drift, Reason
+from reports.drift.validity import some
+from reports.gate.cell import Judged, Pvalues, decision, judged
 from reports.gate.family import Row, drop_pvalue, holm_family, joint_family
-from reports.gate.gated import GatedCell, gated_cells, is_gated, is_shown, shown_cells
-from reports.gate.guard import held
+from reports.gate.gated import GatedCell, gated_cells, shown_cells
+from reports.gate.guard import held, uneven_cells
 from reports.gate.rules import WARN, Rules
 from reports.gate.verdict import (
-    AT_FLOOR,
     EXIT_CODES,
-    FLOOR,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
@@ -35,55 +33,35 @@ from reports.gate.verdict import (
     worst_recipe,
 )
 from reports.gate.waivers import Waiver
-from reports.labels.panel import Adjudication
-from reports.page.remarks import remarks
-
-__all__ = [
-    "AT_FLOOR",
-    "EXIT_CODES",
-    "FLOOR",
-    "ArmVerdict",
-    "Decision",
-    "Status",
-    "Verdict",
-    "decide",
-    "decide_cell",
-    "is_gated",
-    "is_shown",
-    "worst",
-]
 
 
-def decide(report: Report) -> Verdict:
-    """The verdict of a report, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
-    plan = report.plan
-    gated, adjustment = _decisions(gated_cells(report.contrasts, plan), plan, report.adjudication)
-    gated = [_waived(d, report.waivers) for d in gated]
-    beside, _ = _decisions(shown_cells(report.contrasts, plan), plan, report.adjudication)
-    decisions = [*gated, *beside]
-    reasons = (*report.reasons, *_reasons(gated))
+def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
+    """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
+    cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
+    uneven = uneven_cells([*cells, *beside])
+    found, adjustment = _decisions(cells, rules.alpha)
+    shown, _ = _decisions(beside, rules.alpha)
+    gated = [_waived(held(d, cell, uneven), waivers) for d, cell in zip(found, cells, strict=True)]
+    decisions = (*gated, *(held(d, cell, uneven) for d, cell in zip(shown, beside, strict=True)))
+    reasons = (*drift.reasons, *_pin_reasons(drift, rules), *_reasons(gated))
     arms = _arm_verdicts(gated)
     start = Status.INVALID if reasons else Status.PASS
     status = worst([start, *(a.status for a in arms)])
-    verdict = Verdict(
+    return Verdict(
         status=status,
-        exit_code=_exit_code(status, plan.rules),
+        exit_code=_exit_code(status, rules),
         recipe=worst_recipe([a.recipe for a in arms]),
         reasons=reasons,
         arms=arms,
-        decisions=tuple(decisions),
+        decisions=decisions,
         headline=None if status is Status.INVALID else _headline(decisions),
         unwaived=worst([start, *(a.unwaived for a in arms)]),
         adjustment=adjustment,
-        annotations=(),
-        gate_sha256=plan.rules.sha256,
+        judged=_judged_alone(found, start, waivers) if any(c.people for c in drift.contrasts) else None,
     )
-    return replace(verdict, annotations=tuple(remarks(report, verdict)))
 
 
-def _decisions(
-    cells: Sequence[GatedCell], plan: Plan, labels: Adjudication | None
-) -> tuple[list[Decision], Adjustment]:
+def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
     """Every cell decided, all their tests adjusted as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([_by_judge(row) for row in rows])
@@ -97,7 +75,23 @@ def _decisions(
         return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]))
 
     adjustment = Adjustment(family.method, family.reason, family.floor)
-    return [held(decision(cell, plan.alpha, adjustment, judge), cell, labels) for cell in cells], adjustment
+    return [decision(cell, alpha, adjustment, judge) for cell in cells], adjustment
+
+
+def _judged_alone(found: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
+    """The verdict had nobody labelled anything."""
+    alone = [_waived(replace(d, status=d.judged or d.status, judged=None), waivers) for d in found]
+    return worst([start, *(d.standing for d in alone)])
+
+
+def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
+    """Reference weights that are not those of the pin."""
+    if rules.pin is None:
+        return []
+    reference, known = drift.comparison.reference, rules.pin.weights(drift.comparison.reference)
+    strange = [f"{reference} seed {seed}" for seed, found in drift.weights.items() if found != {known.get(seed)}]
+    text = f"{rules.pin.name} pins other weights, or none, for {some(strange)}: gate with its own pin"
+    return [Reason("REFHASH", text)] if strange else []
 
 
 def _by_judge(row: Row) -> Row:

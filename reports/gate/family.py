@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.drift.report import Contrast
+from reports.drift.results import Contrast
 from reports.stats.effect import Effect
 from reports.stats.holm import holm
 from reports.stats.signflip import (

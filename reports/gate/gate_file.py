@@ -3,7 +3,7 @@
 What the file leaves out is taken from the gate section of the run's spec. A spec may name a gate file
 (``gate.gate_file``); its bytes are then kept in the run's provenance when the run begins. Any other gate file, also
 one that says the same, was declared after the run: no exit code is taken from it (``refuse_late``), and a report made
-with it says so in red with what it changes.
+with it says so in red, with what it changes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, SpecError, UnknownName
-from audit.core.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
-from reports.drift.plan import Plan, read_plan
-from reports.gate.pin import Pin
-from reports.gate.rules import AFTER_RUN, KEYS, WITH_RUN
-from reports.gate.waivers import Waiver, waivers_of
+from audit.core.errors import DataError, SpecError
+from audit.core.spec import GateSpec
+from audit.core.spec_file import with_gate
+from audit.core.yaml_file import YamlFile, known_keys, parse_yaml, read_yaml, shown
+from reports.drift.comparison import Comparison, comparison_of
+from reports.gate.pin import Pin, pin_from
+from reports.gate.rules import AFTER_RUN, Rules, rules_of
 from reports.records.load import RunData
 
 GATE_FORMAT = 1
@@ -39,11 +40,11 @@ class Asked:
 
 
 def load_gate_file(path: Path) -> YamlFile:
-    """A gate file whose keys are known; its values are checked against a run by ``declared_plan``."""
+    """A gate file whose keys are known; its values are checked against a run by ``declared``."""
     return _checked(read_yaml(path, WHAT))
 
 
-def pinned_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
+def kept_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     """The gate file that was kept when the run began; raises DataError where its text is not the one hashed."""
     kept = provenance.get("gate_file")
     if kept is None:
@@ -54,119 +55,74 @@ def pinned_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     return _checked(parse_yaml(text, str(kept.get("name")), WHAT))
 
 
-def declared_plan(data: RunData, asked: Asked) -> Plan:
-    """The plan that decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
-    kept = pinned_gate_file(data.provenance)
-    if kept is None and _section(data.spec).get("gate_file") is not None:
+def declared(data: RunData, asked: Asked) -> tuple[Comparison, Rules]:
+    """What decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
+    kept = kept_gate_file(data.provenance)
+    if kept is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
-    own = _plan_of(data, kept)
-    if asked.gate is None:
-        return _tuned(own, asked)
-    plan = _plan_of(data, asked.gate)
-    with_run = kept is not None and kept.sha256 == asked.gate.sha256
-    rules = replace(
-        plan.rules,
-        declared=WITH_RUN if with_run else AFTER_RUN,
-        changes=() if with_run else tuple(changes(own, plan)),
-    )
-    return _tuned(replace(plan, rules=rules), asked)
+    comparison, rules = own = _taken(data, kept, None)
+    if asked.gate is not None:
+        comparison, rules = _taken(data, asked.gate, asked.pin)
+        if kept is None or kept.sha256 != asked.gate.sha256:
+            rules = replace(rules, declared=AFTER_RUN, changes=tuple(changes(*own, comparison, rules)))
+    return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
 
 
-def refuse_late(data: RunData, asked: Asked) -> None:
+def refuse_late(rules: Rules) -> None:
     """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
-    if asked.gate is None or not declares_gate(data):
-        return
-    kept = pinned_gate_file(data.provenance)
-    if kept is None or kept.sha256 != asked.gate.sha256:
-        own = "its spec's gate section" if kept is None else f"{kept.name}, sha256 {kept.sha256[:12]}"
+    if rules.declared == AFTER_RUN:
         raise SpecError(
-            f"{asked.gate.name} (sha256 {asked.gate.sha256[:12]}) was not declared with the run, which began with "
-            f"{own}; leave --gate out, see what the file would change with kvaudit report --gate, or start a run whose "
-            "gate.gate_file names it"
+            f"{rules.source} (sha256 {(rules.sha256 or '')[:12]}) was not declared with the run and changes "
+            f"{'; '.join(rules.changes) or 'nothing that decides'}; leave --gate out, look at what it would say with "
+            "kvaudit report --gate, or start a run whose gate.gate_file names it"
         )
 
 
-def declares_gate(data: RunData) -> bool:
-    """Whether the run began with rules of its own, in its spec or in a gate file kept with it."""
-    return bool(_section(data.spec)) or data.provenance.get("gate_file") is not None
-
-
-def waivers_for(plan: Plan, asked: Asked) -> tuple[Waiver, ...]:
-    """The waivers that hold today; raises SpecError for an expired or unknown one."""
-    return () if asked.waivers is None else waivers_of(asked.waivers, plan, asked.today or date.today())
-
-
-def changes(own: Plan, plan: Plan) -> Iterator[str]:
-    """What a plan decides differently from the run's own, in words."""
+def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
+    """What rules decide differently from the run's own, in words."""
     for name, old, new in (
-        ("alpha", own.rules.alpha, plan.rules.alpha),
-        ("reference", own.reference, plan.reference),
-        ("estimands", own.estimands, plan.estimands),
-        ("gated policies", _short(own, own.primary), _short(plan, plan.primary)),
-        ("deployable policies", _short(own, own.deployable), _short(plan, plan.deployable)),
-        ("gated lengths", own.gated_contexts, plan.gated_contexts),
-        ("on_inconclusive", own.rules.on_inconclusive, plan.rules.on_inconclusive),
+        ("alpha", before.alpha, rules.alpha),
+        ("reference", own.reference, comparison.reference),
+        ("estimands", before.estimands, rules.estimands),
+        ("gated policies", _short(own, before.primary), _short(comparison, rules.primary)),
+        ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
+        ("gated lengths", before.contexts, rules.contexts),
+        ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
     ):
         if old != new:
             yield f"{name} {_text(old)} -> {_text(new)}"
-    pairs = (("margin", own.margins, plan.margins), ("margin of", own.estimand_margins, plan.estimand_margins))
-    for word, before, after in pairs:
-        for key in sorted({*before, *after}):
-            if before.get(key) != after.get(key):
-                yield f"{word} {key} {_points(before.get(key))} -> {_points(after.get(key))}"
-
-
-def overlay(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """A gate section with what a gate file says instead; margins are replaced suite by suite."""
-    kept = dict(section)
-    if "profile" in table or "alpha" in table:  # a level stands in one place
-        for key in ("profile", "alpha", "on_inconclusive"):
-            kept.pop(key, None)
-    merged = {**kept, **{key: value for key, value in table.items() if key != "format"}}
-    for key in ("margins", "estimand_margins"):
-        old, new = kept.get(key), table.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            merged[key] = {**old, **new}
-    return merged
+    pairs = (
+        ("margin", before.margins, rules.margins),
+        ("margin of", before.estimand_margins, rules.estimand_margins),
+    )
+    for word, older, newer in pairs:
+        for key in sorted({*older, *newer}):
+            if older.get(key) != newer.get(key):
+                yield f"{word} {key} {_points(older.get(key))} -> {_points(newer.get(key))}"
 
 
 def _checked(file: YamlFile) -> YamlFile:
-    known_keys(file.table, ("format", *(key for key in KEYS if key != "gate_file")), file.name)
+    known_keys(file.table, ("format", *(key for key in GateSpec.model_fields if key != "gate_file")), file.name)
     if file.table.get("format") != GATE_FORMAT:
         raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {GATE_FORMAT}")
-    reference = file.table.get("reference")
-    if reference is not None and not isinstance(reference, str):
-        raise SpecError(f"{file.name}: reference is {shown(reference)}, wanted the name of an arm")
     return file
 
 
-def _plan_of(data: RunData, file: YamlFile | None) -> Plan:
-    if file is None:
-        return read_plan(data.spec, data.records, data.provenance)
-    spec = {**data.spec, "gate": overlay(_section(data.spec), file.table)}
+def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
+    """Comparison and rules of the spec, with a gate file's in place of its own; ``pin`` is the one that it names."""
+    spec = data.spec if file is None else with_gate(data.spec, file)
+    comparison = comparison_of(spec, data.records, data.provenance)
     try:
-        plan = read_plan(spec, data.records, data.provenance)
-        known = {*data.records["arm"].unique(), *plan.candidates, read_plan(data.spec, data.records, {}).reference}
-        if plan.reference not in known:
-            raise UnknownName("gate.reference", clipped(plan.reference), map(clipped, known))
+        rules = rules_of(spec, comparison)
     except SpecError as error:
-        raise SpecError(f"{file.name}: {error}") from None
-    return replace(plan, rules=replace(plan.rules, source=file.name, sha256=file.sha256))
+        raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
+    if spec.gate.pin is not None:
+        rules = replace(rules, pin=pin or pin_from(data.provenance))
+    return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 
-def _tuned(plan: Plan, asked: Asked) -> Plan:
-    """The plan with the handling of INCONCLUSIVE that the command line gives."""
-    rules = replace(plan.rules, on_inconclusive=asked.on_inconclusive or plan.rules.on_inconclusive)
-    return replace(plan, rules=rules)
-
-
-def _section(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    gate = spec.get("gate")
-    return gate if isinstance(gate, Mapping) else {}
-
-
-def _short(plan: Plan, policies: Sequence[str]) -> tuple[str, ...]:
-    return tuple(plan.labels[policy] for policy in policies)
+def _short(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
+    return tuple(comparison.labels[policy] for policy in policies)
 
 
 def _text(value: Any) -> str:

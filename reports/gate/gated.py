@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from reports.drift.plan import DENSE_POLICY, Plan
-from reports.drift.report import Contrast
+from audit.core.policy_names import DENSE_POLICY
+from reports.drift.comparison import Comparison
+from reports.drift.results import Contrast, Drift
 from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import Row
-from reports.gate.rules import DEFAULT_ESTIMANDS
+from reports.gate.rules import DEFAULT_ESTIMANDS, Rules
 
 PARITY, WORST_POLICY = "parity", "E3"
 
@@ -31,68 +32,69 @@ class GatedCell:
     gated: bool
 
 
-def gated_cells(contrasts: Sequence[Contrast], plan: Plan) -> list[GatedCell]:
+def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     """Every cell that enters the verdict, in the order of the contrasts, then E3 and parity."""
-    cells = [_single(c, plan, gated=True) for c in contrasts if is_gated(c, plan)]
-    base = [c for c in contrasts if is_base(c, plan)]
-    if WORST_POLICY in plan.estimands:
-        cells += _worst_policy(base, plan)
-    if PARITY in plan.estimands:
+    sides = drift.comparison
+    cells = [_single(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
+    base = [c for c in drift.contrasts if is_base(c, sides, rules)]
+    if WORST_POLICY in rules.estimands:
+        cells += _worst_policy(base, rules)
+    if PARITY in rules.estimands:
         cells += [
-            GatedCell(PARITY, (Row(c, 1), Row(c, -1)), plan.margin(PARITY, c.suite), True)
+            GatedCell(PARITY, (Row(c, 1), Row(c, -1)), rules.margin(PARITY, c.suite), True)
             for c in base
-            if c.suite in plan.capability and c.policy in plan.primary
+            if c.suite in sides.capability and c.policy in rules.primary
         ]
     return cells
 
 
-def shown_cells(contrasts: Sequence[Contrast], plan: Plan) -> list[GatedCell]:
+def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     """What is decided beside the verdict."""
-    return [_single(c, plan, gated=False) for c in contrasts if is_shown(c, plan)]
+    return [_single(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
 
 
-def is_gated(c: Contrast, plan: Plan) -> bool:
+def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast enters the verdict by itself."""
-    if c.policy not in plan.primary or c.context_tokens not in plan.gated_contexts:
+    if c.policy not in rules.primary or c.context_tokens not in rules.contexts:
         return False
     if c.estimand == SELECTIVITY:
-        return SELECTIVITY in plan.estimands
-    if plan.mode == "serving":
-        return is_base(c, plan) and any(name in plan.estimands for name in DEFAULT_ESTIMANDS)
-    return c.estimand in plan.estimands and c.arm in plan.candidates and not _is_twin(c, plan)
+        return SELECTIVITY in rules.estimands
+    if sides.mode == "serving":
+        return is_base(c, sides, rules) and any(name in rules.estimands for name in DEFAULT_ESTIMANDS)
+    return c.estimand in rules.estimands and c.arm in sides.candidates and not _is_twin(c, rules)
 
 
-def is_shown(c: Contrast, plan: Plan) -> bool:
+def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast is decided beside the verdict: of E1 and E2 the one that is not gated."""
-    if plan.mode == "serving" or c.policy not in plan.primary or _is_twin(c, plan):
+    if sides.mode == "serving" or c.policy not in rules.primary or _is_twin(c, rules):
         return False
-    return c.estimand in DEFAULT_ESTIMANDS and c.context_tokens in plan.gated_contexts and not is_gated(c, plan)
+    return c.estimand in DEFAULT_ESTIMANDS and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
 
 
-def is_base(c: Contrast, plan: Plan) -> bool:
+def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast is the drift that E3, selectivity and parity are made of."""
-    if c.estimand != plan.base or c.context_tokens not in plan.gated_contexts:
+    if c.estimand != sides.base or c.context_tokens not in rules.contexts:
         return False
-    if plan.mode == "serving":
-        return c.arm == plan.reference and c.policy != DENSE_POLICY
-    return c.arm in plan.candidates
+    if sides.mode == "serving":
+        return c.arm == sides.reference and c.policy != DENSE_POLICY
+    return c.arm in sides.candidates
 
 
-def _is_twin(c: Contrast, plan: Plan) -> bool:
+def _is_twin(c: Contrast, rules: Rules) -> bool:
     """Uncompressed, E1 and E2 are the same difference; it is decided once, as E1 where that is gated."""
-    other = "E2" if "E1" in plan.estimands else "E1"
+    other = "E2" if "E1" in rules.estimands else "E1"
     return c.policy == DENSE_POLICY and c.estimand == other
 
 
-def _single(c: Contrast, plan: Plan, *, gated: bool) -> GatedCell:
-    return GatedCell(c.estimand, (Row(c, 1),), plan.margin(c.estimand, c.suite), gated)
+def _single(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
+    return GatedCell(c.estimand, (Row(c, 1),), rules.margin(c.estimand, c.suite), gated)
 
 
-def _worst_policy(base: Sequence[Contrast], plan: Plan) -> Iterator[GatedCell]:
+def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
     """One cell per arm, suite and length over the deployable policies."""
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
-        if c.policy in plan.deployable:
+        if c.policy in rules.deployable:
             groups.setdefault((c.arm, c.suite, c.context_tokens), []).append(c)
     for (_, suite, _), found in groups.items():
-        yield GatedCell(WORST_POLICY, tuple(Row(c, 1) for c in found), plan.margin(WORST_POLICY, suite), True)
+        yield GatedCell(WORST_POLICY, tuple(Row(c, 1) for c in found), rules.margin(WORST_POLICY, suite), True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reports.drift.report import Rates, Reason
+from reports.drift.results import Rates, Reason
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 
@@ -106,7 +106,7 @@ class Verdict:
 
     ``status`` is an artifact claim: it is about the checkpoints at hand, averaged over their seeds; ``unwaived`` is the
     same without waivers. ``recipe`` is the decision with seed variance added ("training this way does this"), None
-    when three paired seeds are lacking. ``annotations`` must be printed wherever the exit code is read.
+    when three paired seeds are lacking.
     """
 
     status: Status
@@ -118,8 +118,7 @@ class Verdict:
     headline: int | None
     unwaived: Status
     adjustment: Adjustment
-    annotations: tuple[str, ...]
-    gate_sha256: str | None  # of the gate file, None where the spec's own section decides
+    judged: Status | None = None  # by the judge's labels alone, where people labelled answers
 
 
 def worst(statuses: Iterable[Status]) -> Status:

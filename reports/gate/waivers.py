@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.policy_names import match_policies
 from audit.core.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
-from reports.drift.plan import Plan, match_policies
+from reports.drift.comparison import Comparison
 from reports.gate.rules import GATED_ESTIMANDS
 
 KEYS = ("who", "why", "expires", "status", "cells")
@@ -50,11 +51,16 @@ class Waiver:
 
 
 def read_waivers(path: Path) -> YamlFile:
-    """The file of waivers as a mapping; what it says is checked against a plan by ``waivers_of``."""
+    """The file of waivers as a mapping; what it says is checked against a comparison by ``waivers_of``."""
     return read_yaml(path, "waiver file")
 
 
-def waivers_of(file: YamlFile, plan: Plan, today: date) -> tuple[Waiver, ...]:
+def waivers_for(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
+    """The waivers that hold ``today``, none without a file; raises SpecError for an expired or unknown one."""
+    return () if file is None else waivers_of(file, comparison, today or date.today())
+
+
+def waivers_of(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
     """The waivers of a file. Raises SpecError for one that expired, and for whatever the run does not know."""
     known_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:
@@ -62,10 +68,10 @@ def waivers_of(file: YamlFile, plan: Plan, today: date) -> tuple[Waiver, ...]:
     rows = file.table.get("waivers")
     if not isinstance(rows, list) or not rows:
         raise SpecError(f"{file.name}: waivers is {shown(rows)}, wanted a list of at least one waiver")
-    return tuple(_waiver(row, f"{file.name}: waiver {i}", plan, today) for i, row in enumerate(rows, 1))
+    return tuple(_waiver(row, f"{file.name}: waiver {i}", comparison, today) for i, row in enumerate(rows, 1))
 
 
-def _waiver(row: Any, where: str, plan: Plan, today: date) -> Waiver:
+def _waiver(row: Any, where: str, comparison: Comparison, today: date) -> Waiver:
     if not isinstance(row, Mapping):
         raise SpecError(f"{where} is {shown(row)}, wanted a mapping with {', '.join(KEYS)}")
     known_keys(row, KEYS, where)
@@ -81,7 +87,9 @@ def _waiver(row: Any, where: str, plan: Plan, today: date) -> Waiver:
             f"{where} by {clipped(who)} expired on {expires.isoformat()} (today is {today.isoformat()}); "
             "remove it, or have it signed again"
         )
-    return Waiver(who, why, expires.isoformat(), _statuses(row, where), **_selectors(row.get("cells"), where, plan))
+    return Waiver(
+        who, why, expires.isoformat(), _statuses(row, where), **_selectors(row.get("cells"), where, comparison)
+    )
 
 
 def _text(value: Any, name: str) -> str:
@@ -109,20 +117,20 @@ def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _selectors(cells: Any, where: str, plan: Plan) -> dict[str, Any]:
+def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]:
     if not isinstance(cells, Mapping) or not cells:
         raise SpecError(f"{where}: cells is {shown(cells)}, wanted at least one of {', '.join(SELECTORS)}")
     known_keys(cells, SELECTORS, f"cells of {where}")
     known: dict[str, Sequence[Any]] = {
-        "suite": plan.suites,
-        "arm": plan.arms,
-        "policy": plan.policies,
-        "context_tokens": plan.contexts,
+        "suite": comparison.suites,
+        "arm": comparison.arms,
+        "policy": comparison.policies,
+        "context_tokens": comparison.contexts,
         "estimand": (*GATED_ESTIMANDS, "E4"),
     }
     found = dict(cells)
     if isinstance(found.get("policy"), str):
-        found["policy"] = match_policies([found["policy"]], plan.policies)[0]
+        found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
     for name, value in found.items():
         if isinstance(value, bool) or value not in known[name]:
             raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.policy_names import match_policies
+from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS
 from reports.drift.drift import seed_pairs
-from reports.drift.plan import match_policies
-from reports.drift.report import Contrast, Report
-from reports.gate.decide import Decision, Verdict
+from reports.drift.results import Contrast
 from reports.labels.sheet import Shown, shown
 from reports.labels.stored import CellName
 from reports.records.load import RunData
@@ -56,41 +56,42 @@ class PairedAnswers:
         return np.not_equal(self.candidate, self.reference)
 
 
-def paired_answers(data: RunData, report: Report, verdict: Verdict, select: Mapping[str, str]) -> list[PairedAnswers]:
-    """The pairs of every gated cell that the selectors want; raises SpecError where there is none."""
-    wanted = [d for d in verdict.decisions if d.gated and d.effect and d.estimand in ADJUDICATED]
+def paired_answers(
+    data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
+) -> list[PairedAnswers]:
+    """The pairs of every gated contrast that the selectors want; raises SpecError where there is none."""
+    wanted = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
     if not wanted:
         raise SpecError(f"no gated cell has a number to adjudicate; estimands {', '.join(ADJUDICATED)} can be")
     for key, value in select.items():
         wanted = _selected(wanted, key, value)
-    known = {cell_name(c): c for c in report.contrasts}
-    return [pairs_of(data, report, known[cell_name(d)]) for d in wanted]
+    return [pairs_of(data, comparison, c) for c in wanted]
 
 
-def cell_name(cell: Contrast | Decision) -> CellName:
-    """What a contrast and its decision share."""
-    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
+def cell_name(c: Contrast) -> CellName:
+    """What a contrast and the labels of its answers share."""
+    return c.estimand, c.arm, c.policy, c.suite, c.context_tokens
 
 
-def pairs_of(data: RunData, report: Report, c: Contrast) -> PairedAnswers:
+def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
     """The pairs of one contrast that has a number."""
     parts = []
-    for seeds in seed_pairs(report.plan, data.panels[c.suite, c.context_tokens], c.arm):
-        weights = ESTIMANDS[c.estimand](c.arm, report.plan.reference, seeds, c.policy)
+    for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
+        weights = ESTIMANDS[c.estimand](c.arm, comparison.reference, seeds, c.policy)
         cells = [next(cell for cell, w in weights.items() if w * sign > 0) for sign in (1, -1)]
         parts.append(_joined(data.records, c, cells[0], cells[1]))
     return _answers(c, pd.concat(parts, ignore_index=True))
 
 
-def _selected(decisions: list[Decision], key: str, value: str) -> list[Decision]:
+def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
     if key not in SELECTORS:
         raise UnknownName("selector", key, SELECTORS)
     field = "context_tokens" if key == "context" else key
-    known = sorted({str(getattr(d, field)) for d in decisions})
+    known = sorted({str(getattr(c, field)) for c in contrasts})
     meant = match_policies([value], known)[0] if key == "policy" else value
     if meant not in known:
         raise UnknownName(f"{key} among the gated cells", value, known)
-    return [d for d in decisions if str(getattr(d, field)) == meant]
+    return [c for c in contrasts if str(getattr(c, field)) == meant]
 
 
 def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:

@@ -3,69 +3,71 @@
 from __future__ import annotations
 
 from audit.core.text import inline
-from reports.drift.report import Report
-from reports.gate.decide import AT_FLOOR, FLOOR, Decision, Status, Verdict
 from reports.gate.rules import DEFAULT_ESTIMANDS
+from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Status
 from reports.page.advice import short_suites
+from reports.page.findings import Findings
 from reports.page.plain import drift, percent, points
+from reports.page.remarks import remarks
 from reports.page.tables import against, named
 from reports.stats.blindspot import blind_spot
 
 INVALID_SHOWN = 4  # cells in the banner
 
 
-def about(report: Report, verdict: Verdict, d: Decision) -> str:
+def about(findings: Findings, d: Decision) -> str:
     """The cell that the banner quotes, in words."""
-    plan, effect = report.plan, d.effect
+    sides, effect = findings.comparison, d.effect
     assert effect is not None
-    policy = plan.labels.get(d.policy, d.policy)
-    who = f"{d.arm} against {plan.reference}, both served under {policy}"
+    policy = sides.labels.get(d.policy, d.policy)
+    who = f"{d.arm} against {sides.reference}, both served under {policy}"
     if d.estimand == "E2":
-        who = f"{d.arm} served under {policy} against {plan.reference} served under none"
-    if plan.mode == "serving":
+        who = f"{d.arm} served under {policy} against {sides.reference} served under none"
+    if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under none"
     deciding = "This is the cell that decides the verdict."
     if d.waiver:
         deciding = f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
-    elif d.status is not verdict.status:
+    elif d.status is not findings.verdict.status:
         deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
     return inline(
-        f"{named(report, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % interval, "
-        f"{effect.n_items} items in {effect.n_clusters} templates, churn {churn(report, d)}. "
+        f"{named(findings, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % "
+        f"interval, {effect.n_items} items in {effect.n_clusters} templates, churn {churn(findings, d)}. "
         f"{deciding}"
     )
 
 
-def asides(report: Report, verdict: Verdict, head: Decision | None) -> list[str]:
+def asides(findings: Findings, head: Decision | None) -> list[str]:
     """What stands under the number: reasons, the other side of the cell, what the run cannot show."""
-    lines = [f"{reason.code}: {reason.text}" for reason in verdict.reasons] + list(verdict.annotations)
-    invalid = [d for d in verdict.decisions if d.gated and d.status is Status.INVALID]
+    lines = [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
+    invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
+    labels = findings.comparison.labels
     lines += [
-        f"{d.arm}, {d.suite} @ {report.plan.labels.get(d.policy, d.policy)}: {d.reasons[0].code}: {d.reasons[0].text}"
+        f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}: {d.reasons[0].code}: {d.reasons[0].text}"
         for d in invalid[:INVALID_SHOWN]
     ]
     if len(invalid) > INVALID_SHOWN:
         lines.append(f"and {len(invalid) - INVALID_SHOWN} more invalid cells in the gate table")
     if head is not None:
-        lines += [_other_side(report, d) for d in verdict.decisions if d.effect and _is_other_side(d, head)]
+        lines += [_other_side(findings, d) for d in findings.verdict.decisions if d.effect and _is_other_side(d, head)]
         lines += _unscored(head)
-    lines += _blind_spot(report, head)
-    lines += short_suites(report)
-    floors = [d for d in verdict.decisions if d.gated and d.at_floor]
+    lines += _blind_spot(findings, head)
+    lines += short_suites(findings)
+    floors = [d for d in findings.verdict.decisions if d.gated and d.at_floor]
     if floors:
-        where = list(dict.fromkeys(f"{d.suite} ({against(report, d)})" for d in floors))
-        share = f"{len(floors)} of {sum(d.gated for d in verdict.decisions)} gated cells"
+        where = list(dict.fromkeys(f"{d.suite} ({against(findings, d)})" for d in floors))
+        share = f"{len(floors)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells"
         lines.append(f"{FLOOR}: {AT_FLOOR} ({share}: {', '.join(where)}).")
-    lines.append(_scope(report, verdict))
+    lines.append(_scope(findings))
     return [inline(line) for line in lines]
 
 
-def churn(report: Report, d: Decision) -> str:
+def churn(findings: Findings, d: Decision) -> str:
     """E7 of a decision's cell, of the worst policy's for E3: the share of answers that are not the reference's."""
     place = (d.arm, d.policy, d.suite, d.context_tokens)
-    here = [c for c in report.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
+    here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
     found = {c.estimand: c.churn for c in here}
-    return percent(found.get(d.estimand, found.get(report.plan.base)))
+    return percent(found.get(d.estimand, found.get(findings.comparison.base)))
 
 
 def _unscored(head: Decision) -> list[str]:
@@ -76,10 +78,10 @@ def _unscored(head: Decision) -> list[str]:
     return [f"Unscored answers: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
 
 
-def _blind_spot(report: Report, head: Decision | None) -> list[str]:
+def _blind_spot(findings: Findings, head: Decision | None) -> list[str]:
     """Of the cell that is quoted; without one, of the suite with the fewest templates."""
-    have = [head.effect.n_clusters] if head and head.effect else sorted(c.n_clusters for c in report.cells)[:1]
-    spots = [percent(blind_spot(clusters, report.plan.alpha)) for clusters in have]
+    have = [head.effect.n_clusters] if head and head.effect else sorted(c.n_clusters for c in findings.drift.cells)[:1]
+    spots = [percent(blind_spot(clusters, findings.rules.alpha)) for clusters in have]
     return [
         f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled."
         for spot in spots
@@ -92,21 +94,21 @@ def _is_other_side(d: Decision, head: Decision) -> bool:
     return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
 
 
-def _other_side(report: Report, d: Decision) -> str:
+def _other_side(findings: Findings, d: Decision) -> str:
     assert d.effect is not None
-    policy = report.plan.labels.get(d.policy, d.policy)
+    policy = findings.comparison.labels.get(d.policy, d.policy)
     if d.estimand == "E2":
-        who = f"{d.arm} served under {policy} against uncompressed {report.plan.reference}"
+        who = f"{d.arm} served under {policy} against uncompressed {findings.comparison.reference}"
         return f"End to end, {who}: {drift(d.effect)}."
-    return f"Served alike, {d.arm} against {report.plan.reference}, both under {policy}: {drift(d.effect)}."
+    return f"Served alike, {d.arm} against {findings.comparison.reference}, both under {policy}: {drift(d.effect)}."
 
 
-def _scope(report: Report, verdict: Verdict) -> str:
-    if report.plan.mode == "serving":
+def _scope(findings: Findings) -> str:
+    if findings.comparison.mode == "serving":
         return "Claim: about this checkpoint under these serving policies (artifact)."
-    if verdict.recipe is None:
+    if findings.verdict.recipe is None:
         return "Claim: about these checkpoints (artifact). Recipe claim not supported: it needs 3 paired seeds."
     return (
         f"Claim: about these checkpoints, averaged over paired seeds (artifact). For the recipe, with seed variance "
-        f"added, the verdict is {verdict.recipe.value}."
+        f"added, the verdict is {findings.verdict.recipe.value}."
     )

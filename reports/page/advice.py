@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reports.drift.report import Report
-from reports.gate.decide import AT_FLOOR, Decision, Status
+from reports.gate.verdict import AT_FLOOR, Decision, Status
+from reports.page.findings import Findings
 from reports.stats.blindspot import clusters_required
 
 MORE_UNLIKELY = "more data unlikely to pass"
@@ -35,14 +35,18 @@ def too_few(required: int, margin: float, have: int) -> str:
     )
 
 
-def short_suites(report: Report) -> tuple[str, ...]:
+def short_suites(findings: Findings) -> tuple[str, ...]:
     """The suites with fewer templates than their margin takes, one sentence each."""
     have: dict[str, int] = {}
-    for c in report.cells:
+    for c in findings.drift.cells:
         have[c.suite] = min(c.n_clusters, have.get(c.suite, c.n_clusters))
-    need = {s: clusters_required(report.plan.margins[s], report.plan.alpha) for s in have if s in report.plan.margins}
+    need = {
+        s: clusters_required(findings.rules.margins[s], findings.rules.alpha)
+        for s in have
+        if s in findings.rules.margins
+    }
     return tuple(
-        f"{suite} {too_few(required, report.plan.margins[suite], have[suite])}."
+        f"{suite} {too_few(required, findings.rules.margins[suite], have[suite])}."
         for suite, required in need.items()
         if have[suite] < required
     )

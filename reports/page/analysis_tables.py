@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from audit.core.text import clip, inline
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
-from reports.drift.report import Report
+from reports.page.findings import Findings
 from reports.page.plain import drift, percent, points, pvalue
 from reports.page.tables import Table, table_of
 
@@ -13,16 +13,16 @@ FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone
 MOST_TIMES = 1e6  # beyond, a ratio to the floor is a power of ten
 
 
-def cell_name(report: Report, name: CellName) -> str:
+def cell_name(findings: Findings, name: CellName) -> str:
     """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
     end = " end to end" if name.estimand == "E2" else ""
-    where = f"{name.arm} @ {report.plan.labels.get(name.policy, name.policy)}{end}, {name.suite}"
-    return where if len(report.plan.contexts) == 1 else f"{where}, {name.context_tokens}"
+    where = f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {name.suite}"
+    return where if len(findings.comparison.contexts) == 1 else f"{where}, {name.context_tokens}"
 
 
-def safe(report: Report, axis: str) -> Table:
+def safe(findings: Findings, axis: str) -> Table:
     """Arm and family by suite: the last budget (or length) that was cleared, and the first that was not."""
-    found = [s for s in report.analysis.safe if s.axis == axis]
+    found = [s for s in findings.analysis.safe if s.axis == axis]
     columns = list(dict.fromkeys((s.suite, s.context_tokens) for s in found))
     rows = list(dict.fromkeys((s.arm, s.family) for s in found))
     by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in found}
@@ -43,29 +43,33 @@ def _cleared(s: SafeBudget | None) -> str:
     return f"to {s.cleared}" + (f" (not {missed})" if missed else ", the last tested")
 
 
-def slopes(report: Report, axis: str) -> Table:
+def slopes(findings: Findings, axis: str) -> Table:
     """Rates by dose, the slope per doubling, and the slope minus the reference's, of families with a gated policy."""
-    every = [c for c in report.analysis.doses if c.axis == axis]
-    found = [c for c in every if any(d.policy in report.plan.primary for d in c.doses)] or every
+    every = [c for c in findings.analysis.doses if c.axis == axis]
+    found = [c for c in every if any(d.policy in findings.rules.primary for d in c.doses)] or every
     what = "budget" if axis == "budget" else "length"
     headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {what}"]
-    headers += ["slope per doubling, 95 % interval", f"minus {report.plan.reference}'s"]
-    return table_of(headers, [_slope_row(c, report) for c in found], words=4)
+    headers += ["slope per doubling, 95 % interval", f"minus {findings.comparison.reference}'s"]
+    return table_of(headers, [_slope_row(c, findings) for c in found], words=4)
 
 
-def _slope_row(c: DoseCurve, report: Report) -> list[str]:
-    suite = c.suite if c.context_tokens is None or len(report.plan.contexts) == 1 else f"{c.suite}, {c.context_tokens}"
+def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
+    suite = (
+        c.suite
+        if c.context_tokens is None or len(findings.comparison.contexts) == 1
+        else f"{c.suite}, {c.context_tokens}"
+    )
     rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
     own = drift(c.slope) if c.slope else "-"
     return [c.arm, c.family, suite, rates, own, drift(c.against_reference) if c.against_reference else "-"]
 
 
-def churn(report: Report) -> Table:
+def churn(findings: Findings) -> Table:
     """Net drift beside what moved."""
     headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", "one draw against one", "two draws of one arm"]
     rows = [
         [
-            cell_name(report, c.cell),
+            cell_name(findings, c.cell),
             points(c.drift),
             f"{100 * c.losses:.1f}",
             f"{100 * c.gains:.1f}",
@@ -73,18 +77,18 @@ def churn(report: Report) -> Table:
             percent(c.draws),
             percent(c.rerun),
         ]
-        for c in report.analysis.churn
+        for c in findings.analysis.churn
     ]
     return table_of(headers, rows)
 
 
-def concentration(report: Report) -> Table:
+def concentration(findings: Findings) -> Table:
     """Where the losses of every cell sit, the most concentrated loss first."""
-    found = sorted(report.analysis.concentration, key=lambda c: -c.losses)
+    found = sorted(findings.analysis.concentration, key=lambda c: -c.losses)
     headers = ["cell", "items lost", "templates that lost", "carry half", "Gini", "worst template", "its share"]
     rows = [
         [
-            cell_name(report, c.cell),
+            cell_name(findings, c.cell),
             f"{c.losses:.3g}",
             f"{c.n_losing} of {c.n_templates}",
             str(c.carrying_half),
@@ -97,57 +101,58 @@ def concentration(report: Report) -> Table:
     return table_of(headers, rows)
 
 
-def losing_items(report: Report) -> Table:
+def losing_items(findings: Findings) -> Table:
     """The items that lost most, once each, with the cell that lost them most."""
     found: dict[tuple[str, str], list[tuple[ItemLoss, CellName]]] = {}
-    for c in report.analysis.concentration:
+    for c in findings.analysis.concentration:
         for item in c.items:
             found.setdefault((c.cell.suite, item.item_id), []).append((item, c.cell))
     worst = [(max(losses, key=lambda entry: entry[0].loss), len(losses)) for losses in found.values()]
     worst.sort(key=lambda entry: (-entry[0][0].loss, -entry[1], entry[0][0].item_id))
     rows = [
-        [item.item_id, item.template, cell_name(report, cell), points(-item.loss), str(count)]
+        [item.item_id, item.template, cell_name(findings, cell), points(-item.loss), str(count)]
         for (item, cell), count in worst[:MOST_ROWS]
     ]
     return table_of(["item", "template", "lost most by", "change, pp", "cells that lost it"], rows, words=3)
 
 
-def concentration_notes(report: Report) -> tuple[str, ...]:
+def concentration_notes(findings: Findings) -> tuple[str, ...]:
     """The templates that carry more than half of a cell's losses, named; not where next to nothing was lost."""
     return tuple(
         inline(
-            f"{cell_name(report, c.cell)}: more than half of the losses sit in one template, {clip(c.dominant[0], 80)}."
+            f"{cell_name(findings, c.cell)}: more than half of the losses sit in one template, "
+            f"{clip(c.dominant[0], 80)}."
         )
-        for c in report.analysis.concentration
+        for c in findings.analysis.concentration
         if c.dominant and c.losses >= FEWEST_LOST
     )
 
 
-def seed_spread(report: Report) -> Table:
+def seed_spread(findings: Findings) -> Table:
     """Drift by training seed, how far the seeds lie apart, and the drift with their variance added."""
-    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in report.contrasts}
+    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in findings.drift.contrasts}
     rows = []
-    for s in report.analysis.seeds:
+    for s in findings.analysis.seeds:
         c = known[s.cell.estimand, s.cell.arm, s.cell.policy, s.cell.suite, s.cell.context_tokens]
         each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
         sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
         recipe = drift(c.recipe) if c.recipe else "recipe claim not supported"
-        rows.append([cell_name(report, s.cell), each, drift(c.effect) if c.effect else "-", sd, recipe])
+        rows.append([cell_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", sd, recipe])
     headers = ["cell", "drift by seed, pp", "averaged", "SD over seeds, 95 % interval", "with seed variance"]
     return table_of(headers, rows)
 
 
-def reach(report: Report) -> Table:
+def reach(findings: Findings) -> Table:
     """The smallest drop each gated cell would have found, against its margin."""
     rows = [
         [
-            cell_name(report, r.cell),
+            cell_name(findings, r.cell),
             str(r.n_clusters),
             f"{100 * r.margin:g}",
             f"{100 * r.detectable:.1f}",
             "-" if r.clusters_to_decide is None else str(r.clusters_to_decide),
         ]
-        for r in report.analysis.reach
+        for r in findings.analysis.reach
     ]
     headers = [
         "cell",
@@ -159,23 +164,23 @@ def reach(report: Report) -> Table:
     return table_of(headers, rows)
 
 
-def methods(report: Report) -> Table:
+def methods(findings: Findings) -> Table:
     """What each other way of analysing would have said of the run."""
     rows = [
         [m.method, m.status, "FLIPS the verdict" if m.flips else "same verdict", str(m.cells)]
-        for m in report.analysis.methods
+        for m in findings.analysis.methods
     ]
     return table_of(["analysis", "verdict", "against the declared one", "cells that differ"], rows, words=3)
 
 
-def sensitivity(report: Report) -> Table:
+def sensitivity(findings: Findings) -> Table:
     """Every gated cell under every method: verdict, with the interval or the p-value of a drop."""
-    cells = report.analysis.sensitivity
+    cells = findings.analysis.sensitivity
     names = [v.method for v in cells[0].variants] if cells else []
     rows = []
     for c in cells:
         declared = c.variants[0].status.rstrip("*")
-        row = [cell_name(report, c.cell)]
+        row = [cell_name(findings, c.cell)]
         for v in c.variants:
             mark = "" if v.status.rstrip("*") == declared else " (differs)"
             row.append(f"{v.status}{mark} {_numbers(v.estimate, v.low, v.high, v.pvalue_drop)}")
@@ -189,15 +194,21 @@ def _numbers(estimate: float, low: float | None, high: float | None, p: float | 
     return f"{points(estimate)}, p {pvalue(p)}" if p is not None else ""
 
 
-def displacement(report: Report) -> Table:
+def displacement(findings: Findings) -> Table:
     """Token distributions against the reference's, floors first."""
     headers = ["arm", "policy", "suite", "tokens", "mean KL, nats, 95 % interval", "median", "p99", "p99.9", "max"]
     headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor"]
     rows = []
-    for d in report.displacement:
+    for d in findings.displacement:
         arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
         kl = f"{d.mean_kl:.3g} [{d.low:.3g}, {d.high:.3g}]"
-        row = [arm, report.plan.labels.get(d.policy, d.policy), f"{d.suite}, {d.context_tokens}", str(d.tokens), kl]
+        row = [
+            arm,
+            findings.comparison.labels.get(d.policy, d.policy),
+            f"{d.suite}, {d.context_tokens}",
+            str(d.tokens),
+            kl,
+        ]
         row += [f"{v:.3g}" for v in (d.median_kl, d.p99_kl, d.p99_9_kl, d.max_kl)]
         row += [percent(d.same_top1), percent(d.rms_dp)]
         row.append("-" if d.refusal_margin is None else f"{d.refusal_margin:+.2f}")

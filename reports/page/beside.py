@@ -3,66 +3,67 @@
 from __future__ import annotations
 
 from reports.analysis.safe import sentence
-from reports.drift.report import Report
-from reports.gate.decide import Status, Verdict
+from reports.gate.verdict import Status
 from reports.page import analysis_tables as tables
+from reports.page.findings import Findings
 from reports.page.judge_tables import cells_table, errors_table, panel_notes
-from reports.page.section import Section
+from reports.page.page import Section
+from reports.page.stamp import error_rates
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences of the banner; the table has all
 
 
-def dose_sections(report: Report) -> list[Section]:
+def dose_sections(findings: Findings) -> list[Section]:
     """How far down behaviour holds, and how fast it goes."""
-    reference = report.plan.reference
-    axes = list(dict.fromkeys(s.axis for s in report.analysis.safe))
+    reference = findings.comparison.reference
+    axes = list(dict.fromkeys(s.axis for s in findings.analysis.safe))
     return [
         Section(
             "safe",
             f"Safe {' and '.join(axes) or 'budget'}",
             f"The {' and the '.join(SAFE[axis] for axis in axes)} at which an arm is non-inferior within its margin to "
             "the uncompressed reference.",
-            tables=(tables.safe(report, "budget"), tables.safe(report, "length")),
+            tables=(tables.safe(findings, "budget"), tables.safe(findings, "length")),
             notes=(
                 "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
                 "full level, until the first that does not pass; later ones are not tested. FLOOR: the reference "
                 "itself has too little to lose there.",
             )
-            if report.analysis.safe
+            if findings.analysis.safe
             else (),
         ),
         Section(
             "dose",
             "Dose and response",
             "How the rate changes with the cache budget and with the context length, on a log scale.",
-            figures=("doses", "lengths") if report.analysis.doses else (),
-            tables=(tables.slopes(report, "budget"), tables.slopes(report, "length")),
+            figures=("doses", "lengths") if findings.analysis.doses else (),
+            tables=(tables.slopes(findings, "budget"), tables.slopes(findings, "length")),
             notes=(
                 "Points: rates with pointwise 95 % score intervals. Lines: isotonic, drawn and not tested. Slope: pp "
                 f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero means "
                 "that training made the arm more sensitive. Families with a gated policy; drift.json holds all.",
             )
-            if report.analysis.doses
+            if findings.analysis.doses
             else (),
         ),
     ]
 
 
-def loss_sections(report: Report) -> list[Section]:
+def loss_sections(findings: Findings) -> list[Section]:
     """What moved behind the net drift, and where it sits."""
     return [
         Section(
             "churn",
             "Churn",
             "Losses and gains cancel in a drift; this is what moved before they did.",
-            figures=("churn",) if report.analysis.churn else (),
-            tables=(tables.churn(report),),
+            figures=("churn",) if findings.analysis.churn else (),
+            tables=(tables.churn(findings),),
             notes=(
                 "Lost, gained, churn: of answers against the reference's of the same pair of seeds. One draw against "
                 "one: the same over any two seeds; only what it has beyond two draws of one arm is change.",
             )
-            if report.analysis.churn
+            if findings.analysis.churn
             else (),
             folded=True,
         ),
@@ -70,91 +71,91 @@ def loss_sections(report: Report) -> list[Section]:
             "concentration",
             "Where the losses sit",
             "Whether a drop is spread over templates or is a few templates that broke.",
-            figures=("concentration",) if report.analysis.concentration else (),
-            tables=(tables.concentration(report), tables.losing_items(report)),
-            notes=tables.concentration_notes(report),
+            figures=("concentration",) if findings.analysis.concentration else (),
+            tables=(tables.concentration(findings), tables.losing_items(findings)),
+            notes=tables.concentration_notes(findings),
             folded=True,
         ),
     ]
 
 
-def seed_section(report: Report) -> Section:
+def seed_section(findings: Findings) -> Section:
     """The drift seed by seed, or that nothing is claimed of the recipe."""
-    training = report.plan.mode == "training"
-    few = any(s.sd is None for s in report.analysis.seeds)
+    training = findings.comparison.mode == "training"
+    few = any(s.sd is None for s in findings.analysis.seeds)
     return Section(
         "seeds",
         "Seeds",
         "The same drift seed by seed: how much of it depends on the training run.",
-        figures=("seeds",) if training and report.analysis.seeds else (),
-        tables=(tables.seed_spread(report),) if training else (),
+        figures=("seeds",) if training and findings.analysis.seeds else (),
+        tables=(tables.seed_spread(findings),) if training else (),
         notes=("Recipe claim not supported: it takes 3 paired seeds.",) if training and few else (),
         folded=True,
     )
 
 
-def displacement_section(report: Report) -> Section:
+def displacement_section(findings: Findings) -> Section:
     """Token distributions against the reference's; never gated."""
-    floors = any(d.floor for d in report.displacement)
+    floors = any(d.floor for d in findings.displacement)
     note = "The floor is the reference run again: what other batches, kernels or seeds do by themselves."
     return Section(
         "displacement",
         "Displacement of token distributions",
         "How far next-token probabilities moved on the reference's own text. Not part of the verdict: near the "
         "reference it does not tell the direction of behaviour.",
-        tables=(tables.displacement(report),),
+        tables=(tables.displacement(findings),),
         notes=((note if floors else "No A/A floor was measured: there is nothing to hold these numbers against."),)
-        if report.displacement
+        if findings.displacement
         else (),
         folded=True,
     )
 
 
-def judge_section(report: Report) -> Section | None:
+def judge_section(findings: Findings) -> Section | None:
     """The judge held against people; None where nobody labelled."""
-    found = report.adjudication
-    if found is None:
+    judged, status = findings.verdict.judged, findings.verdict.status
+    if judged is None:
         return None
-    same = "the same" if found.status is found.judged else f"{found.status.value} (by the judge {found.judged.value})"
+    same = "the same" if status is judged else f"{status.value} (by the judge {judged.value})"
     return Section(
         "judge",
         "Judge and people",
         "What people said of answers that the judge told apart, and the drift that their labels give.",
-        tables=(cells_table(found), errors_table(found)),
-        notes=(*panel_notes(found), f"With human labels in these cells the verdict is {same}."),
+        tables=(cells_table(findings), errors_table(findings)),
+        notes=(*panel_notes(findings), f"With human labels in these cells the verdict is {same}."),
     )
 
 
-def banner_lines(report: Report, verdict: Verdict) -> list[str]:
+def banner_lines(findings: Findings) -> list[str]:
     """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
     lines = []
     cleared: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
-    for s in report.analysis.safe:
-        if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(report):
+    for s in findings.analysis.safe:
+        if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(findings):
             cleared.setdefault((s.arm, s.family), []).append(sentence(s))
     alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
     for (arm, family), found in cleared.items():
         alike.setdefault((family, "; ".join(found)), []).append(arm)
     for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
         lines.append(f"Safe budget of {', '.join(arms)} @ {family}: {text}.")
-    flips = [f"{m.method} ({m.status})" for m in report.analysis.methods if m.flips]
+    flips = [f"{m.method} ({m.status})" for m in findings.analysis.methods if m.flips]
     if flips:
-        of = ", of the judge's labels," if report.adjudication else ""
+        of = ", of the judge's labels," if findings.verdict.judged else ""
         lines.append(f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands.")
-    if report.calibration and verdict.status is not Status.INVALID:
-        lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
+    if findings.calibration and findings.verdict.status is not Status.INVALID:
+        lines.append(error_rates(findings.calibration, findings.rules.alpha, findings.rules.margins.values()))
     return lines
 
 
-def _gated_families(report: Report) -> set[str]:
+def _gated_families(findings: Findings) -> set[str]:
     """The families that have a gated policy."""
-    gated = report.plan.primary
-    return {c.family for c in report.analysis.doses if any(d.policy in gated for d in c.doses)}
+    gated = findings.rules.primary
+    return {c.family for c in findings.analysis.doses if any(d.policy in gated for d in c.doses)}
 
 
-def method_sections(report: Report) -> list[Section]:
+def method_sections(findings: Findings) -> list[Section]:
     """Other ways to analyse the same cells, and the contrasts outside the gate."""
-    flips = [m.method for m in report.analysis.methods if m.flips]
+    flips = [m.method for m in findings.analysis.methods if m.flips]
     note = f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
     notes = (note + " The verdict stays the pre-declared one; the t interval passes too easily.",)
     return [
@@ -163,16 +164,16 @@ def method_sections(report: Report) -> list[Section]:
             "What this size can find",
             "The smallest true drop that each gated cell would have found, from its own interval. Where it is above "
             "the margin, a cell that is open was likely to stay open.",
-            tables=(tables.reach(report),),
-            notes=("For the size of a next run: kvaudit plan.",) if report.analysis.reach else (),
+            tables=(tables.reach(findings),),
+            notes=("For the size of a next run: kvaudit plan.",) if findings.analysis.reach else (),
             folded=True,
         ),
         Section(
             "methods",
             "Other ways to analyse",
             "Would another analysis of the same cells have said something else?",
-            tables=(tables.methods(report), tables.sensitivity(report)),
-            notes=notes if report.analysis.methods else (),
+            tables=(tables.methods(findings), tables.sensitivity(findings)),
+            notes=notes if findings.analysis.methods else (),
             folded=not flips,
         ),
     ]

@@ -1,70 +1,105 @@
-"""The judge panel as tables and sentences, for the terminal and for a report."""
+"""The judge held against people, as tables and sentences for the terminal and for a report."""
 
 from __future__ import annotations
 
-from reports.drift.plan import short_names
-from reports.gate.verdict import JUDGE_DIFF
-from reports.labels.panel import Adjudication, Bounds, JudgedCell, Rate
-from reports.page.plain import percent, points
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from audit.core.policy_names import short_names
+from reports.drift.results import Contrast, People, Rate
+from reports.gate.guard import PASSED, guarded
+from reports.gate.verdict import JUDGE_DIFF, Decision, Status
+from reports.page.findings import Findings
+from reports.page.plain import drift, percent, points
 from reports.page.tables import Table, table_of
+from reports.stats.effect import Effect
 
 _NAMED = 3  # cells that a sentence spells out
 
 
-def cells_table(found: Adjudication) -> Table:
+class Labelled(NamedTuple):
+    """A decided cell whose answers people labelled, by a name for the reader."""
+
+    name: str
+    decision: Decision
+    margin: float
+    people: People
+    raw: Effect  # by the judge's labels
+    corrected: Effect
+    judged: Status
+
+    @property
+    def alone(self) -> Status:
+        """The verdict on judge labels alone: no PASS where the judge could have made half the margin itself."""
+        held = not guarded(self.people, self.margin) and self.judged in PASSED
+        return Status.INCONCLUSIVE if held else self.judged
+
+
+def labelled_cells(findings: Findings) -> list[Labelled]:
+    """In the order of the contrasts."""
+    decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in findings.verdict.decisions}
+    found = [
+        (c, d)
+        for c in findings.drift.contrasts
+        if c.people and (d := decisions.get((c.estimand, c.arm, c.policy, c.suite, c.context_tokens)))
+    ]
+    labels = short_names(list(dict.fromkeys(c.policy for c, _ in found)))
+    return [cell for c, d in found for cell in _labelled(c, d, labels[c.policy])]
+
+
+def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[Labelled]:
+    if c.people and c.effect and c.judged and d.judged and d.margin:
+        name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {c.context_tokens}"
+        yield Labelled(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
+
+
+def cells_table(findings: Findings) -> Table:
     """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
     headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
-    names = _names(found)
-    return table_of(headers, [_row(cell, name) for cell, name in zip(found.cells, names, strict=True)])
+    return table_of(headers, [_row(cell) for cell in labelled_cells(findings)])
 
 
-def _row(cell: JudgedCell, name: str) -> list[str]:
-    bias = "-" if cell.bias is None else f"{100 * cell.bias:.1f}"
+def _row(cell: Labelled) -> list[str]:
+    people = cell.people
+    bias = "-" if people.bias is None else f"{100 * people.bias:.1f}"
     return [
-        name,
-        _drift(cell.raw),
+        cell.name,
+        drift(cell.raw),
         cell.judged.value,
-        _drift(cell.corrected),
+        drift(cell.corrected),
         f"{points(cell.corrected.lower)} {100 * cell.margin:g}",
-        cell.status.value,
-        f"{cell.discordant} + {cell.concordant} of {cell.pairs}",
-        f"{bias}, {100 * cell.bias_upper:.1f} pp",
+        cell.decision.status.value,
+        f"{people.discordant} + {people.concordant} of {people.pairs}",
+        f"{bias}, {100 * people.bias_upper:.1f} pp",
         cell.alone.value,
     ]
 
 
-def errors_table(found: Adjudication) -> Table:
+def errors_table(findings: Findings) -> Table:
     """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
     rows = []
-    for cell, name in zip(found.cells, _names(found), strict=True):
-        for side, arm in (("reference", cell.reference), ("candidate", cell.candidate)):
-            rows.append([name, side, _rate(arm.sensitivity), _rate(arm.specificity)])
+    for cell in labelled_cells(findings):
+        for side, arm in (("reference", cell.people.reference), ("candidate", cell.people.candidate)):
+            rows.append([cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)])
     return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
 
 
-def panel_notes(found: Adjudication) -> tuple[str, ...]:
+def panel_notes(findings: Findings) -> tuple[str, ...]:
     """How to read both tables, and the cells that judge labels alone cannot pass."""
-    held = [n for n, cell in zip(_names(found), found.cells, strict=True) if cell.alone is not cell.judged]
+    cells = labelled_cells(findings)
+    everyone = [c.people for c in findings.drift.contrasts if c.people]
+    held = [cell.name for cell in cells if cell.alone is not cell.judged]
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     return (
-        f"{found.labels} pairs were labelled blind: every one that the judge tells apart, and a random sample of the "
-        "others. The corrected interval adds both parts by MOVER.",
+        f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "
+        "tells apart, and a random sample of the others. The corrected interval adds both parts by MOVER.",
         "Sensitivity: share of answers that people call desired and the judge too; specificity: of those that people "
         "call undesired. From a random sample of pairs; intervals are Clopper-Pearson.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
         *([f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."] if held else []),
     )
-
-
-def _names(found: Adjudication) -> list[str]:
-    labels = short_names(list(dict.fromkeys(cell.policy for cell in found.cells)))
-    return [f"{c.estimand}, {c.arm} @ {labels[c.policy]}, {c.suite} {c.context_tokens}" for c in found.cells]
-
-
-def _drift(b: Bounds) -> str:
-    return f"{points(b.estimate)} pp [{points(b.low)}, {points(b.high)}]"
 
 
 def _rate(rate: Rate) -> str:

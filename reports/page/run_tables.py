@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from reports.analysis.cache_use import cache_use
-from reports.drift.report import Curve, Report
+from reports.analysis.curves import Curve
+from reports.page.findings import Findings
 from reports.page.plain import percent, scientific, size
 from reports.page.tables import Table, table_of
 
 
-def training(report: Report) -> Table:
+def training(findings: Findings) -> Table:
     """Reward and mismatch of every arm."""
     headers = ["arm", "seeds", "reward, first to last"]
     headers += ["effective sample share", "overlap p5", "rejected", "tokens saved"]
-    return table_of(headers, [_training_row(curve) for curve in report.curves])
+    return table_of(headers, [_training_row(curve) for curve in findings.curves])
 
 
 def _training_row(curve: Curve) -> list[str]:
@@ -28,10 +29,10 @@ def _training_row(curve: Curve) -> list[str]:
     ]
 
 
-def mismatch(report: Report) -> Table:
+def mismatch(findings: Findings) -> Table:
     """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
-    reference = report.plan.reference
-    floors = [curve.largest.get("mismatch/max_abs_gap") for curve in report.curves if curve.arm == reference]
+    reference = findings.comparison.reference
+    floors = [curve.largest.get("mismatch/max_abs_gap") for curve in findings.curves if curve.arm == reference]
     floor = scientific(floors[0] if floors else None)
     headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
     headers += ["k3 KL, mean", "k3 KL, largest"]
@@ -44,20 +45,20 @@ def mismatch(report: Report) -> Table:
             scientific(curve.mean.get("mismatch/k3_kl")),
             scientific(curve.largest.get("mismatch/k3_kl")),
         ]
-        for curve in report.curves
+        for curve in findings.curves
     ]
     return table_of(headers, rows)
 
 
-def cache(report: Report) -> Table:
+def cache(findings: Findings) -> Table:
     """Bytes, retention and survival by role of every policy."""
-    roles = list(dict.fromkeys(role for c in report.cells for role in c.survival))
+    roles = list(dict.fromkeys(role for c in findings.drift.cells for role in c.survival))
     rows = []
-    for use in cache_use(report):
-        own = [c for c in report.cells if c.policy == use.policy]
+    for use in cache_use(findings.drift):
+        own = [c for c in findings.drift.cells if c.policy == use.policy]
         ratio = f"{use.peak / use.dense:.2f}x" if use.dense > 0 else "-"
         row = [
-            report.plan.labels.get(use.policy, use.policy),
+            findings.comparison.labels.get(use.policy, use.policy),
             size(use.peak),
             size(use.dense),
             ratio,

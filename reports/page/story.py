@@ -1,17 +1,16 @@
-"""What the report says, in order, as plain values: every format prints the same sections."""
+"""The page of a run: what it says, in order, as plain values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from audit.core.text import inline
-from reports.drift.report import Report
-from reports.gate.decide import Status, Verdict
 from reports.gate.rules import AFTER_RUN
+from reports.gate.verdict import Status
 from reports.page import beside, run_tables, tables
 from reports.page.about import about, asides
+from reports.page.findings import Findings
+from reports.page.page import Banner, Page, Section
 from reports.page.plain import drift
-from reports.page.section import Section
+from reports.page.remarks import late, remarks
 
 SENTENCES = {
     Status.PASS: "Non-inferior within the declared margin in every gated cell.",
@@ -23,54 +22,45 @@ SENTENCES = {
 }
 
 
-@dataclass(frozen=True)
-class Banner:
-    """The top of the report."""
+def page_of(findings: Findings) -> Page:
+    """The page of a run: every section that has something to say."""
+    parts = [
+        *_verdict_sections(findings),
+        *_detail_sections(findings),
+        *_run_sections(findings),
+        *_closing_sections(findings),
+    ]
+    spoken = tuple(part for part in parts if any(part.tables) or part.figures or part.notes or part.examples)
+    return Page(findings, banner(findings), spoken, tuple(remarks(findings)))
 
-    title: str
-    status: Status
-    sentence: str
-    number: str  # of the cell that decides; empty without one
-    about: str
-    asides: tuple[str, ...]
 
-
-def banner(report: Report, verdict: Verdict) -> Banner:
+def banner(findings: Findings) -> Banner:
     """Verdict, the number, and what they are about."""
+    verdict = findings.verdict
     head = verdict.decisions[verdict.headline] if verdict.headline is not None else None
     return Banner(
-        title=f"KV-cache compression audit: {inline(report.run)}",
+        title=f"KV-cache compression audit: {inline(findings.drift.run)}",
         status=verdict.status,
         sentence=SENTENCES[verdict.status],
         number=drift(head.effect) if head and head.effect else "",
-        about=about(report, verdict, head) if head else "",
-        asides=(*asides(report, verdict, head), *map(inline, beside.banner_lines(report, verdict))),
+        about=about(findings, head) if head else "",
+        asides=(*asides(findings, head), *map(inline, beside.banner_lines(findings))),
+        alarm=inline(late(findings.rules)),
     )
 
 
-def sections(report: Report, verdict: Verdict) -> list[Section]:
-    """Every section that has something to say."""
-    parts = [
-        *_verdict_sections(report, verdict),
-        *_detail_sections(report),
-        *_run_sections(report),
-        *_closing_sections(report, verdict),
-    ]
-    return [part for part in parts if any(part.tables) or part.figures or part.notes or part.examples]
-
-
-def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
-    serving = report.plan.mode == "serving"
+def _verdict_sections(findings: Findings) -> list[Section]:
+    serving = findings.comparison.mode == "serving"
     fixed = "the rules fixed before the numbers were seen."
-    if report.plan.rules.declared == AFTER_RUN:
-        fixed = "rules that were declared after the run, no milder than those it began with."
+    if findings.rules.declared == AFTER_RUN:
+        fixed = "rules that were declared after the run, when its numbers could be known."
     drift_of = "drift between serving policies" if serving else "drift of each arm from the reference"
     return [
         Section(
             "decided",
             "What is decided",
             "One line per arm: its verdict, the verdict of each suite, and the cell that decides it.",
-            tables=(tables.decided(report, verdict),),
+            tables=(tables.decided(findings),),
             notes=(
                 "PASS: non-inferior within the margin. PASS*: the same, with a detectable drop. FAIL: regression "
                 "detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no valid "
@@ -81,7 +71,7 @@ def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
             "compared",
             "What was compared",
             f"The two sides of every difference in this report, and {fixed}",
-            tables=(tables.compared(report),),
+            tables=(tables.compared(findings),),
             folded=True,
         ),
         Section(
@@ -89,28 +79,28 @@ def _verdict_sections(report: Report, verdict: Verdict) -> list[Section]:
             "Gate",
             f"Each row is a {drift_of}: below zero is worse, and PASS needs the lower bound above minus the margin.",
             figures=("forest",),
-            tables=(tables.gate(report, verdict.decisions, gated=True),),
-            notes=tables.gate_notes(report),
+            tables=(tables.gate(findings, findings.verdict.decisions, gated=True),),
+            notes=tables.gate_notes(findings),
         ),
         Section(
             "beside",
             "Beside the gate",
             "The same cells against the reference served the other way: compressed like the candidate, or not at all, "
             "which is what a user of the compressed candidate notices. Not part of the verdict.",
-            tables=(tables.gate(report, verdict.decisions, gated=False),),
+            tables=(tables.gate(findings, findings.verdict.decisions, gated=False),),
             folded=True,
         ),
     ]
 
 
-def _detail_sections(report: Report) -> list[Section]:
-    serving = report.plan.mode == "serving"
+def _detail_sections(findings: Findings) -> list[Section]:
+    serving = findings.comparison.mode == "serving"
     return [
         Section(
             "parity",
             "Capability beside safety",
             "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
-            figures=("quadrant",) if _both_kinds(report) else (),
+            figures=("quadrant",) if _both_kinds(findings) else (),
         ),
         Section(
             "heatmap",
@@ -128,39 +118,39 @@ def _detail_sections(report: Report) -> list[Section]:
             "Interaction",
             "Did training change how much serving compression hurts? The candidate's change from policy none minus the "
             "reference's own: below zero, training made the model more fragile to compression.",
-            tables=(tables.estimand(report, "E5", gated_only=True),),
+            tables=(tables.estimand(findings, "E5", gated_only=True),),
             notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
         ),
         Section(
             "sensitivity",
             "Serving sensitivity",
             "Each checkpoint served under a policy minus itself uncompressed.",
-            tables=(tables.estimand(report, "E4"),) if not serving else (),
+            tables=(tables.estimand(findings, "E4"),) if not serving else (),
             folded=True,
         ),
-        *beside.dose_sections(report),
-        *beside.loss_sections(report),
-        beside.seed_section(report),
-        *([judge] if (judge := beside.judge_section(report)) else []),
-        beside.displacement_section(report),
-        *beside.method_sections(report),
+        *beside.dose_sections(findings),
+        *beside.loss_sections(findings),
+        beside.seed_section(findings),
+        *([judge] if (judge := beside.judge_section(findings)) else []),
+        beside.displacement_section(findings),
+        *beside.method_sections(findings),
     ]
 
 
-def _both_kinds(report: Report) -> bool:
+def _both_kinds(findings: Findings) -> bool:
     """Whether the run asked for capability and for something else."""
-    capability = set(report.plan.capability)
-    return bool(capability) and bool(set(report.plan.suites) - capability)
+    capability = set(findings.comparison.capability)
+    return bool(capability) and bool(set(findings.comparison.suites) - capability)
 
 
-def _run_sections(report: Report) -> list[Section]:
+def _run_sections(findings: Findings) -> list[Section]:
     return [
         Section(
             "outcomes",
             "Rates and outcomes",
             "How often each cell did the desired thing; degenerate answers (empty, looping, truncated) and unscored "
             "ones count as 0.",
-            tables=(tables.outcomes(report),),
+            tables=(tables.outcomes(findings),),
             folded=True,
         ),
         Section(
@@ -168,13 +158,13 @@ def _run_sections(report: Report) -> list[Section]:
             "Training",
             "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
             "(lines: mean over seeds, bands: lowest to highest).",
-            figures=("training",) if report.curves else (),
-            tables=(run_tables.training(report), run_tables.mismatch(report)),
+            figures=("training",) if findings.curves else (),
+            tables=(run_tables.training(findings), run_tables.mismatch(findings)),
             notes=(
                 "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
                 "arm's own gap is what rounding alone does.",
             )
-            if report.curves
+            if findings.curves
             else (),
         ),
         Section(
@@ -182,38 +172,38 @@ def _run_sections(report: Report) -> list[Section]:
             "KV cache",
             "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
             figures=("cache",),
-            tables=(run_tables.cache(report),),
+            tables=(run_tables.cache(findings),),
         ),
     ]
 
 
-def _closing_sections(report: Report, verdict: Verdict) -> list[Section]:
+def _closing_sections(findings: Findings) -> list[Section]:
     return [
         Section(
             "examples",
             "Largest losses",
             "Items the reference got right and the candidate lost; model output is shown as it was, control characters "
             "made visible.",
-            examples=bool(report.examples),
+            examples=bool(findings.examples),
             folded=True,
         ),
         Section(
             "limits",
             "Limits",
             "What this report cannot tell.",
-            notes=tables.limits(report, verdict),
+            notes=tables.limits(findings),
         ),
         Section(
             "problems",
             "Problems in the files",
             "Lines and files that were kept out.",
-            notes=tuple(inline(problem) for problem in report.problems[:50]),
+            notes=tuple(inline(problem) for problem in findings.problems[:50]),
         ),
         Section(
             "reproduce",
             "Reproducibility",
             "Hashes, versions and policies as they were recorded.",
-            tables=tables.reproducibility(report),
+            tables=tables.reproducibility(findings),
             folded=True,
         ),
     ]

@@ -21,13 +21,15 @@ from audit.core.errors import DataError, SpecError
 from audit.core.inputs import TABLE
 from audit.core.provenance import check_provenance
 from audit.core.records import Message, Record
-from audit.core.yaml_file import parse_yaml
+from audit.core.spec import RunSpec
+from audit.core.spec_file import parse_spec
+from audit.core.yaml_file import read_text
 from reports.records.columns import Columns
 from reports.records.panel import Panel, panels
 from reports.records.rows import Problem, one_line, read_unit
-from reports.spec_hash import spec_sha256
 
 KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
+MOST_PROBLEMS = 1000  # that are named
 LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
 
 
@@ -37,7 +39,7 @@ class RunData:
 
     run: Path
     records: pd.DataFrame
-    spec: dict[str, Any]
+    spec: RunSpec  # complete, as the run wrote it
     provenance: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[tuple[str, int], list[dict[str, Any]]] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
@@ -70,11 +72,10 @@ def load_run(run: Path) -> RunData:
     Raises DataError for a missing folder, spec or provenance, no records, and a spec or sealed unit that changed.
     """
     run = Path(run)
-    spec = _mapping(run / "spec.yaml", lambda text: parse_yaml(text, "spec.yaml", "spec").table)
     problems: list[Problem] = []
     path = run / "provenance.json"
     provenance = check_provenance(_mapping(path, json.loads), path)
-    _check_spec(run / "spec.yaml", spec, provenance)
+    spec = _spec(run / "spec.yaml", provenance)
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)
     columns = Columns()
@@ -89,16 +90,41 @@ def load_run(run: Path) -> RunData:
     return RunData(run, frame, spec, provenance, _telemetry(run, problems), tuple(problems), incomplete, inputs)
 
 
-def _check_spec(path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-    """Margins and the reference are declared before the run: file and meaning must be what it began with."""
-    found = {"spec_file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "spec_sha256": spec_sha256(spec)}
-    for key, digest in found.items():
-        if digest != provenance.get(key):
-            raise DataError(
-                f"{str(path)!r}: spec.yaml was changed after the run began (sha256 {digest[:12]}, {key} in "
-                f"provenance.json is {str(provenance.get(key))[:12]}); put the first one back, or start another run "
-                "with --out"
-            )
+def problem_lines(data: RunData) -> Iterator[str]:
+    """What is wrong with the files of a run, a line each; none of it stops a reader."""
+    for problem in data.problems[:MOST_PROBLEMS]:
+        where = f"{problem.file}:{problem.line}" if problem.line else problem.file
+        yield f"{where}: {problem.reason}"
+    if len(data.problems) > MOST_PROBLEMS:
+        yield f"and {len(data.problems) - MOST_PROBLEMS} more problems in the files"
+    for unit in data.incomplete:
+        yield f"{unit}: not finished (no seal); resume the run to complete it"
+    unheld = [unit for unit, found in data.inputs.items() if found is None]
+    if unheld:
+        yield (
+            f"{len(unheld)} units have a seal without a hash of what they were evaluated from, first {unheld[0]}; "
+            "whether rows, plug-ins or model files changed in between is not known"
+        )
+
+
+def _spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
+    """The spec; margins and the reference are declared before the run, so it must be the one the run began with."""
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
+    text = read_text(path, "spec")
+    _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
+    spec = parse_spec(text, "spec.yaml")
+    _check_spec(path, "spec_sha256", spec.sha256, provenance)
+    return spec
+
+
+def _check_spec(path: Path, key: str, digest: str, provenance: Mapping[str, Any]) -> None:
+    if digest != provenance.get(key):
+        raise DataError(
+            f"{str(path)!r}: spec.yaml was changed after the run began (sha256 {digest[:12]}, {key} in "
+            f"provenance.json is {str(provenance.get(key))[:12]}); put the first one back, or start another run "
+            "with --out"
+        )
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from reports.drift.report import Report
-from reports.gate.decide import Verdict
 from reports.page.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
 from reports.page.figures.canvas import Drawing, style
+from reports.page.findings import Findings
 
 
-def figures(report: Report, verdict: Verdict) -> dict[str, Drawing]:
+def figures(findings: Findings) -> dict[str, Drawing]:
     """Every figure that has something to show, by name."""
     with style():
         drawn = (
-            forest.draw(report, verdict),
-            quadrant.draw(report),
-            heatmap.draw(report, verdict),
-            dose.budget(report),
-            dose.length(report),
-            churn.draw(report),
-            concentration.draw(report),
-            seeds.draw(report),
-            training.draw(report),
-            cache.draw(report),
+            forest.draw(findings),
+            quadrant.draw(findings),
+            heatmap.draw(findings),
+            dose.budget(findings),
+            dose.length(findings),
+            churn.draw(findings),
+            concentration.draw(findings),
+            seeds.draw(findings),
+            training.draw(findings),
+            cache.draw(findings),
         )
     return {drawing.name: drawing for drawing in drawn if drawing}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from audit.core.text import inline
 from reports.analysis.cache_use import cache_use
-from reports.drift.report import Report
 from reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from reports.page.findings import Findings
 from reports.page.plain import size
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """A bar per policy; None when no record tells bytes."""
-    uses = [use for use in cache_use(report) if use.dense > 0]
+    uses = [use for use in cache_use(findings.drift) if use.dense > 0]
     if not uses:
         return None
     figure = blank(7.5, 0.9 + 0.36 * len(uses))
@@ -24,7 +24,7 @@ def draw(report: Report) -> Drawing | None:
         panel.text(
             max(1.0, ratio) + 0.02, y, f"{ratio:.2f}x, {size(use.peak)} of {size(use.dense)}", va="center", fontsize=8
         )
-    panel.set_yticks(range(len(uses)), [inline(report.plan.labels.get(u.policy, u.policy)) for u in uses])
+    panel.set_yticks(range(len(uses)), [inline(findings.comparison.labels.get(u.policy, u.policy)) for u in uses])
     panel.set_ylim(len(uses) - 0.5, -0.5)
     panel.set_xlim(0, max(1.0, *(u.peak / u.dense for u in uses)) + 0.45)
     panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])

@@ -6,16 +6,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from audit.core.text import inline
-from reports.drift.report import Report
 from reports.page.analysis_tables import cell_name
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
+from reports.page.findings import Findings
 
 MOST = 40
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """A bar to each side per cell, the most churn first where there are too many; None without a gated number."""
-    found = list(report.analysis.churn)
+    found = list(findings.analysis.churn)
     if not found:
         return None
     if len(found) > MOST:
@@ -27,7 +27,7 @@ def draw(report: Report) -> Drawing | None:
         panel.barh(y, 100 * c.gains, height=0.68, color=GAIN, alpha=0.75)
         panel.plot([100 * c.drift], [y], marker="D", color=INK, markersize=4)
     panel.axvline(0, color=INK, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(cell_name(report, c.cell)) for c in found])
+    panel.set_yticks(range(len(found)), [inline(cell_name(findings, c.cell)) for c in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlabel("pp of all items")
     quiet(panel)

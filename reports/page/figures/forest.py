@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
-from reports.drift.report import Report
-from reports.gate.decide import Decision, Status, Verdict
+from reports.gate.verdict import Decision, Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from reports.page.findings import Findings
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),
@@ -24,9 +24,9 @@ _ENDS = {"E2": ", end to end", "E3": ", worst policy"}
 _DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
 
-def draw(report: Report, verdict: Verdict) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """One panel per suite and length; None without a single number."""
-    known = [d for d in verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
+    known = [d for d in findings.verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
     if not known:
         return None
     groups = list(dict.fromkeys((d.suite, d.context_tokens) for d in known))
@@ -38,12 +38,12 @@ def draw(report: Report, verdict: Verdict) -> Drawing | None:
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for panel, group in zip(panels.flat, groups, strict=False):
-        _panel(panel, [d for d in known if (d.suite, d.context_tokens) == group], rows, report)
+        _panel(panel, [d for d in known if (d.suite, d.context_tokens) == group], rows, findings)
     figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
     return save(figure, "forest", "Drift of every gated cell with its 95 % interval and the margin band.")
 
 
-def _panel(panel: Axes, decisions: Sequence[Decision], rows: list[tuple[str, str, str]], report: Report) -> None:
+def _panel(panel: Axes, decisions: Sequence[Decision], rows: list[tuple[str, str, str]], findings: Findings) -> None:
     margin = 100 * (decisions[0].margin or 0)
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
@@ -56,9 +56,9 @@ def _panel(panel: Axes, decisions: Sequence[Decision], rows: list[tuple[str, str
         panel.plot([100 * d.effect.lower], [y], marker="|", color=hue, markersize=8)
         face = hue if filled else "none"
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
-    labels = report.plan.labels
+    labels = findings.comparison.labels
     names = [f"{arm} @ {labels.get(policy, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
-    if report.plan.mode == "serving":
+    if findings.comparison.mode == "serving":
         names = [labels.get(policy, policy) for policy, *_ in rows]
     panel.set_yticks(range(len(rows)), [inline(name) for name in names])
     panel.set_ylim(len(rows) - 0.5, -0.5)

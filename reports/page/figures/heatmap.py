@@ -8,10 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from audit.core.text import inline
-from reports.drift.report import Contrast, Report
+from reports.drift.results import Contrast
 from reports.gate.cell import decide_cell
-from reports.gate.verdict import Status, Verdict
+from reports.gate.verdict import Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
+from reports.page.findings import Findings
 from reports.page.plain import points
 
 Key = tuple[str, str, str, int]  # arm, policy, suite, length
@@ -20,24 +21,26 @@ COLUMNS = 2
 OUTLINE = 1.4
 
 
-def draw(report: Report, verdict: Verdict) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """Training: E1, arms by policies, a panel per suite. Serving: E4, one row per suite."""
-    plan = report.plan
-    estimand = "E1" if plan.mode == "training" else "E4"
-    known = [c for c in report.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
-    if plan.mode == "serving":
-        known = [c for c in known if c.arm == plan.reference]
+    sides = findings.comparison
+    estimand = "E1" if sides.mode == "training" else "E4"
+    known = [c for c in findings.drift.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
+    if sides.mode == "serving":
+        known = [c for c in known if c.arm == sides.reference]
     if not any(c.effect for c in known):
         return None
-    policies = [p for p in plan.policies if any(c.policy == p for c in known)]
+    policies = [p for p in sides.policies if any(c.policy == p for c in known)]
     statuses = {
-        (d.arm, d.policy, d.suite, d.context_tokens): d.status for d in verdict.decisions if d.estimand == estimand
+        (d.arm, d.policy, d.suite, d.context_tokens): d.status
+        for d in findings.verdict.decisions
+        if d.estimand == estimand
     }
     groups: dict[str, list[Contrast]] = {}
     for c in known:
-        title = f"{c.suite}, {c.context_tokens} tokens" if plan.mode == "training" else f"{c.arm}, drift from none"
+        title = f"{c.suite}, {c.context_tokens} tokens" if sides.mode == "training" else f"{c.arm}, drift from none"
         groups.setdefault(title, []).append(c)
-    deepest = max(len(_rows(report, group)) for group in groups.values())
+    deepest = max(len(_rows(findings, group)) for group in groups.values())
     columns = min(COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)
     figure = blank(0.4 + (0.9 + 0.8 * len(policies)) * columns, 1.1 + lines * (0.35 + 0.36 * deepest))
@@ -45,7 +48,7 @@ def draw(report: Report, verdict: Verdict) -> Drawing | None:
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for place, (panel, (title, group)) in enumerate(zip(panels.flat, groups.items(), strict=False)):
-        _panel(panel, report, group, policies, statuses)
+        _panel(panel, findings, group, policies, statuses)
         panel.tick_params(labelbottom=place + columns >= len(groups))
         panel.set_title(inline(title))
     key = [
@@ -73,23 +76,23 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None) -> 
     return Status.INCONCLUSIVE if floor and status is not Status.FAIL else status
 
 
-def _rows(report: Report, group: list[Contrast]) -> list[str]:
-    return list(dict.fromkeys(_row(report, c) for c in group))
+def _rows(findings: Findings, group: list[Contrast]) -> list[str]:
+    return list(dict.fromkeys(_row(findings, c) for c in group))
 
 
-def _row(report: Report, c: Contrast) -> str:
-    return c.arm if report.plan.mode == "training" else f"{c.suite}, {c.context_tokens}"
+def _row(findings: Findings, c: Contrast) -> str:
+    return c.arm if findings.comparison.mode == "training" else f"{c.suite}, {c.context_tokens}"
 
 
 def _panel(
-    panel: Axes, report: Report, group: list[Contrast], policies: list[str], statuses: Mapping[Key, Status]
+    panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[Key, Status]
 ) -> None:
-    rows = _rows(report, group)
+    rows = _rows(findings, group)
     for c in group:
-        x, y = policies.index(c.policy), rows.index(_row(report, c))
+        x, y = policies.index(c.policy), rows.index(_row(findings, c))
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
-        status = called(c, report.plan.margins.get(c.suite), decided)
+        status = called(c, findings.rules.margins.get(c.suite), decided)
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status is Status.INCONCLUSIVE:
@@ -101,7 +104,7 @@ def _panel(
             )
         text = points(value) + ("*" if status is Status.PASS_NOTED else "")
         panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
-    labels = [inline(report.plan.labels.get(policy, policy)) for policy in policies]
+    labels = [inline(findings.comparison.labels.get(policy, policy)) for policy in policies]
     panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
     panel.set_xlim(-0.5, len(policies) - 0.5)

@@ -9,21 +9,22 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
-from reports.drift.report import Contrast, Report
+from reports.drift.results import Contrast
 from reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
+from reports.page.findings import Findings
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval
 Point = tuple[Contrast, Contrast]  # capability, safety
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """One panel per gated policy (training) or one in all (serving); None without both kinds of suite."""
-    plan = report.plan
+    sides = findings.comparison
     groups: dict[str, list[Point]] = {}
-    for capability, safety in pairs(report):
-        served = f"served under {plan.labels.get(safety.policy, safety.policy)}"
-        groups.setdefault(served if plan.mode == "training" else "drift from policy none", []).append(
+    for capability, safety in pairs(findings):
+        served = f"served under {sides.labels.get(safety.policy, safety.policy)}"
+        groups.setdefault(served if sides.mode == "training" else "drift from policy none", []).append(
             (capability, safety)
         )
     if not groups:
@@ -31,12 +32,12 @@ def draw(report: Report) -> Drawing | None:
     shown = dict(list(groups.items())[:PANELS])
     figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
     panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
-    names = tuple(dict.fromkeys(_name(report, p) for points in shown.values() for p in points))
-    places = report.plan.arms if report.plan.mode == "training" else names
+    names = tuple(dict.fromkeys(_name(findings, p) for points in shown.values() for p in points))
+    places = findings.comparison.arms if findings.comparison.mode == "training" else names
     suites = tuple(dict.fromkeys(p[1].suite for points in shown.values() for p in points))
     bounds = _bounds([point for points in shown.values() for point in points])
     for panel, (title, points) in zip(panels.flat, shown.items(), strict=True):
-        _panel(panel, report, points, places, suites, bounds)
+        _panel(panel, findings, points, places, suites, bounds)
         panel.set_title(inline(title))
     panels.flat[0].set_ylabel("safety drift, pp")
     handles = [Line2D([], [], color=colour(places, n)[0], label=inline(n)) for n in names]
@@ -48,29 +49,29 @@ def draw(report: Report) -> Drawing | None:
     return save(figure, "quadrant", "Capability drift against safety drift with 95 % intervals.")
 
 
-def pairs(report: Report) -> list[Point]:
+def pairs(findings: Findings) -> list[Point]:
     """Every safety contrast of a gated policy with the capability contrast of the same arm, policy and length."""
-    plan = report.plan
-    estimand = "E1" if plan.mode == "training" else "E4"
+    sides = findings.comparison
+    estimand = "E1" if sides.mode == "training" else "E4"
     known = [
         c
-        for c in report.contrasts
+        for c in findings.drift.contrasts
         if c.estimand == estimand
         and c.effect
-        and c.policy in plan.primary
-        and c.arm in (*plan.candidates, plan.reference)
+        and c.policy in findings.rules.primary
+        and c.arm in (*sides.candidates, sides.reference)
     ]
-    by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in plan.capability}
+    by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in sides.capability}
     return [
         (by_cell[c.arm, c.policy, c.context_tokens], c)
         for c in known
-        if c.suite not in plan.capability and (c.arm, c.policy, c.context_tokens) in by_cell
+        if c.suite not in sides.capability and (c.arm, c.policy, c.context_tokens) in by_cell
     ]
 
 
-def _name(report: Report, point: Point) -> str:
-    plan = report.plan
-    return point[1].arm if plan.mode == "training" else plan.labels.get(point[1].policy, point[1].policy)
+def _name(findings: Findings, point: Point) -> str:
+    sides = findings.comparison
+    return point[1].arm if sides.mode == "training" else sides.labels.get(point[1].policy, point[1].policy)
 
 
 class Bounds(NamedTuple):
@@ -90,13 +91,13 @@ def _bounds(points: Sequence[Point]) -> Bounds:
 
 def _panel(
     panel: Axes,
-    report: Report,
+    findings: Findings,
     points: list[Point],
     names: tuple[str, ...],
     suites: tuple[str, ...],
     bounds: Bounds,
 ) -> None:
-    margins = report.plan.margins
+    margins = findings.rules.margins
     held = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)
     lost = -100 * min((margins[p[1].suite] for p in points if p[1].suite in margins), default=0.05)
     panel.axhline(0, color=INK, linewidth=0.8)
@@ -105,7 +106,7 @@ def _panel(
         x, y = capability.effect, safety.effect
         assert x is not None
         assert y is not None
-        hue, _, _ = colour(names, _name(report, (capability, safety)))
+        hue, _, _ = colour(names, _name(findings, (capability, safety)))
         marker = MARKERS[suites.index(safety.suite) % len(MARKERS)]
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
-from reports.drift.report import Report
 from reports.page.analysis_tables import cell_name
 from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from reports.page.findings import Findings
 
 MOST = 40
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """Dots per seed with their mean; None without a training run."""
-    found = [s for s in report.analysis.seeds if report.plan.mode == "training"][:MOST]
+    found = [s for s in findings.analysis.seeds if findings.comparison.mode == "training"][:MOST]
     if not found:
         return None
     figure = blank(7.6, 1.0 + 0.25 * len(found))
@@ -23,14 +23,14 @@ def draw(report: Report) -> Drawing | None:
     right = max(0.0, *(100 * v for s in found for v in s.estimates))
     room = max(2.0, right - left)
     for y, s in enumerate(found):
-        hue, marker, _ = colour(report.plan.arms, s.cell.arm)
+        hue, marker, _ = colour(findings.comparison.arms, s.cell.arm)
         values = [100 * v for v in s.estimates]
         panel.plot([min(values), max(values)], [y, y], color=hue, alpha=0.4, linewidth=1)
         panel.plot(values, [y] * len(values), marker=marker, color=hue, linestyle="", markersize=4.5)
         panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
         panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
     panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(cell_name(report, s.cell)) for s in found])
+    panel.set_yticks(range(len(found)), [inline(cell_name(findings, s.cell)) for s in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
     panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")

@@ -10,8 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from audit.core.text import inline
-from reports.drift.report import Curve, Report
+from reports.analysis.curves import Curve
 from reports.page.figures.canvas import Drawing, blank, colour, quiet, save
+from reports.page.findings import Findings
 
 
 class View(NamedTuple):
@@ -34,9 +35,9 @@ FLOOR = 1e-16
 COLUMNS = 3
 
 
-def draw(report: Report) -> Drawing | None:
+def draw(findings: Findings) -> Drawing | None:
     """A panel for each of the views that any arm recorded; None without telemetry."""
-    views = [view for view in VIEWS if any(_known(curve, view) for curve in report.curves)]
+    views = [view for view in VIEWS if any(_known(curve, view) for curve in findings.curves)]
     if not views:
         return None
     columns = min(COLUMNS, len(views))
@@ -46,8 +47,8 @@ def draw(report: Report) -> Drawing | None:
     for panel in panels.flat[len(views) :]:
         panel.set_visible(False)
     for panel, view in zip(panels.flat, views, strict=False):
-        for curve in report.curves:
-            _line(panel, curve, view, report.plan.arms)
+        for curve in findings.curves:
+            _line(panel, curve, view, findings.comparison.arms)
         panel.set_title(view.title)
         panel.set_xlabel("step")
         if view.log:
@@ -55,7 +56,7 @@ def draw(report: Report) -> Drawing | None:
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
             panel.yaxis.set_minor_formatter(NullFormatter())
         quiet(panel)
-    figure.legend(handles=_legend(report), loc="outside upper center", ncols=5)
+    figure.legend(handles=_legend(findings), loc="outside upper center", ncols=5)
     return save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
 
 
@@ -81,9 +82,9 @@ def _value(value: float | None, log: bool) -> float:
     return max(value, FLOOR) if log else value
 
 
-def _legend(report: Report) -> list[Line2D]:
+def _legend(findings: Findings) -> list[Line2D]:
     handles = []
-    for curve in report.curves:
-        hue, _, line = colour(report.plan.arms, curve.arm)
+    for curve in findings.curves:
+        hue, _, line = colour(findings.comparison.arms, curve.arm)
         handles.append(Line2D([], [], color=hue, linestyle=line, label=inline(curve.arm)))
     return handles

@@ -1,0 +1,26 @@
+"""How a page is written: one file per format, found by walking this package. Each has ``FILE`` and ``render(page)``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+
+from audit.core.files import write_output
+from reports.page.page import Page
+
+
+def formats() -> dict[str, Callable[[Page], str]]:
+    """File name -> renderer of every format."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__, __name__ + "."):
+        module = importlib.import_module(entry.name)
+        found[str(module.FILE)] = module.render
+    return found
+
+
+def write_pages(folder: Path, page: Page) -> None:
+    """Write a page in every format, each file whole or not at all; raises RunError where the folder takes none."""
+    for name, render in formats().items():
+        write_output(folder / name, render(page))

@@ -1,29 +1,45 @@
-"""drift.json: the whole report and its verdict for programs; ASCII only, no NaN."""
+"""drift.json: everything that was found and its verdict, for programs; ASCII only, no NaN."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from reports.drift.report import Report
-from reports.gate.decide import decide
+from reports.page.page import Page
 
 FILE = "drift.json"
+FORMAT = 2
 
 
-def render(report: Report) -> str:
-    """The report as JSON: its own fields with ``verdict`` beside them."""
-    body = report.as_dict()
-    body["verdict"] = asdict(decide(report))
+def render(page: Page) -> str:
+    """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
+    found = page.findings
+    contrasts = tuple(replace(c, sums=()) for c in found.drift.contrasts)
+    body = {"format": FORMAT, **asdict(replace(found.drift, contrasts=contrasts))}
+    for row in body["contrasts"]:
+        del row["sums"]
+    beside = (found.rules, found.analysis, found.calibration, found.verdict)
+    body |= dict(zip(("rules", "analysis", "calibration", "verdict"), map(_plain, beside), strict=True))
+    for name in ("waivers", "curves", "examples", "displacement"):
+        body[name] = [asdict(entry) for entry in getattr(found, name)]
+    body |= {"problems": found.problems, "provenance": found.provenance}
+    body["verdict"]["annotations"] = page.remarks
     return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return None if value is None else asdict(value)
 
 
 def _finite(value: Any) -> Any:
     """The same tree with NaN and infinities as null and keys as strings."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, frozenset):
+        value = sorted(value)
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):

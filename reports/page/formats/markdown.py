@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from audit.core.text import clip, inline, visible
-from reports.drift.report import Example, Report
-from reports.gate.decide import decide
+from reports.analysis.examples import Example
+from reports.page.findings import Findings
+from reports.page.page import Page, Section
 from reports.page.plain import points
-from reports.page.section import Section
-from reports.page.story import Banner, banner, sections
 from reports.page.tables import Table
 
 FILE = "report.md"
@@ -18,20 +17,17 @@ _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$!])")
 
 
-def render(report: Report) -> str:
-    """The report as GitHub Markdown."""
-    verdict = decide(report)
-    return page(banner(report, verdict), sections(report, verdict), report)
-
-
-def page(top: Banner, content: Sequence[Section], report: Report) -> str:
-    """A page of sections."""
+def render(page: Page) -> str:
+    """The page as GitHub Markdown."""
+    top = page.banner
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
+    if top.alarm:
+        parts.insert(1, f"> **{escape(top.alarm)}**")
     if top.number:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
     parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
-    for section in content:
-        parts += _section(section, report)
+    for section in page.sections:
+        parts += _section(section, page.findings)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -43,7 +39,7 @@ def escape(text: str) -> str:
     return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)
 
 
-def _section(section: Section, report: Report) -> Iterator[str]:
+def _section(section: Section, findings: Findings) -> Iterator[str]:
     yield f"## {escape(section.title)}"
     yield escape(section.explain)
     if section.figures:
@@ -54,8 +50,8 @@ def _section(section: Section, report: Report) -> Iterator[str]:
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
     if section.examples:
-        for example in report.examples:
-            yield from _example(example, report)
+        for example in findings.examples:
+            yield from _example(example, findings)
 
 
 def _table(table: Table) -> str:
@@ -64,8 +60,8 @@ def _table(table: Table) -> str:
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
 
 
-def _example(example: Example, report: Report) -> Iterator[str]:
-    policy = report.plan.labels.get(example.policy, example.policy)
+def _example(example: Example, findings: Findings) -> Iterator[str]:
+    policy = findings.comparison.labels.get(example.policy, example.policy)
     title = f"{example.arm} seed {example.seed} @ {policy}, {example.suite}, item {clip(example.item_id, 80)}"
     yield f"### {escape(title)}"
     yield escape(f"outcome {example.outcome}, {points(example.loss)} pp against the reference")

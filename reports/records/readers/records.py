@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from audit.core.errors import DataError, SpecError, UnknownName
+from audit.core.policy_names import match_policies
 from audit.core.records import FORMAT, Outcome
 from audit.core.text import inline
-from reports.drift.plan import match_policies
 from reports.records.columns import Columns
 from reports.records.load import check_seal, load_run
 from reports.records.readers.base import Cluster, Log, Reader, Request, Row, first_objects

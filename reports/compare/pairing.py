@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.policy_names import DENSE_POLICY
 from reports.drift.contrast import UNSCORED_LIMIT
-from reports.drift.plan import DENSE_POLICY
-from reports.drift.report import Reason
+from reports.drift.results import Reason
 from reports.page.plain import percent
 from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from audit.core.text import inline
-from reports.compare import Comparison, TwoJudges
-from reports.gate.decide import Decision, Status
+from reports.compare.files import Compared, TwoJudges
+from reports.compare.pairing import CANDIDATE, REFERENCE
+from reports.gate.verdict import Decision, Status
 from reports.page.about import churn
 from reports.page.advice import note
+from reports.page.page import Banner, Page, Section
 from reports.page.plain import drift, percent, points, pvalue
-from reports.page.section import Section
-from reports.page.story import SENTENCES, Banner
+from reports.page.stamp import error_rates
+from reports.page.story import SENTENCES
 from reports.page.tables import Table, table_of
-from reports.records.pairing import CANDIDATE, REFERENCE
 from reports.records.readers.base import Log
 from reports.stats.blindspot import blind_spot
 from reports.stats.kappa import Kappa
@@ -23,65 +24,65 @@ from reports.stats.kappa import Kappa
 FILES = ("compare.html", "compare.md", "compare.json")
 
 
-def comparison_banner(comparison: Comparison) -> Banner:
+def comparison_banner(compared: Compared) -> Banner:
     """Verdict, the number that decides, and what must be read with it."""
-    verdict = comparison.verdict
+    verdict = compared.verdict
     head = verdict.decisions[verdict.headline] if verdict.headline is not None else None
     return Banner(
-        title=f"Comparison of two result files: {inline(comparison.report.run)}",
+        title=f"Comparison of two result files: {inline(compared.findings.drift.run)}",
         status=verdict.status,
         sentence=SENTENCES[verdict.status],
         number=drift(head.effect) if head and head.effect else "",
-        about=_about(comparison, head) if head else "",
-        asides=tuple(inline(line) for line in _asides(comparison, head)),
+        about=_about(compared, head) if head else "",
+        asides=tuple(inline(line) for line in _asides(compared, head)),
     )
 
 
-def _about(comparison: Comparison, d: Decision) -> str:
+def _about(compared: Compared, d: Decision) -> str:
     assert d.effect is not None
-    effect, sides = d.effect, comparison.sides
+    effect, sides = d.effect, compared.sides
     return inline(
-        f"{_cell(comparison, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
+        f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
         f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, churn "
-        f"{churn(comparison.report, d)}."
+        f"{churn(compared.findings, d)}."
     )
 
 
-def _asides(comparison: Comparison, head: Decision | None) -> list[str]:
-    lines = [f"{reason.code}: {reason.text}" for reason in comparison.verdict.reasons]
-    for d in comparison.verdict.decisions:
+def _asides(compared: Compared, head: Decision | None) -> list[str]:
+    lines = [f"{reason.code}: {reason.text}" for reason in compared.verdict.reasons]
+    for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
-            lines += [f"{_cell(comparison, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
-    report = comparison.report
-    spot = percent(blind_spot(_clusters(comparison, head), report.plan.alpha))
+            lines += [f"{_cell(compared, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
+    findings = compared.findings
+    spot = percent(blind_spot(_clusters(compared, head), findings.rules.alpha))
     lines.append(f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled.")
-    lines += comparison.notes
-    if report.calibration and comparison.verdict.status is not Status.INVALID:
-        lines.append(report.calibration.sentence(report.plan.alpha, report.plan.margins.values()))
+    lines += compared.notes
+    if findings.calibration and compared.verdict.status is not Status.INVALID:
+        lines.append(error_rates(findings.calibration, findings.rules.alpha, findings.rules.margins.values()))
     return lines
 
 
-def _clusters(comparison: Comparison, head: Decision | None) -> int:
+def _clusters(compared: Compared, head: Decision | None) -> int:
     """Templates of the cell that is quoted; without one, of the file, suite and length with the fewest."""
     if head is not None and head.effect:
         return head.effect.n_clusters
-    return int(comparison.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min())
+    return int(compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min())
 
 
-def _cell(comparison: Comparison, d: Decision) -> str:
+def _cell(compared: Compared, d: Decision) -> str:
     length = f" at {d.context_tokens} tokens" if d.context_tokens else ""
-    return f"{d.suite}{length}, {comparison.metric}"
+    return f"{d.suite}{length}, {compared.metric}"
 
 
-def cells(comparison: Comparison) -> Table:
+def cells(compared: Compared) -> Table:
     """One row per suite and length."""
     headers = ["suite", "verdict", "rates", "drift, 95 % interval", "one-sided bounds, margin", "items / templates"]
     headers += ["lost / gained", "deff", "p (family)", "note"]
-    return table_of(headers, [_row(comparison, d) for d in comparison.verdict.decisions if d.gated], words=2)
+    return table_of(headers, [_row(compared, d) for d in compared.verdict.decisions if d.gated], words=2)
 
 
-def _row(comparison: Comparison, d: Decision) -> list[str]:
-    row = [_cell(comparison, d), d.status.value]
+def _row(compared: Compared, d: Decision) -> list[str]:
+    row = [_cell(compared, d), d.status.value]
     row.append(f"{100 * d.rates.reference:.1f} to {percent(d.rates.candidate)}" if d.rates else "-")
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
@@ -127,16 +128,15 @@ def _kappa(k: Kappa | None) -> str:
     return f"kappa {value}; {percent(k.agreement)} of {k.n} labels agree."
 
 
-def comparison_sections(comparison: Comparison, two: TwoJudges | None = None) -> list[Section]:
+def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> list[Section]:
     """What the page says, in order."""
-    plan = comparison.report.plan
     found = [
         Section(
             "gate",
             "Gate",
             "Each row is candidate minus reference on the same items: below zero is worse, and PASS needs the lower "
             "bound above minus the margin. All rows must pass.",
-            tables=(cells(comparison),),
+            tables=(cells(compared),),
             notes=(
                 "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. "
                 "Repeats of an item are averaged inside it first; unscored answers count as 0.",
@@ -145,14 +145,14 @@ def comparison_sections(comparison: Comparison, two: TwoJudges | None = None) ->
         Section(
             "files",
             "What was compared",
-            f"The first file is the reference. One-sided level {plan.alpha:g}.",
-            tables=(_files((comparison.sides.reference, comparison.sides.candidate)),),
+            f"The first file is the reference. One-sided level {compared.findings.rules.alpha:g}.",
+            tables=(_files((compared.sides.reference, compared.sides.candidate)),),
         ),
         Section(
             "problems",
             "Problems in the files",
             "Lines that were kept out.",
-            notes=tuple(inline(problem) for problem in comparison.report.problems[:50]),
+            notes=tuple(inline(problem) for problem in compared.findings.problems[:50]),
             folded=True,
         ),
     ]
@@ -184,18 +184,23 @@ def _files(logs: Sequence[Log]) -> Table:
     return table_of(["side", "file", "read as", "scores", "says of itself"], rows, words=3)
 
 
-def pages(comparison: Comparison, two: TwoJudges | None = None) -> dict[str, str]:
+def pages(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
     """File name -> text, of the comparison or of the worse of two judges."""
     from reports.page.formats import html, markdown  # they draw figures: a second that the terminal need not wait for
     from reports.page.formats import json as json_format
 
-    top, parts = comparison_banner(comparison), comparison_sections(comparison, two)
-    body: dict[str, Any] = json.loads(json_format.render(comparison.report))
-    body["notes"], body["metric"] = list(top.asides), comparison.metric
-    body["files"] = {REFERENCE: str(comparison.sides.reference.path), CANDIDATE: str(comparison.sides.candidate.path)}
+    page = comparison_page(compared, two)
+    body: dict[str, Any] = json.loads(json_format.render(page))
+    body["notes"], body["metric"] = list(page.banner.asides), compared.metric
+    body["files"] = {REFERENCE: str(compared.sides.reference.path), CANDIDATE: str(compared.sides.candidate.path)}
     texts = (
-        html.page(top, parts, comparison.report, {}),
-        markdown.page(top, parts, comparison.report),
+        html.render(page),
+        markdown.render(page),
         json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n",
     )
     return dict(zip(FILES, texts, strict=True))
+
+
+def comparison_page(compared: Compared, two: TwoJudges | None = None) -> Page:
+    """The page that every format renders."""
+    return Page(compared.findings, comparison_banner(compared), tuple(comparison_sections(compared, two)))

@@ -6,20 +6,23 @@ With two metrics, such as the labels of two judges of the same answers, the wors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
 from audit.core.errors import SpecError
+from audit.core.policy_names import DENSE_POLICY, short_names
 from reports.calibration.stamp import stamp
+from reports.compare.pairing import CANDIDATE, REFERENCE, paired
+from reports.drift.comparison import Comparison
 from reports.drift.drift import contrasts
-from reports.drift.plan import DENSE_POLICY, read_plan, short_names
-from reports.drift.report import Report
-from reports.gate.decide import EXIT_CODES, Status, Verdict, decide, worst
-from reports.gate.rules import margin_of
-from reports.records.pairing import CANDIDATE, REFERENCE, paired
+from reports.drift.results import Drift
+from reports.gate.decide import decide
+from reports.gate.rules import Rules, margin_of
+from reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
+from reports.page.findings import Findings
 from reports.records.panel import panels
 from reports.records.readers.base import Log
 from reports.stats.kappa import Kappa, kappa
@@ -59,23 +62,27 @@ def _cell(facts: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Compared:
     """One metric of two files."""
 
     sides: Sides
     metric: str
-    report: Report
-    verdict: Verdict
+    findings: Findings
     notes: tuple[str, ...]
     records: pd.DataFrame = field(repr=False, compare=False)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of this metric alone."""
+        return self.findings.verdict
 
 
 @dataclass(frozen=True)
 class TwoJudges:
     """The same answers under two judges: how far they agree on each side, and the worse verdict."""
 
-    first: Comparison
-    second: Comparison
+    first: Compared
+    second: Compared
     reference: Kappa | None  # None without an answer that both labelled
     candidate: Kappa | None
 
@@ -90,7 +97,7 @@ class TwoJudges:
         return EXIT_CODES[self.status]
 
 
-def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha: float = DEFAULT_ALPHA) -> Comparison:
+def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha: float = DEFAULT_ALPHA) -> Compared:
     """Compare one metric; ``margin`` in pp. Raises SpecError for a margin or level that cannot be."""
     margin_of(margin, "--margin")
     _check("--alpha", alpha, 0.5)
@@ -102,42 +109,56 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         own_clusters=sides.own_clusters,
     )
     records, seeds = _seeds(pairs.records)
-    suites = sorted(set(records["suite"]))
-    spec = {
-        "model": sides.title,
-        "train": {"arms": [CANDIDATE], "seeds": seeds},
-        "evaluate": {"policies": [DENSE_POLICY], "suites": suites},
-        "gate": {
-            "reference": REFERENCE,
-            "estimands": ["E1"],
-            "margins": dict.fromkeys(suites, margin),
-            "alpha": alpha,
-        },
-    }
-    plan = read_plan(spec, records, {})
-    report = Report(
+    comparison = _comparison(sides.title, records, seeds)
+    drift = Drift(
         run=sides.title,
-        plan=plan,
-        reasons=pairs.reasons,
+        comparison=comparison,
+        alpha=alpha,
         cells=(),
-        contrasts=tuple(contrasts(plan, panels(records))),
-        curves=(),
-        examples=(),
-        problems=(*sides.reference.problems, *sides.candidate.problems),
+        contrasts=tuple(contrasts(comparison, panels(records), alpha)),
+        reasons=pairs.reasons,
         n_records=len(records),
-        calibration=stamp(),
     )
-    return Comparison(sides, metric, report, decide(report), pairs.notes, records)
+    rules = Rules(
+        alpha=alpha,
+        margins=dict.fromkeys(comparison.suites, margin / 100),
+        primary=(DENSE_POLICY,),
+        contexts=comparison.contexts,
+        estimands=("E1",),
+        source="the command line",
+    )
+    problems = (*sides.reference.problems, *sides.candidate.problems)
+    found = Findings(drift, rules, decide(drift, rules), calibration=stamp(), problems=problems)
+    return Compared(sides, metric, found, pairs.notes, records)
 
 
-def two_judges(first: Comparison, second: Comparison) -> TwoJudges:
+def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
+    """The files as two arms, served as they were."""
+    return Comparison(
+        mode="training",
+        model=title,
+        reference=REFERENCE,
+        candidates=(CANDIDATE,),
+        arms=(REFERENCE, CANDIDATE),
+        seeds=tuple(seeds),
+        policies=(DENSE_POLICY,),
+        suites=tuple(sorted(set(records["suite"]))),
+        contexts=tuple(sorted(int(c) for c in set(records["context_tokens"]))),
+        capability=(),
+        train_policy=None,
+        labels=short_names([DENSE_POLICY]),
+        planned=(),
+    )
+
+
+def two_judges(first: Compared, second: Compared) -> TwoJudges:
     """Two metrics of the same files as two judges; raises SpecError where they belong to different files."""
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files")
     return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
 
 
-def _agreement(first: Comparison, second: Comparison, arm: str) -> Kappa | None:
+def _agreement(first: Compared, second: Compared, arm: str) -> Kappa | None:
     """Kappa over the answers of one side that both judges scored, right meaning a score of 1/2 or more."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     one, two = (table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records))

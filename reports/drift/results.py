@@ -1,24 +1,15 @@
-"""The frozen, JSON-able values a report is made of. Scores and drifts are in score units: 0.05 = 5 pp."""
+"""How far behaviour moved: frozen values. Rates and drifts are in score units: 0.05 = 5 pp."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from reports.analysis.displacement import Displacement
-from reports.analysis.results import Analysis
-from reports.calibration.stamp import Stamp
-from reports.drift.plan import Plan
-from reports.gate.waivers import Waiver
+from reports.drift.comparison import Comparison
 from reports.stats.effect import Effect
-
-if TYPE_CHECKING:
-    from reports.labels.panel import Adjudication
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,43 @@ class ClusterSums:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """A share with its Clopper-Pearson interval; ``estimate`` is None without trials."""
+
+    estimate: float | None
+    low: float
+    high: float
+    successes: int
+    trials: int
+
+
+@dataclass(frozen=True)
+class JudgeRates:
+    """The judge's sensitivity and specificity in one arm of a cell."""
+
+    sensitivity: Rate
+    specificity: Rate
+
+
+@dataclass(frozen=True)
+class People:
+    """What human labels of a cell's answers say of the judge.
+
+    ``discordant`` pairs are those that the judge tells apart, all of them labelled; ``concordant`` how many of the
+    others were drawn and labelled. ``bias`` is the largest drift that the judge's gap between the arms makes by itself
+    (None without labels of a kind), ``bias_upper`` its upper limit.
+    """
+
+    pairs: int
+    discordant: int
+    concordant: int
+    reference: JudgeRates
+    candidate: JudgeRates
+    bias: float | None
+    bias_upper: float
+
+
+@dataclass(frozen=True)
 class Contrast:
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
@@ -103,74 +131,23 @@ class Contrast:
     rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect``
+    people: People | None = None  # the judge held against those human labels
     churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
+class Drift:
+    """Every rate and every difference of a run. It knows no verdict: ``gate.decide`` makes one of it, once.
 
-    arm: str
-    seeds: tuple[int, ...]
-    steps: tuple[int, ...]
-    series: dict[str, tuple[float | None, ...]]
-    lowest: dict[str, tuple[float | None, ...]]
-    highest: dict[str, tuple[float | None, ...]]
-    mean: dict[str, float]  # over all seeds and steps
-    first: dict[str, float]  # mean over seeds of the first tenth of the steps
-    last: dict[str, float]  # mean over seeds of the last tenth of the steps
-    largest: dict[str, float]  # over all seeds and steps
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message of an example; ``text`` is the model's or the suite's and must be escaped."""
-
-    role: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Example:
-    """An item the reference got right and the candidate lost."""
-
-    arm: str
-    seed: int
-    policy: str
-    suite: str
-    context_tokens: int
-    item_id: str
-    cluster_id: str
-    loss: float
-    outcome: str
-    candidate: tuple[Turn, ...]
-    reference_answer: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that is said about a run. The verdict is a pure function of it: ``gate.decide(report)``."""
+    ``reasons`` are run-wide breaches of the data contract: any of them makes a verdict INVALID. ``alpha`` is the level
+    of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as the records name them.
+    """
 
     run: str
-    plan: Plan
-    reasons: tuple[Reason, ...]  # run-wide: any of them makes the verdict INVALID
+    comparison: Comparison
+    alpha: float
     cells: tuple[Cell, ...]
     contrasts: tuple[Contrast, ...]
-    curves: tuple[Curve, ...]
-    examples: tuple[Example, ...]
-    problems: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     n_records: int
-    provenance: dict[str, Any] = field(default_factory=dict)
-    waivers: tuple[Waiver, ...] = ()
-    analysis: Analysis = field(default_factory=Analysis)
-    displacement: tuple[Displacement, ...] = ()
-    adjudication: Adjudication | None = None  # what people said of the judge's labels
-    calibration: Stamp | None = None  # how often the gate is wrong
-    format: int = FORMAT
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, without the cluster sums."""
-        body = asdict(replace(self, contrasts=tuple(replace(c, sums=()) for c in self.contrasts)))
-        for row in body["contrasts"]:
-            del row["sums"]
-        return body
+    weights: Mapping[int, frozenset[str]] = field(default_factory=dict)

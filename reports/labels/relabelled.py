@@ -14,13 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
-from reports.drift.report import Contrast, Report
-from reports.gate.decide import decide
-from reports.gate.verdict import Decision, Status
+from reports.drift.results import Contrast, Drift, JudgeRates, People, Rate
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
-from reports.labels.panel import Adjudication, Arm, Bounds, JudgedCell, Rate
 from reports.labels.sheet import text_hash
-from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, load_labels
+from reports.labels.stored import FILE, REMEDY, CellLabels, load_labels
 from reports.labels.stored import Labels as StoredLabels
 from reports.records.load import RunData
 from reports.stats.adjudication import adjudicated
@@ -41,45 +38,33 @@ class HumanLabels:
     seed: int
 
 
-def with_labels(data: RunData, report: Report) -> Report:
-    """The report with the run's human labels in their place; raises DataError for labels that do not fit its records.
+def with_labels(data: RunData, drift: Drift) -> Drift:
+    """The drift with the run's human labels in their place; raises DataError for labels that do not fit its records.
 
-    Where a cell was labelled, the corrected effect takes the place of the judge's. Labels of pairs with another
-    reference arm than the report's say nothing of it.
+    Labels of pairs with another reference arm than the drift's say nothing of it.
     """
     stored = load_labels(data.run)
     if stored is None:
-        return report
+        return drift
     if stored.records != digest(data.records):
         raise DataError(f"{FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
-    return report if stored.reference != report.plan.reference else labelled(data, report, stored)
+    return drift if stored.reference != drift.comparison.reference else relabelled(data, drift, stored)
 
 
-def labelled(data: RunData, report: Report, stored: StoredLabels) -> Report:
-    """The report with these labels, of its very records, in their place."""
-    plan, found = report.plan, human_labels(data, report, stored)
-    effects = {cell_name(h.pairs.contrast): _corrected(h, plan.alpha) for h in found}
-    corrected = tuple(_with_people(c, effects.get(cell_name(c))) for c in report.contrasts)
-    judged = decide(report)
-    margins = {cell_name(d): d.margin for d in judged.decisions}
-    cells = [
-        _cell(h, effects[name], margin)
-        for h in found
-        if (margin := margins.get(name := cell_name(h.pairs.contrast))) is not None
-    ]
-    counted = sum(int((~np.isnan(h.candidate)).sum()) for h in found)
-    adjudication = Adjudication(stored.records, counted, tuple(cells), judged.status, judged.status)
-    decided = decide(replace(report, contrasts=corrected, adjudication=adjudication))
-    by_name = {cell_name(d): d for d in decided.decisions}
-    said = tuple(_decided(cell, by_name[_place(cell)]) for cell in cells)
-    return replace(report, contrasts=corrected, adjudication=replace(adjudication, cells=said, status=decided.status))
+def relabelled(data: RunData, drift: Drift, stored: StoredLabels) -> Drift:
+    """The drift with these labels, of its very records: where people labelled a cell, theirs is its effect."""
+    found = {cell_name(h.pairs.contrast): h for h in human_labels(data, drift, stored)}
+    contrasts = (
+        _with_people(c, h, drift.alpha) if (h := found.get(cell_name(c))) is not None else c for c in drift.contrasts
+    )
+    return replace(drift, contrasts=tuple(contrasts))
 
 
-def human_labels(data: RunData, report: Report, stored: StoredLabels) -> list[HumanLabels]:
+def human_labels(data: RunData, drift: Drift, stored: StoredLabels) -> list[HumanLabels]:
     """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
-    known = {cell_name(c): c for c in report.contrasts if c.effect}
+    known = {cell_name(c): c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.name in known]
-    pairs = [pairs_of(data, report, known[cell.name]) for cell in cells]
+    pairs = [pairs_of(data, drift.comparison, known[cell.name]) for cell in cells]
     picks = [chosen(own, cell.concordant, cell.seed) for own, cell in zip(pairs, cells, strict=True)]
     texts = {place: text_hash(text) for place, text in texts_of(data, list(zip(pairs, picks, strict=True))).items()}
     return [_looked_up(own, indices, cell, texts) for own, indices, cell in zip(pairs, picks, cells, strict=True)]
@@ -98,9 +83,9 @@ def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: 
     return HumanLabels(pairs, candidate, reference, cell.seed)
 
 
-def _with_people(c: Contrast, effect: Effect | None) -> Contrast:
+def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     """What unscored answers could change is about the judge's scores, so it goes with them."""
-    return replace(c, effect=effect, judged=c.effect, worst=None, best=None) if effect else c
+    return replace(c, effect=_corrected(h, alpha), judged=c.effect, worst=None, best=None, people=_people(h))
 
 
 def _corrected(h: HumanLabels, alpha: float) -> Effect:
@@ -110,10 +95,7 @@ def _corrected(h: HumanLabels, alpha: float) -> Effect:
     return replace(found, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
 
 
-def _cell(h: HumanLabels, effect: Effect, margin: float) -> JudgedCell:
-    """The cell before it is decided."""
-    c = h.pairs.contrast
-    assert c.effect is not None
+def _people(h: HumanLabels) -> People:
     sample = random_sample(h, h.seed)
     errors = {
         side: judge_error(getattr(h.pairs, side)[sample], getattr(h, side)[sample].astype(np.int64))
@@ -121,36 +103,15 @@ def _cell(h: HumanLabels, effect: Effect, margin: float) -> JudgedCell:
     }
     rate = float(h.reference[sample].mean()) if len(sample) else 0.5
     gap = differential_bias(errors["reference"], errors["candidate"], rate)
-    return JudgedCell(
-        estimand=c.estimand,
-        arm=c.arm,
-        policy=c.policy,
-        suite=c.suite,
-        context_tokens=c.context_tokens,
-        margin=margin,
+    return People(
         pairs=len(h.pairs.items),
         discordant=int(h.pairs.discordant.sum()),
         concordant=int((~np.isnan(h.candidate) & ~h.pairs.discordant).sum()),
-        reference=_arm(errors["reference"]),
-        candidate=_arm(errors["candidate"]),
+        reference=_rates(errors["reference"]),
+        candidate=_rates(errors["candidate"]),
         bias=gap.bound,
         bias_upper=gap.upper,
-        guard=gap.upper <= margin / 2,
-        raw=_bounds(c.effect),
-        corrected=_bounds(effect),
-        judged=Status.INVALID,
-        status=Status.INVALID,
-        reasons=(),
     )
-
-
-def _decided(cell: JudgedCell, d: Decision) -> JudgedCell:
-    assert d.judged is not None
-    return replace(cell, judged=d.judged, status=d.status, reasons=d.reasons)
-
-
-def _place(cell: JudgedCell) -> CellName:
-    return cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens
 
 
 def random_sample(h: HumanLabels, seed: int) -> Indices:
@@ -162,12 +123,8 @@ def random_sample(h: HumanLabels, seed: int) -> Indices:
     return np.sort(np.concatenate([drawn, np.flatnonzero(apart & kept)]))
 
 
-def _bounds(effect: Effect) -> Bounds:
-    return Bounds(effect.estimate, effect.low, effect.high, effect.lower, effect.upper)
-
-
-def _arm(error: JudgeError) -> Arm:
-    return Arm(_rate(error.sensitivity), _rate(error.specificity))
+def _rates(error: JudgeError) -> JudgeRates:
+    return JudgeRates(_rate(error.sensitivity), _rate(error.specificity))
 
 
 def _rate(p: Proportion) -> Rate:

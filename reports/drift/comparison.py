@@ -1,0 +1,101 @@
+"""What a run set out to compare, read from its spec and matched to what the records hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from audit.core.policy_names import match_policies, short_names
+from audit.core.spec import BASE_ARM, RunSpec
+
+
+class Unit(NamedTuple):
+    """One checkpoint under one policy on one suite at one length, with the rows (items x samples) it must have."""
+
+    arm: str
+    seed: int
+    policy: str
+    suite: str
+    context_tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The two sides of every difference.
+
+    ``mode`` "training": candidate arms against the reference arm under the same serving policy.
+    ``mode`` "serving": one arm under each serving policy against itself under policy ``none``.
+    """
+
+    mode: str
+    model: str
+    reference: str
+    candidates: tuple[str, ...]
+    arms: tuple[str, ...]  # everything with records or in the spec, reference first
+    seeds: tuple[int, ...]
+    policies: tuple[str, ...]  # canonical
+    suites: tuple[str, ...]
+    contexts: tuple[int, ...]
+    capability: tuple[str, ...]  # the suites that measure it
+    train_policy: str | None
+    labels: dict[str, str]  # canonical policy -> short name
+    planned: tuple[Unit, ...]  # that the spec asks for
+
+    @property
+    def base(self) -> str:
+        """The estimand that is the drift itself: candidate against reference served alike, or a policy against none."""
+        return "E1" if self.mode == "training" else "E4"
+
+    @property
+    def safety(self) -> tuple[str, ...]:
+        """The suites that do not measure capability."""
+        return tuple(suite for suite in self.suites if suite not in self.capability)
+
+
+def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
+    """The comparison that a complete spec declares, with everything that its records hold besides."""
+    seen = list(dict.fromkeys(records["policy"]))
+    policies = tuple(dict.fromkeys([*match_policies(spec.evaluate.policies, seen), *sorted(seen)]))
+    trained = spec.train.arms if spec.train else ()
+    recorded = sorted(set(records["arm"]))
+    reference = spec.gate.reference or BASE_ARM
+    candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
+    suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(set(records["suite"]))]))
+    return Comparison(
+        mode="training" if candidates else "serving",
+        model=spec.model,
+        reference=reference,
+        candidates=candidates,
+        arms=tuple(dict.fromkeys([reference, *trained, *recorded])),
+        seeds=spec.train.seeds if spec.train else _recorded_seeds(records, reference),
+        policies=policies,
+        suites=suites,
+        contexts=tuple(sorted({*spec.evaluate.context_tokens, *(int(c) for c in set(records["context_tokens"]))})),
+        capability=_capability(suites, provenance),
+        train_policy=match_policies([spec.train.policy], policies)[0] if spec.train else None,
+        labels=short_names(policies),
+        planned=tuple(_planned(spec, policies)),
+    )
+
+
+def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[Unit]:
+    """The grid of the spec."""
+    grid = spec.evaluate
+    asked = match_policies(grid.policies, policies)
+    for suite, part in grid.suites.items():
+        for (arm, seed), policy, context in product(spec.arms, asked, grid.context_tokens):
+            yield Unit(arm, seed, policy, suite, context, part.items * grid.samples)
+
+
+def _recorded_seeds(records: pd.DataFrame, reference: str) -> tuple[int, ...]:
+    return tuple(sorted({int(s) for s in records.loc[records["arm"] == reference, "train_seed"]}))
+
+
+def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = provenance.get("suite_kinds", {})
+    return tuple(suite for suite in suites if kinds.get(suite) == "capability")

@@ -1,0 +1,40 @@
+"""Everything that is known of a run once it is decided: what a page is written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reports.analysis.curves import Curve
+from reports.analysis.displacement import Displacement
+from reports.analysis.examples import Example
+from reports.analysis.results import Analysis
+from reports.calibration.stamp import Stamp
+from reports.drift.comparison import Comparison
+from reports.drift.results import Drift
+from reports.gate.rules import Rules
+from reports.gate.verdict import Verdict
+from reports.gate.waivers import Waiver
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A decided drift, and what stands beside its verdict; empty where it was not asked for."""
+
+    drift: Drift
+    rules: Rules
+    verdict: Verdict
+    waivers: tuple[Waiver, ...] = ()
+    analysis: Analysis = field(default_factory=Analysis)
+    curves: tuple[Curve, ...] = ()
+    examples: tuple[Example, ...] = ()
+    displacement: tuple[Displacement, ...] = ()
+    calibration: Stamp | None = None  # how often the gate is wrong
+    problems: tuple[str, ...] = ()  # in the files
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def comparison(self) -> Comparison:
+        """The two sides of every difference."""
+        return self.drift.comparison

@@ -1,0 +1,95 @@
+"""The way of a run's records: drift, labels, decision, page. The verdict is decided here, once per command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from audit.core.errors import DataError
+from reports.calibration.stamp import stamp
+from reports.drift.drift import drift_of
+from reports.drift.results import Drift
+from reports.drift.selectivity import SELECTIVITY, with_selectivity
+from reports.gate.decide import decide
+from reports.gate.gate_file import Asked, declared
+from reports.gate.rules import Rules
+from reports.gate.waivers import waivers_for
+from reports.labels.relabelled import with_labels
+from reports.page.findings import Findings
+from reports.records.load import RunData, load_run, problem_lines
+
+T = TypeVar("T")
+
+
+def measured(data: RunData, asked: Asked) -> tuple[Drift, Rules]:
+    """The drift of a run as the judge has it, and the rules it is to be decided by.
+
+    Raises SpecError and DataError, in one line, for rules that cannot be used.
+    """
+    comparison, rules = declared(data, asked)
+    drift = drift_of(data, comparison, rules.alpha)
+    return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
+
+
+def decided(data: RunData, asked: Asked | None = None) -> Findings:
+    """A run decided by its spec or as ``asked``, human labels before the judge's, with nothing beside the verdict.
+
+    Raises SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
+    """
+    asked = asked or Asked()
+    judged, rules = measured(data, asked)
+    drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
+    return Findings(
+        drift=drift,
+        rules=rules,
+        waivers=waivers,
+        verdict=decide(drift, rules, waivers),
+        problems=tuple(problem_lines(data)),
+        provenance=dict(data.provenance),
+    )
+
+
+def with_details(data: RunData, found: Findings) -> Findings:
+    """The findings with what stands beside the verdict: curves, examples, analyses, displacement, calibration.
+
+    A file of these that cannot be used decides nothing, so it is named among the problems and left out.
+    """
+    from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
+    from reports.analysis.curves import curves
+    from reports.analysis.displacement import load_displacement
+    from reports.analysis.examples import largest_losses
+
+    problems = list(found.problems)
+    return replace(
+        found,
+        curves=curves(data.telemetry, found.comparison.arms),
+        examples=largest_losses(data, found.drift, found.verdict),
+        analysis=analyse(found.drift, found.rules, found.verdict, data.panels),
+        displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
+        calibration=stamp(),
+        problems=tuple(problems),
+    )
+
+
+def write_report(run: Path, asked: Asked | None = None) -> Findings:
+    """Read a run, write every format into its folder ``report`` and return what was found.
+
+    Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
+    """
+    from reports.page.formats import write_pages  # they draw figures: a second that a verdict need not wait for
+    from reports.page.story import page_of
+
+    data = load_run(Path(run))
+    found = with_details(data, decided(data, asked))
+    write_pages(Path(run) / "report", page_of(found))
+    return found
+
+
+def _or_problem(load: Callable[[], T], otherwise: T, problems: list[str]) -> T:
+    try:
+        return load()
+    except DataError as error:
+        problems.append(str(error))
+        return otherwise

@@ -1,0 +1,54 @@
+"""The way of a run's records: decided once per command, the same whoever asks, and never by a format."""
+
+from pathlib import Path
+
+import pytest
+from reports_synthetic import build, tiny
+from typer.testing import CliRunner
+
+import reports.run
+from audit.cli import app
+from reports.gate.decide import decide
+from reports.page.formats import formats
+from reports.page.story import page_of
+from reports.records.load import load_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return build(tmp_path / "run", tiny())
+
+
+@pytest.fixture
+def decisions(monkeypatch):
+    """What was decided while the test ran."""
+    found = []
+
+    def counted(*args):
+        found.append(args)
+        return decide(*args)
+
+    monkeypatch.setattr(reports.run, "decide", counted)
+    return found
+
+
+@pytest.mark.parametrize("command", ["gate", "report"])
+def test_a_command_decides_once(run, decisions, command):
+    CliRunner().invoke(app, [command, str(run)])
+    assert len(decisions) == 1
+
+
+def test_a_format_decides_nothing(run, decisions):
+    page = page_of(reports.run.decided(load_run(run)))
+    for render in formats().values():
+        assert render(page)
+    assert len(decisions) == 1
+
+
+def test_only_two_ways_decide():
+    """A run and a comparison of two files; every other part of the house is given a verdict."""
+    root = Path(reports.run.__file__).parent.parent
+    files = [path for top in ("audit", "reports") for path in (root / top).rglob("*.py")]
+    callers = {path.relative_to(root).as_posix() for path in files if " decide(" in path.read_text(encoding="utf-8")}
+    callers |= {path.relative_to(root).as_posix() for path in files if "=decide(" in path.read_text(encoding="utf-8")}
+    assert callers == {"reports/run.py", "reports/compare/files.py", "reports/gate/decide.py"}
