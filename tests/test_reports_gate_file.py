@@ -221,7 +221,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("format: 1\nprofile: nightly", "gate.profile is 'nightly', wanted 'pr' or 'release'"),
         ("format: 1\nprofile: [pr]", "gate.profile is ['pr'], wanted"),
         ("format: 1\nprofile: release\nalpha: 0.05", "gate.alpha is 0.05, profile release has 0.025"),
-        ("format: 1\nestimands: [E9]", "gate.estimands.0 is 'E9', wanted 'E1', 'E2', 'E3', 'selectivity' or 'parity'"),
+        (
+            "format: 1\nestimands: [E9]",
+            "gate.estimands.0 is 'E9', wanted alike, deployed, worst, selectivity or parity",
+        ),
         ("format: 1\nestimands: []", "gate.estimands is [], wanted at least one entry"),
         ("format: 1\nestimand_margins: {selectivity: 0}", "gate.estimand_margins.selectivity is 0"),
         ("format: 1\nestimand_margins: {E1: 3}", "gate.estimand_margins.E1 is 'E1', wanted 'selectivity' or 'parity'"),

@@ -147,7 +147,7 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         (
             "format: 1",
             "gate: {estimands: [E4]}",
-            "gate.estimands.0 is 'E4', wanted 'E1', 'E2', 'E3', 'selectivity' or 'parity'",
+            "gate.estimands.0 is 'E4', wanted alike, deployed, worst, selectivity or parity",
         ),
         ("format: 1", "gate: {alpha: .nan}", "gate.alpha is nan, wanted"),
         ("format: 1", "gate: {primary: ['h2o:budget=96']}", "unknown policy in gate.primary 'h2o:budget=96"),
@@ -273,3 +273,13 @@ def test_a_spec_file_that_is_missing_or_binary_is_a_data_error(tmp_path: Path) -
         load_spec(tmp_path / "binary.yaml")
     with pytest.raises(DataError, match="Is a directory"):
         load_spec(tmp_path)
+
+
+def test_contrasts_are_written_by_name_and_read_by_name_or_code() -> None:
+    by_code, by_name = (
+        parsed("format: 1", f"format: 1\ngate: {{estimands: [{words}]}}")
+        for words in ("E1, E2, E3", "alike, deployed, worst")
+    )
+    assert by_code == by_name
+    assert by_code.sha256 == by_name.sha256
+    assert "estimands:\n  - alike\n  - deployed\n  - worst" in dump_spec(by_name)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.numbers import (
@@ -59,6 +60,21 @@ class Names:
     policy: Callable[[Any], str]
     kind: Callable[[str], Literal["safety", "capability"]]
     check_training: Callable[[TrainSpec], None]
+
+
+def _coded(value: Any) -> Any:
+    """The code of a contrast, by its name in specs or by the code itself."""
+    code = CONTRASTS.get(value, value) if isinstance(value, str) else value
+    if code not in CODES:
+        raise PydanticCustomError("contrast", f"{', '.join(list(WORDS)[:-1])} or {list(WORDS)[-1]}")
+    return code
+
+
+# what a spec calls the contrasts that a gate can decide, and their codes on the page of the statistics
+CONTRASTS = {"alike": "E1", "deployed": "E2", "worst": "E3"}
+WORDS = (*CONTRASTS, "selectivity", "parity")
+CODES = (*CONTRASTS.values(), "selectivity", "parity")
+Contrast = Annotated[str, BeforeValidator(_coded)]
 
 
 class Part(BaseModel):
@@ -195,9 +211,7 @@ class GateSpec(Part):
     primary: tuple[str, ...] = ()
     contexts: tuple[Tokens, ...] = ()
     deployable: tuple[str, ...] = ()
-    estimands: tuple[Literal["E1", "E2", "E3", "selectivity", "parity"], ...] = Field(
-        default=("E1", "E2"), min_length=1
-    )
+    estimands: tuple[Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
     pin: Text | None = None
     gate_file: Text | None = None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from audit.core.errors import AuditError, SpecError, UnknownName
-from audit.core.spec import Names, RunSpec
+from audit.core.spec import CONTRASTS, Names, RunSpec
 from audit.core.yaml_file import Place, YamlFile, parse_yaml, read_text, shown
 
 # pydantic's words for what YAML users call otherwise, by its type of mistake
@@ -84,7 +84,9 @@ def _validated(table: Mapping[str, Any], source: str, lines: Mapping[Place, int]
 
 def dump_spec(spec: RunSpec) -> str:
     """The complete spec as YAML, every default written out; reads back to an equal spec."""
-    return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
+    row, words = spec.written(), {code: word for word, code in CONTRASTS.items()}
+    row["gate"]["estimands"] = [words.get(code, code) for code in row["gate"]["estimands"]]
+    return yaml.safe_dump(row, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _first(error: ValidationError) -> tuple[Place, str]:

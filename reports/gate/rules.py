@@ -12,13 +12,12 @@ from typing import Any
 
 from audit.core.errors import SpecError
 from audit.core.policy_names import match_policies
-from audit.core.spec import GateSpec, RunSpec
+from audit.core.spec import CODES, GateSpec, RunSpec
 from audit.core.yaml_file import clipped, shown
 from reports.drift.comparison import Comparison
 from reports.gate.pin import Pin
 
 DEFAULT_ESTIMANDS = ("E1", "E2")
-GATED_ESTIMANDS = (*DEFAULT_ESTIMANDS, "E3", "selectivity", "parity")
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
 BLOCK, WARN = "block", "warn"
 ON_INCONCLUSIVE = {None: BLOCK, "pr": WARN, "release": BLOCK}  # by profile
@@ -82,7 +81,7 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
             if name in gate.estimands and not kinds[kind]:
                 suites = ", ".join(map(clipped, comparison.suites))
                 raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
-    return tuple(name for name in GATED_ESTIMANDS if name in gate.estimands)
+    return tuple(name for name in CODES if name in gate.estimands)
 
 
 def margin_of(points: Any, name: str) -> float:

@@ -20,9 +20,9 @@ from typing import Any
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import match_policies
+from audit.core.spec import CODES, CONTRASTS
 from audit.core.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 from reports.drift.comparison import Comparison
-from reports.gate.rules import GATED_ESTIMANDS
 
 KEYS = ("who", "why", "expires", "status", "cells")
 SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
@@ -126,11 +126,13 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
         "arm": comparison.arms,
         "policy": comparison.policies,
         "context_tokens": comparison.contexts,
-        "estimand": (*GATED_ESTIMANDS, "E4"),
+        "estimand": (*CODES, "E4"),
     }
     found = dict(cells)
     if isinstance(found.get("policy"), str):
         found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
+    if isinstance(found.get("estimand"), str):
+        found["estimand"] = CONTRASTS.get(found["estimand"], found["estimand"])
     for name, value in found.items():
         if isinstance(value, bool) or value not in known[name]:
             raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))

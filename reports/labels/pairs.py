@@ -17,6 +17,7 @@ import pandas as pd
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import match_policies
+from audit.core.spec import CONTRASTS
 from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS
 from reports.drift.drift import seed_pairs
@@ -88,7 +89,7 @@ def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]
         raise UnknownName("selector", key, SELECTORS)
     field = "context_tokens" if key == "context" else key
     known = sorted({str(getattr(c, field)) for c in contrasts})
-    meant = match_policies([value], known)[0] if key == "policy" else value
+    meant = match_policies([value], known)[0] if key == "policy" else CONTRASTS.get(value, value)
     if meant not in known:
         raise UnknownName(f"{key} among the gated cells", value, known)
     return [c for c in contrasts if str(getattr(c, field)) == meant]
