@@ -12,14 +12,20 @@ from typing import Annotated
 import typer
 
 from audit import __version__
+from audit.commands.adjudicate import adjudicate
+from audit.commands.calibrate import calibrate
 from audit.commands.command_line import end_on_sigterm
+from audit.commands.compare import compare
 from audit.commands.displace import displace
+from audit.commands.gate import gate
 from audit.commands.generate import generate
 from audit.commands.listing import listing
+from audit.commands.pin import pin
+from audit.commands.plan import plan
 from audit.commands.pretrain import pretrain
+from audit.commands.report import report
 from audit.commands.run import evaluate, join, run, train
 from audit.commands.show import show
-from audit.commands.verdicts import verdicts
 from audit.commands.verify import verify
 
 app = typer.Typer(
@@ -31,8 +37,9 @@ app = typer.Typer(
     help="Measure what KV-cache compression did to the alignment of a model.",
 )
 app.add_typer(listing, name="list")
-app.registered_commands += verdicts.registered_commands
-for command in (run, join, train, evaluate, displace, generate, show, verify, pretrain):
+_VERDICTS = (report, gate, pin, adjudicate, compare, plan, calibrate)
+_RUNS = (run, join, train, evaluate, displace, generate, show, verify, pretrain)
+for command in (*_VERDICTS, *_RUNS):
     app.command()(command)
 
 

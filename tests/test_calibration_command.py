@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.commands import calibrate as command
 from reports.calibration import table
 from reports.calibration.case import FULL, Scale
 from reports.calibration.checks import families, templates
@@ -25,7 +24,7 @@ TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(command, "FAST", TINY)
+    monkeypatch.setattr("reports.calibration.case.FAST", TINY)
 
 
 def calibrated(tmp_path, *words):
@@ -57,7 +56,7 @@ def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["", "file/x.json"])
 def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_simulated(tiny, tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(command, "calibrate", None)
+    monkeypatch.setattr("reports.calibration.table.calibrate", None)
     done = CliRunner().invoke(app, ["calibrate", "--fast", "--out", str(tmp_path / place)])
     assert done.exit_code == 2
     assert done.stderr.startswith("error: --out is ")

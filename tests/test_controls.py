@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from test_cli import kvaudit
 
-from audit.commands.gate import decide_run
-from audit.commands.gate_options import GateOptions
 from audit.runs.folder import RunFolder
 from bench.control_draws import halves, limit, losses, paired, shares, some, spoilt, swaps, templates_of
 from bench.control_runs import (
@@ -120,7 +119,7 @@ def test_broken_templates_fail_on_disk_and_are_the_ones_listed(
         assert len(row.listed) > 5
         assert set(row.listed) <= set(row.spoilt)
         assert row.found == len(row.listed)
-    assert decide_run(run, GateOptions()) == 3
+    assert kvaudit("gate", run)[0] == 3
 
 
 def test_the_reference_at_a_ruinous_budget_fails_in_every_suite(sampled: RunFolder, tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_the_reference_at_a_ruinous_budget_fails_in_every_suite(sampled: RunFold
     assert {row.cell: row.decision.status for row in named(run, frozenset())} == {
         f"{suite} streaming 16": Status.FAIL for suite in SUITE_NAMES
     }
-    assert decide_run(run, GateOptions()) == 3
+    assert kvaudit("gate", run)[0] == 3
 
 
 def test_the_limit_is_three_standard_errors_above_the_level() -> None:

@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from audit.commands.command_line import check_seed, say, wide_console
-from audit.commands.compare import selectors
+from audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
 from audit.commands.report import print_verdict
 from audit.core.errors import DataError, RunError
 from audit.core.files import write_output
 from audit.core.intact import check_checkpoints
-from reports.drift.results import Contrast, Drift
-from reports.gate.gate_file import Asked
-from reports.gate.gated import gated_cells
-from reports.gate.rules import Rules
-from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, paired_answers, texts_of
-from reports.labels.relabelled import relabelled
-from reports.labels.sheet import Shown, read_labels, render_sheet, row_names, text_hash
-from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
-from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, Labels, load_labels, render
-from reports.page.findings import Findings
-from reports.page.judge_tables import cells_table, panel_notes
-from reports.records.load import RunData, load_run
-from reports.run import decided, measured
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reports.drift.results import Contrast, Drift
+    from reports.gate.rules import Rules
+    from reports.page.findings import Findings
 
 
-def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
+def adjudicate(
+    run: Run,
+    *,
+    out: Annotated[Path, typer.Option(help="The sheet to write; its key is written beside it.")] = Path("sheet.csv"),
+    read: Annotated[
+        Path | None, typer.Option(help="A labelled sheet to read back, with its key beside it.", show_default=False)
+    ] = None,
+    concordant: Annotated[int, typer.Option(min=1, help="Random pairs of a cell that the judge calls equal.")] = 100,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these gated cells: suite=, arm=, policy=, estimand=, context=.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a blind sheet of a run's answers for a person to label; --read decides by its labels, exits like `gate`."""
+    with user_errors():
+        if read is not None:
+            raise typer.Exit(_read(run, read))
+        _write(run, out, tuple(select or ()), concordant=concordant, seed=seed)
+
+
+def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
+    from reports.gate.gate_file import Asked
+    from reports.labels.blind import key_of
+    from reports.labels.pairs import paired_answers
+    from reports.labels.sheet import render_sheet
+    from reports.labels.sheet_key import key_path, render_key
+    from reports.records.load import load_run
+    from reports.run import measured
+
     check_checkpoints(run)
     check_seed(seed)
     for path in (out, key_path(out)):
@@ -39,7 +61,7 @@ def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int,
     data = load_run(run)
     drift, rules = measured(data, Asked())
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
-    key, shown = _key(data, found, seed=seed, concordant=concordant)
+    key, shown = key_of(data, found, seed=seed, concordant=concordant)
     write_output(key_path(out), render_key(key))
     write_output(out, render_sheet(shown))
     console = wide_console()
@@ -55,53 +77,24 @@ def write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int,
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
     """The contrasts that are gated cells by themselves."""
+    from reports.gate.gated import gated_cells
+
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))
     return [c for estimand, c in firsts if c.estimand == estimand]
 
 
-def _key(data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int) -> tuple[Key, dict[str, Shown]]:
-    """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
-    picks = [chosen(pairs, concordant, seed) for pairs in found]
-    texts = texts_of(data, list(zip(found, picks, strict=True)))
-    hashes = {place: text_hash(text) for place, text in texts.items()}
-    distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
-    names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
-    rows = {place: names[text] for place, text in hashes.items()}
-    key = Key(
-        run=data.spec.name,
-        records=digest(data.records),
-        seed=seed,
-        concordant=concordant,
-        rows={name: text for text, name in names.items()},
-        cells=tuple(_key_cell(pairs, indices, rows) for pairs, indices in zip(found, picks, strict=True)),
-    )
-    return key, {names[text]: row for text, row in distinct.items()}
-
-
-def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]) -> KeyCell:
-    d = pairs.contrast
-    return KeyCell(
-        estimand=d.estimand,
-        arm=d.arm,
-        policy=d.policy,
-        suite=d.suite,
-        context_tokens=d.context_tokens,
-        pairs=tuple(
-            KeyPair(
-                item=str(pairs.items[i]),
-                sample=int(pairs.samples[i]),
-                candidate_seed=int(pairs.seeds[0][i]),
-                reference_seed=int(pairs.seeds[1][i]),
-                candidate_row=names[pairs.candidate_places[i]],
-                reference_row=names[pairs.reference_places[i]],
-            )
-            for i in indices
-        ),
-    )
-
-
-def read_sheet(run: Path, sheet: Path) -> int:
+def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
+    from reports.gate.gate_file import Asked
+    from reports.labels.blind import check_key, labels_of
+    from reports.labels.pairs import digest, paired_answers
+    from reports.labels.relabelled import relabelled
+    from reports.labels.sheet import read_labels
+    from reports.labels.sheet_key import read_key
+    from reports.labels.stored import FILE, render
+    from reports.records.load import load_run
+    from reports.run import decided, measured
+
     check_checkpoints(run)
     key = read_key(sheet)
     labels = read_labels(sheet, key)
@@ -109,15 +102,8 @@ def read_sheet(run: Path, sheet: Path) -> int:
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
     drift, rules = measured(data, Asked())
-    gated = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {})
-    answers = {cell_name(pairs.contrast): pairs for pairs in gated}
-    found = [_gated(answers, cell) for cell in key.cells]
-    if _key(data, found, seed=key.seed, concordant=key.concordant)[0] != key:
-        raise DataError(
-            f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
-            "or texts were changed; put the first one back, or write another sheet"
-        )
-    stored = _stored(run, drift.comparison.reference, key, labels)
+    check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
+    stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back
     write_output(run / "report" / FILE, render(stored))
     findings = decided(data)
@@ -129,39 +115,9 @@ def read_sheet(run: Path, sheet: Path) -> int:
     return findings.verdict.exit_code
 
 
-def _gated(answers: Mapping[CellName, PairedAnswers], cell: KeyCell) -> PairedAnswers:
-    name = (cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens)
-    if name not in answers:
-        where = f"{cell.arm}, {cell.suite}"[:120]
-        raise DataError(f"the sheet's key names a cell that is not gated: {where}; write another sheet")
-    return answers[name]
-
-
-def _stored(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
-    """The labels by the text they are of, and those that the run already has of other cells."""
-    cells = [
-        CellLabels(
-            c.estimand, c.arm, c.policy, c.suite, c.context_tokens, key.seed, key.concordant, _of_texts(c, key, labels)
-        )
-        for c in key.cells
-    ]
-    new, before = {cell.name for cell in cells}, load_labels(run)
-    if before is not None and (before.records, before.reference) != (key.records, reference):
-        raise DataError(f"{str(run / 'report' / FILE)!r} is about other records; {REMEDY}")
-    kept = [cell for cell in before.cells if cell.name not in new] if before else []
-    return Labels(key.records, reference, (*kept, *cells))
-
-
-def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, int]:
-    rows = sorted({row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)})
-    return {key.rows[row]: labels[row] for row in rows}
-
-
 def _print(console: Console, findings: Findings) -> None:
-    rows = cells_table(findings)
-    table = Table(*rows.headers)
-    for row in rows.rows:
-        table.add_row(*row)
-    console.print(table, markup=False)
+    from reports.page.judge_tables import cells_table, panel_notes
+
+    print_table(console, cells_table(findings))
     for line in panel_notes(findings):
         say(console, line)

@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from audit.commands.command_line import check_seed, say, wide_console
+from audit.commands.command_line import check_seed, say, user_errors, wide_console
 from audit.core.errors import SpecError
-from audit.runs.launchers.local import idle_cores
-from audit.runs.progress import Meter
-from reports.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
-from reports.calibration.table import TIMES, Calibration, all_cases, as_json, calibrate
+
+if TYPE_CHECKING:
+    from reports.calibration.case import Figure
+    from reports.calibration.table import Calibration
 
 FAILED = 3
-REPEATED = f"the {LEADERS} most extreme cases drawn again, {TIMES} times as often"
 
 
-def run(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
+def calibrate(
+    *,
+    fast: Annotated[bool, typer.Option("--fast", help="Fewer designs and draws: seconds instead of minutes.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("calibration.json"),
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: the idle cores.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate how often the gate and its statistics are wrong; exits with 3 when a figure misses what is asked."""
+    with user_errors():
+        raise typer.Exit(_calibrate(fast=fast, seed=seed, out=out, workers=workers))
+
+
+def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None) -> int:
     """Simulate, write ``out``, print the table; returns 0 when every figure keeps to what was asked, else 3."""
+    from rich.console import Console
+
+    from audit.runs.launchers.local import idle_cores
+    from audit.runs.progress import Meter
+    from reports.calibration.case import FAST, FULL
+    from reports.calibration.table import all_cases, as_json
+    from reports.calibration.table import calibrate as simulated
+
     check_seed(seed)
     scale = FAST if fast else FULL
     total = len(all_cases(scale))
     _check_writable(out)
     with Meter(Console(stderr=True), "calibrate", total) as meter:
-        done = calibrate(scale, seed=seed, workers=workers or idle_cores(), progress=meter.at)
+        done = simulated(scale, seed=seed, workers=workers or idle_cores(), progress=meter.at)
         meter.at(total, "all cases")
     out.write_text(json.dumps(as_json(done), indent=1) + "\n", encoding="utf-8")
     _print(done)
@@ -48,6 +69,11 @@ def _check_writable(out: Path) -> None:
 
 
 def _print(done: Calibration) -> None:
+    from rich.table import Table
+
+    from reports.calibration.case import LEADERS
+    from reports.calibration.table import TIMES
+
     console = wide_console()
     table = Table("row", "check", "asked", "at first", "reached", "cases", "simulations", "core seconds", "ok")
     for figure in done.figures:
@@ -57,12 +83,15 @@ def _print(done: Calibration) -> None:
     drawn = f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes"
     say(console, f"{drawn}; rows share simulations.")
     if done.repeated:
-        say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {REPEATED}.")
+        repeated = f"the {LEADERS} most extreme cases drawn again, {TIMES} times as often"
+        say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {repeated}.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
     say(console, verdict)
 
 
 def _cells(figure: Figure) -> list[str]:
+    from reports.calibration.case import NOT_ASKED
+
     asked = figure.asked if not figure.slack else f"{figure.asked} (+- {figure.slack:.4f})"
     ok = "-" if figure.asked == NOT_ASKED else "yes" if figure.ok else "NO"
     numbers = (

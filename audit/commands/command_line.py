@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,8 @@ from audit.core.text import clip, inline
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from reports.page.tables import Table as Rows
 
 USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
 LONGEST_LINE = 2_000  # characters of an error
@@ -140,3 +142,25 @@ def wide_console() -> Console:
 def say(console: Console, text: str) -> None:
     """Print a line as it is: no markup, no colours, no breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(console: Console, rows: Rows, last: str | None = None) -> None:
+    """Print a table, up to the column ``last``."""
+    from rich.table import Table
+
+    width = len(rows.headers) if last is None else rows.headers.index(last) + 1
+    table = Table(*rows.headers[:width])
+    for row in rows.rows:
+        table.add_row(*row[:width])
+    console.print(table, markup=False)
+
+
+def selectors(words: Sequence[str], option: str) -> dict[str, str]:
+    """``arm=naive`` words as a mapping."""
+    found = {}
+    for word in words:
+        key, mark, value = word.partition("=")
+        if not (mark and key and value):
+            raise SpecError(f"{option} {word!r} is not KEY=VALUE, such as {option} arm=naive")
+        found[key] = value
+    return found

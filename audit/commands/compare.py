@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from audit.commands.command_line import say, wide_console
+from audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
 from audit.core.errors import SpecError
 from audit.core.files import write_output
 from audit.core.intact import check_checkpoints
 from audit.core.text import inline
-from reports.compare.files import Compared, Sides, TwoJudges, compare, two_judges
-from reports.compare.page import agreement, cells, comparison_banner, judges, pages
-from reports.compare.pairing import chosen_metrics
-from reports.page.tables import Table as Rows
-from reports.records.readers.base import Request
-from reports.records.readers.clusters import cluster_rule
-from reports.records.readers.find import read_log
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reports.compare.files import Compared, TwoJudges
 
 MOST_METRICS = 2  # two judges
 
@@ -39,8 +37,57 @@ class Asked:
     out: Path | None = None
 
 
-def compare_files(reference: Path, candidate: Path, asked: Asked) -> int:
+def compare(
+    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference's result file.", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate's result file.", show_default=False)],
+    *,
+    margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Which items share a template: a field of the file's rows, re:PATTERN of the item's name, or "
+            "file:MAP.csv with item and cluster.",
+            show_default=False,
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="The metric, where there are several; twice for two judges.", show_default=False),
+    ] = None,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is desired.")] = False,
+    select_a: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a run: arm=, policy=, seed=, suite=, context=.", show_default=False),
+    ] = None,
+    select_b: Annotated[list[str] | None, typer.Option(help="The same for B.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for the report.", show_default=False)] = None,
+) -> None:
+    """Compare two result files: kvaudit runs or records, lm-eval samples, Inspect logs, CSV. Exits like `gate`."""
+    with user_errors():
+        asked = Asked(
+            margin,
+            alpha,
+            cluster,
+            metrics=tuple(metric or ()),
+            select_reference=tuple(select_a or ()),
+            select_candidate=tuple(select_b or ()),
+            lower_is_better=lower_is_better,
+            out=out,
+        )
+        raise typer.Exit(_compare(reference, candidate, asked))
+
+
+def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
+    from reports.compare.files import Sides, two_judges
+    from reports.compare.files import compare as compared
+    from reports.compare.page import pages
+    from reports.compare.pairing import chosen_metrics
+    from reports.records.readers.base import Request
+    from reports.records.readers.clusters import cluster_rule
+    from reports.records.readers.find import read_log
+
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
     for path in (reference, candidate):
@@ -53,7 +100,7 @@ def compare_files(reference: Path, candidate: Path, asked: Asked) -> int:
         own_clusters=rule is not None,
     )
     names = chosen_metrics(sides.reference, sides.candidate, asked.metrics)
-    found = [compare(sides, name, margin=asked.margin, alpha=asked.alpha) for name in names]
+    found = [compared(sides, name, margin=asked.margin, alpha=asked.alpha) for name in names]
     two = two_judges(*found) if len(found) == MOST_METRICS else None
     shown = next(c for c in found if two is None or c.verdict.status is two.status)
     console = wide_console()
@@ -65,22 +112,13 @@ def compare_files(reference: Path, candidate: Path, asked: Asked) -> int:
     return two.exit_code if two else shown.verdict.exit_code
 
 
-def selectors(words: Sequence[str], option: str) -> dict[str, str]:
-    """``arm=naive`` words as a mapping."""
-    found = {}
-    for word in words:
-        key, mark, value = word.partition("=")
-        if not (mark and key and value):
-            raise SpecError(f"{option} {word!r} is not KEY=VALUE, such as {option} arm=naive")
-        found[key] = value
-    return found
-
-
 def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
+    from reports.compare.page import agreement, cells, comparison_banner, judges
+
     for comparison in found:
-        _print_table(console, cells(comparison))
+        print_table(console, cells(comparison))
     if two:
-        _print_table(console, judges(two))
+        print_table(console, judges(two))
         for line in agreement(two):
             say(console, inline(line))
     top = comparison_banner(shown)
@@ -88,10 +126,3 @@ def _print(console: Console, found: Sequence[Compared], shown: Compared, two: Tw
     for line in (top.sentence, top.about, *top.asides):
         if line:
             say(console, line)
-
-
-def _print_table(console: Console, rows: Rows) -> None:
-    table = Table(*rows.headers)
-    for row in rows.rows:
-        table.add_row(*row)
-    console.print(table, markup=False)

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from audit.commands.command_line import wide_console
-from audit.commands.gate_options import GateOptions
-from audit.commands.report import print_verdict
+import typer
+
+from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, user_errors, wide_console
+from audit.commands.report import asked_of, print_verdict
 from audit.core.intact import check_checkpoints
-from reports.gate.gate_file import refuse_late
-from reports.records.load import load_run
-from reports.run import decided
+
+if TYPE_CHECKING:
+    from reports.gate.gate_file import Asked
 
 
-def decide_run(run: Path, options: GateOptions) -> int:
+def gate(
+    run: Run,
+    *,
+    gate_file: GateFile = None,
+    waivers: Waivers = None,
+    on_inconclusive: OnInconclusive = None,
+) -> None:
+    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID."""
+    with user_errors(f"kvaudit gate {run}"):
+        raise typer.Exit(_decide(run, asked_of(gate_file, waivers, on_inconclusive)))
+
+
+def _decide(run: Path, asked: Asked) -> int:
     """Print the verdict of a run's records and return its exit code; a gate file that came after the run is refused."""
+    from reports.gate.gate_file import refuse_late
+    from reports.records.load import load_run
+    from reports.run import decided
+
     check_checkpoints(run)
-    findings = decided(load_run(run), options.asked())
+    findings = decided(load_run(run), asked)
     refuse_late(findings.rules)
     print_verdict(wide_console(), findings)
     return findings.verdict.exit_code

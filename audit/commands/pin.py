@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
-from audit.commands.command_line import say, wide_console
+import typer
+
+from audit.commands.command_line import say, user_errors, wide_console
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_output
 from audit.core.intact import check_checkpoint
 from audit.core.provenance import PROVENANCE
-from audit.core.spec import BASE_ARM
 from audit.core.text import inline
-from audit.sampling.weights import weights_sha256
 from reports.gate.pin import Pin, Pinned, is_sha256
 
 
-def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
+def pin(
+    checkpoint: Annotated[
+        list[Path], typer.Argument(help="A finished checkpoint, or the folder of an arm.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pin.json"),
+) -> None:
+    """Pin a reference by its weights, for the gates of every later candidate."""
+    with user_errors():
+        _pin(checkpoint, out)
+
+
+def _pin(folders: Sequence[Path], out: Path) -> None:
     """Write the pin of finished checkpoints (or of all seeds of an arm); raises RunError where ``out`` exists."""
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")
@@ -26,13 +38,13 @@ def pin_checkpoints(folders: Sequence[Path], out: Path) -> None:
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{name} is given twice; give one checkpoint for each seed")
-    pin = Pin(found, datetime.now(UTC).date().isoformat(), out.name)
-    write_output(out, pin.to_json())
+    made = Pin(found, datetime.now(UTC).date().isoformat(), out.name)
+    write_output(out, made.to_json())
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
         weights = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}"
         say(console, inline(f"{name}: {weights}, policy {entry.policy}"))
-    say(console, f"pin: {out} ({pin.sha256[:12]})")
+    say(console, f"pin: {out} ({made.sha256[:12]})")
 
 
 def _pinned(folder: Path) -> Iterator[Pinned]:
@@ -47,6 +59,8 @@ def _pinned(folder: Path) -> Iterator[Pinned]:
 
 
 def _trained(folder: Path) -> Pinned:
+    from audit.sampling.weights import weights_sha256
+
     check_checkpoint(folder)
     story, weights = read_json(folder / PROVENANCE), weights_sha256(folder)
     arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
@@ -62,6 +76,9 @@ def _trained(folder: Path) -> Pinned:
 
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here: the reference of a run that only serves it."""
+    from audit.core.spec import BASE_ARM
+    from audit.sampling.weights import weights_sha256
+
     if not list(folder.glob("*.safetensors")):
         raise DataError(
             f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "

@@ -5,20 +5,68 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from audit.commands.command_line import say, wide_console
+from audit.commands.command_line import say, user_errors, wide_console
 from audit.core.errors import SpecError
 from audit.core.files import write_output
-from reports.gate.sizes import SECONDS_PER_HOUR, Design, Sizes, plan_sizes, snippet
-from reports.page.plain import percent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reports.gate.sizes import Design, Sizes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
-def plan_run(design: Design, suite: str, out: Path | None) -> None:
+def plan(
+    *,
+    margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
+    clusters: Annotated[int, typer.Option(help="Templates.")] = 60,
+    items_per_cluster: Annotated[int, typer.Option(help="Items of each template.")] = 5,
+    samples: Annotated[int, typer.Option(help="Answers to each item.")] = 1,
+    policies: Annotated[int, typer.Option(help="Serving policies.")] = 1,
+    arms: Annotated[int, typer.Option(help="Checkpoints: the reference and its candidates, times their seeds.")] = 2,
+    icc: Annotated[float, typer.Option(help="Correlation of paired differences inside a template.")] = 0.1,
+    sampling_share: Annotated[
+        float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
+    ] = 0.5,
+    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; a loss is below 0.")] = 0.0,
+    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
+    power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
+    rate: Annotated[float | None, typer.Option(help="Measured answers per second.", show_default=False)] = None,
+    suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
+    out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
+) -> None:
+    """Before a run: its power, what it can detect, the items to buy, and how long that takes."""
+    with user_errors():
+        from reports.gate.sizes import Design
+
+        design = Design(
+            margin=margin / 100,
+            discordance=discordance,
+            clusters=clusters,
+            items_per_cluster=items_per_cluster,
+            samples=samples,
+            sampling_share=sampling_share,
+            policies=policies,
+            arms=arms,
+            correlation=icc,
+            drift=drift / 100,
+            alpha=alpha,
+            power=power,
+            rate=rate,
+        )
+        _plan(design, suite, out)
+
+
+def _plan(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design buys and the suggested size, and write that where asked."""
+    from reports.gate.sizes import plan_sizes, snippet
+
     if not _NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
@@ -33,6 +81,8 @@ def plan_run(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
+    from reports.page.plain import percent
+
     d = sizes.design
     yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each"
     yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
@@ -57,6 +107,8 @@ def _beyond(sizes: Sizes) -> bool:
 
 
 def _chance(sizes: Sizes) -> str:
+    from reports.page.plain import percent
+
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
     if sizes.passes < sizes.power:
         return (
@@ -66,6 +118,8 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _answers(sizes: Sizes, count: int, seconds: float | None) -> str:
+    from reports.gate.sizes import SECONDS_PER_HOUR
+
     d = sizes.design
     grid = f"{count} ({d.arms} checkpoints, {d.policies} policies, {d.samples} answers to an item)"
     if seconds is None:

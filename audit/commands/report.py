@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
-from audit.commands.command_line import say, wide_console
-from audit.commands.gate_options import GateOptions
+from audit.commands.command_line import (
+    GateFile,
+    OnInconclusive,
+    Run,
+    Waivers,
+    print_table,
+    say,
+    user_errors,
+    wide_console,
+)
+from audit.core.errors import SpecError
 from audit.core.intact import check_checkpoints
-from reports.gate.gate_file import Asked
-from reports.page.findings import Findings
-from reports.page.story import banner
-from reports.page.tables import Table as Rows
-from reports.page.tables import decided
-from reports.page.tables import gate as gate_table
-from reports.run import write_report
+from reports.gate.pin import load_pin
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reports.gate.gate_file import Asked
+    from reports.page.findings import Findings
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
 
-def write(run: Path, options: GateOptions) -> None:
+def report(
+    run: Run,
+    *,
+    gate_file: GateFile = None,
+    waivers: Waivers = None,
+    on_inconclusive: OnInconclusive = None,
+) -> None:
+    """Write a run's report again from its records."""
+    with user_errors(f"kvaudit report {run}"):
+        _report(run, asked_of(gate_file, waivers, on_inconclusive))
+
+
+def _report(run: Path, asked: Asked) -> None:
     """Write the report of a run whose checkpoints are as they were finished; raises DataError where one is not."""
     check_checkpoints(run)
-    write_checked(run, options.asked())
+    write_checked(run, asked)
+
+
+def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
+    """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
+    from reports.gate.gate_file import Asked, load_gate_file
+    from reports.gate.rules import BLOCK, WARN
+    from reports.gate.waivers import read_waivers
+
+    if on_inconclusive not in (None, BLOCK, WARN):
+        raise SpecError(f"--on-inconclusive is {on_inconclusive!r}, wanted {BLOCK} or {WARN}")
+    file = None if gate is None else load_gate_file(gate)
+    named = None if file is None else file.table.get("pin")
+    return Asked(
+        gate=file,
+        pin=load_pin(gate.parent / named) if gate and isinstance(named, str) else None,
+        waivers=None if waivers is None else read_waivers(waivers),
+        on_inconclusive=on_inconclusive,
+        today=date.today(),
+    )
 
 
 def write_checked(run: Path, asked: Asked | None = None) -> None:
     """Write the report, print the verdict tables and where the report lies."""
+    from reports.run import write_report
+
     findings = write_report(run, asked)
     console = wide_console()
     print_verdict(console, findings)
@@ -37,20 +78,16 @@ def write_checked(run: Path, asked: Asked | None = None) -> None:
 
 def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
+    from reports.page.story import banner
+    from reports.page.tables import decided
+    from reports.page.tables import gate as gate_table
+
     top = banner(findings)
-    _print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
-    _print_table(console, decided(findings))
+    print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
+    print_table(console, decided(findings))
     if top.alarm:
         say(console, f"NOT THE GATE: {top.alarm}")
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
     for line in (top.sentence, top.about, *top.asides):
         if line:
             say(console, line)
-
-
-def _print_table(console: Console, rows: Rows, last: str | None = None) -> None:
-    width = len(rows.headers) if last is None else rows.headers.index(last) + 1
-    table = Table(*rows.headers[:width])
-    for row in rows.rows:
-        table.add_row(*row[:width])
-    console.print(table, markup=False)

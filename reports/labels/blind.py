@@ -1,0 +1,95 @@
+"""A blind sheet of a run's answers: the key that says whose they are, and the labels that come back with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from audit.core.errors import DataError
+from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, texts_of
+from reports.labels.sheet import Shown, row_names, text_hash
+from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path
+from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, Labels, load_labels
+from reports.records.load import RunData
+
+
+def key_of(
+    data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int
+) -> tuple[Key, dict[str, Shown]]:
+    """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
+    picks = [chosen(pairs, concordant, seed) for pairs in found]
+    texts = texts_of(data, list(zip(found, picks, strict=True)))
+    hashes = {place: text_hash(text) for place, text in texts.items()}
+    distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
+    names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
+    rows = {place: names[text] for place, text in hashes.items()}
+    key = Key(
+        run=data.spec.name,
+        records=digest(data.records),
+        seed=seed,
+        concordant=concordant,
+        rows={name: text for text, name in names.items()},
+        cells=tuple(_key_cell(pairs, indices, rows) for pairs, indices in zip(found, picks, strict=True)),
+    )
+    return key, {names[text]: row for text, row in distinct.items()}
+
+
+def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]) -> KeyCell:
+    d = pairs.contrast
+    return KeyCell(
+        estimand=d.estimand,
+        arm=d.arm,
+        policy=d.policy,
+        suite=d.suite,
+        context_tokens=d.context_tokens,
+        pairs=tuple(
+            KeyPair(
+                item=str(pairs.items[i]),
+                sample=int(pairs.samples[i]),
+                candidate_seed=int(pairs.seeds[0][i]),
+                reference_seed=int(pairs.seeds[1][i]),
+                candidate_row=names[pairs.candidate_places[i]],
+                reference_row=names[pairs.reference_places[i]],
+            )
+            for i in indices
+        ),
+    )
+
+
+def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
+    """Raise DataError where a sheet's key is not what the records give with its seed and number of pairs."""
+    known = {cell_name(pairs.contrast): pairs for pairs in answers}
+    found = [_gated(known, cell) for cell in key.cells]
+    if key_of(data, found, seed=key.seed, concordant=key.concordant)[0] != key:
+        raise DataError(
+            f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
+            "or texts were changed; put the first one back, or write another sheet"
+        )
+
+
+def _gated(answers: Mapping[CellName, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+    name = (cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens)
+    if name not in answers:
+        where = f"{cell.arm}, {cell.suite}"[:120]
+        raise DataError(f"the sheet's key names a cell that is not gated: {where}; write another sheet")
+    return answers[name]
+
+
+def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
+    """The labels by the text they are of, and those that the run already has of other cells."""
+    cells = [
+        CellLabels(
+            c.estimand, c.arm, c.policy, c.suite, c.context_tokens, key.seed, key.concordant, _of_texts(c, key, labels)
+        )
+        for c in key.cells
+    ]
+    new, before = {cell.name for cell in cells}, load_labels(run)
+    if before is not None and (before.records, before.reference) != (key.records, reference):
+        raise DataError(f"{str(run / 'report' / FILE)!r} is about other records; {REMEDY}")
+    kept = [cell for cell in before.cells if cell.name not in new] if before else []
+    return Labels(key.records, reference, (*kept, *cells))
+
+
+def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, int]:
+    rows = sorted({row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)})
+    return {key.rows[row]: labels[row] for row in rows}
