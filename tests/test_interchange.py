@@ -331,17 +331,17 @@ def test_more_tokens_than_positions_are_refused() -> None:
         ({"prompt_length": "40"}, "class 'str'"),
         ({"prompt_length": 0}, "prompt_length 0"),
         ({"prompt_length": 41}, "sampled tokens in its prompt"),
-        ({"sampled": torch.zeros(82, dtype=torch.bool)}, "or none at all"),
-        ({"sampled": torch.zeros(82)}, "torch.float32, torch.float32"),
-        ({"sampler_logprobs": torch.zeros(81)}, r"log-probs or ledger of \[81, 82\]"),
-        ({"keys_quantised_at": torch.zeros(1, 82, dtype=torch.int32)}, "quantisation times of another shape"),
-        ({"values_quantised_at": torch.zeros(82)}, "quantisation times of another shape"),
+        ({"sampled": torch.zeros(74, dtype=torch.bool)}, "or none at all"),
+        ({"sampled": torch.zeros(74)}, "torch.float32, torch.float32"),
+        ({"sampler_logprobs": torch.zeros(73)}, r"log-probs or ledger of \[73, 74\]"),
+        ({"keys_quantised_at": torch.zeros(1, 74, dtype=torch.int32)}, "quantisation times of another shape"),
+        ({"values_quantised_at": torch.zeros(74)}, "quantisation times of another shape"),
     ],
 )
 def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> None:
     loaded = served(dtype=torch.float32)
     first = two_turns(loaded, "int8:residual=3,chunk=16").rollouts[0]
-    assert (len(first.ids), first.prompt_length) == (82, 40)
+    assert (len(first.ids), first.prompt_length) == (74, 40)
     check_replayable(Recorded("here", (first,), parse_policy("int8")), loaded.model.config, 512)
     with pytest.raises(DataError, match=words):
         check_replayable(Recorded("here", (replace(first, **changes),), parse_policy("int8")), loaded.model.config, 512)
@@ -368,14 +368,15 @@ def test_a_ledger_whose_log_probs_are_no_numbers_is_refused(elsewhere: Path, tmp
         assert "rollout 1 has log-prob" in done.stderr
 
 
-def test_a_small_file_cannot_claim_all_memory(tmp_path: Path) -> None:
+def test_a_small_file_cannot_claim_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes of header that ask for gigabytes are refused before anything is made."""
     huge = table(layers=1024, kv_heads=1024)
     huge["rollouts"][0] |= {"ids": [5] * 3000, "logprobs": [-1.0] * 2996, "events": []}
     with pytest.raises(DataError, match="3145728000 cache entries, at most 268435456 can be read; split the file"):
         read_rollouts(written(tmp_path / "r.json", huge))
-    slow = table(layers=1, kv_heads=1024)
-    slow["rollouts"][0] |= {"ids": [5] * 20_000, "logprobs": [-1.0] * 19_996}
-    slow["rollouts"][0]["events"] = [{"query": n + 1, "kept": [[[]] * 1024]} for n in range(900)]
-    with pytest.raises(DataError, match="its events look at 18432000000 entries"):
+    monkeypatch.setattr("audit.replay.interchange._MOST_STEPS", 1 << 20)
+    slow = table(layers=1, kv_heads=64)
+    slow["rollouts"][0] |= {"ids": [5] * 2000, "logprobs": [-1.0] * 1996}
+    slow["rollouts"][0]["events"] = [{"query": n + 1, "kept": [[[]] * 64]} for n in range(9)]
+    with pytest.raises(DataError, match="its events look at 1152000 entries, at most 1048576 are followed"):
         read_rollouts(written(tmp_path / "r.json", slow))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conform.policies import small_policies
 from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
 
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
-from audit.policies import Mixture, parse_policy
+from audit.policies import parse_policy
 from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler, nucleus
 
@@ -101,24 +100,6 @@ def test_each_row_has_its_own_limit_and_the_others_do_not_matter(policy: str) ->
         (alone,) = sampler.open([asked[row]], [row]).decode(Decoding(limit))
         got = (first if row != 1 else second)[row]
         assert got.ids == alone.ids
-
-
-def test_a_mixture_serves_every_request_as_the_policy_it_drew() -> None:
-    mixture = Mixture(parts=tuple(small_policies()))
-    asked, told, seeds = prompts(*range(20, 44, 2)), prompts(*range(12)), range(100, 112)
-    chosen = [mixture.drawn(seed) for seed in seeds]
-    assert len(set(chosen)) > 5
-    together = Sampler(shared(), mixture).open(asked, seeds)
-    together.decode(Decoding(8))
-    together.extend(told)
-    together.decode(Decoding(5))
-    for row, rollout in enumerate(together.rollouts()):
-        alone = Sampler(shared(), chosen[row]).open([asked[row]], [seeds[row]])
-        alone.decode(Decoding(8))
-        alone.extend([told[row]])
-        alone.decode(Decoding(5))
-        assert alone.rollouts()[0].ids.tolist() == rollout.ids.tolist()
-        assert torch.equal(alone.rollouts()[0].evicted_at, rollout.evicted_at)
 
 
 @pytest.mark.parametrize("codec", ["fp8:scale=tensor,scales=0.02,write=true", "int8:write=true"])

@@ -7,7 +7,7 @@ import torch
 from conform.world import feed, held, new_cache, prompts, random_model, shared, two_turns
 
 from audit import CompressedCache
-from audit.cache.cache import retained
+from audit.cache.evict import retained
 from audit.cache.ledger import NEVER
 from audit.policies import parse_policy
 

@@ -40,7 +40,7 @@ def test_drawn_tokens_choose_and_given_ones_see_everything() -> None:
         assert made is not None
         assert (made.unit, made.layers, made.chosen.shape[1]) == (4, (1, 2), 4)  # per query head
         queries = made.queries.tolist()
-        assert queries[:11] == list(range(length, length + 11))  # the twelfth drawn token enters with the message
+        assert queries[:6] == list(range(length, length + 6))  # the seventh drawn token enters with the message
         assert all(rollout.sampled[query] for query in queries)
         assert (rollout.evicted_at == NEVER).all()
         assert ((made.chosen >= 0).sum(-1) == torch.tensor([min(4, query // 4 + 1) for query in queries])).all()
@@ -107,7 +107,7 @@ def test_verify_counts_what_was_chosen() -> None:
     fewer[0, 1, 3, -1] = -1
     for change, words in (
         ({"selection": replace(made, chosen=fewer)}, "layer 1, head 1: query 43 chooses 3 units, due are 4"),
-        ({"selection": made.until(60)}, "query 73 attends to everything"),
+        ({"selection": made.until(60)}, "query 68 attends to everything"),
         ({"selection": None}, "query 40 attends to everything"),
         ({"selection": replace(made, layers=(0, 2))}, "layers [0, 2] choose 4 entries at once"),
     ):

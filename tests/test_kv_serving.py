@@ -152,7 +152,7 @@ def test_repositioned_streaming_is_the_original_written_out() -> None:
 
 
 def test_repositioned_sinks_do_not_drift_with_the_number_of_turns() -> None:
-    model, (ids,) = tiny(layers=1).float(), prompts(400)
+    model, (ids,) = tiny(layers=1).float(), prompts(200)
     cache = CompressedCache.for_model(model, "streaming:budget=16,sink=3,reposition=true")
     with torch.no_grad():
         last = [model(torch.tensor([[token]]), past_key_values=cache).logits[:, 0] for token in ids][-1]
@@ -172,7 +172,7 @@ def test_a_model_whose_positions_are_not_rotary_is_refused_in_one_line() -> None
 def test_pinned_roles_survive_a_whole_conversation() -> None:
     suite = SUITES.get("agent")()
     loaded = load_model()
-    items = suite.items("eval", 3, 5, 192, loaded.chat.count_tokens)
+    items = suite.items("eval", 3, 2, 192, loaded.chat.count_tokens)
     for policy, whole in (("streaming:budget=96,sink=0,pin=system", True), ("streaming:budget=96,sink=0", False)):
         rows = play(Sampler(loaded, parse_policy(policy)), [(suite, i) for i in items], Decoding(8), [1, 2, 3])
         assert all((row.survival["system"] == 1.0) is whole for row in rows)

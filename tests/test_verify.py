@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conform.policies import policies_for, policy_id, small_policies
+from conform.policies import one_of_each, policies_for, policy_id, record_of, small_policies, time_of
 from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
@@ -33,6 +33,12 @@ from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
 
 FINAL = Path("ledgers", "final.safetensors")
+
+
+def scheduled_by(policy: Policy) -> object:
+    """What a ledger is held to by counting, whatever the policy ranks by."""
+    quantiser = quantiser_of(policy)
+    return record_of(policy), time_of(policy), None if quantiser is None else quantiser.canonical
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +389,7 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
     assert words == "the values of entry 6 are quantised at 6, due at 7"
 
 
-@pytest.mark.parametrize("policy", policies_for("variant", small_policies()), ids=policy_id)
+@pytest.mark.parametrize("policy", one_of_each(policies_for("variant", small_policies()), scheduled_by), ids=policy_id)
 def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy) -> None:
     loaded = shared("gemma3")  # one layer follows its own window
     plans = layer_plans(loaded.model.config, policy)
@@ -392,14 +398,17 @@ def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy) -> N
         assert quantisation_breach(rollout, policy) is None
 
 
-@pytest.mark.parametrize("policy", policies_for("compressed", small_policies()), ids=policy_id)
-def test_a_policy_chooses_its_own_victims_again(policy: Policy) -> None:
-    if not policy.replayable:
-        pytest.skip(f"{policy_id(policy)} leaves no ledger")
-    loaded = shared("gemma3")
+COMPRESSED = [(policy, "llama-gqa") for policy in policies_for("compressed", small_policies()) if policy.replayable]
+# beside a layer with a window of its own
+COMPRESSED += [(policy, "gemma3") for policy in policies_for("asking", small_policies()) if policy.evicts]
+
+
+@pytest.mark.parametrize(("policy", "model"), COMPRESSED, ids=[f"{policy_id(p)}-{name}" for p, name in COMPRESSED])
+def test_a_policy_chooses_its_own_victims_again(policy: Policy, model: str) -> None:
+    loaded = shared(model)
     # where rows draw by their keys, members of a group share that of their prompt
     seeded = evictor_of(policy).seeded
-    played = two_turns(loaded, policy, group=2, lengths=(40, 9)) if seeded else played_once(policy, "gemma3")
+    played = two_turns(loaded, policy, group=2, lengths=(40, 9)) if seeded else played_once(policy, model)
     made = [again(loaded, rollout, policy) for rollout in played.rollouts]
     assert [one.again for one in made] == [one.evicted for one in made]
     assert made[0].evicted > 0

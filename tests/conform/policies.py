@@ -91,6 +91,7 @@ def policies_for(argument: str, under_test: Sequence[Policy]) -> list[Policy]:
     }
     chosen["recorded"] = one_of_each(chosen["lossy"], record_of)
     chosen["asking"] = one_of_each(chosen["replayed"], asked_by)
+    chosen["timed"] = one_of_each(chosen["scheduled"], time_of)
     return list(chosen[argument])
 
 
@@ -112,12 +113,19 @@ def asked_by(policy: Policy) -> object:
     return looks, evictor.for_layer(0, 3) == evictor, record_of(policy)
 
 
+def time_of(policy: Policy) -> object:
+    """What decides when an evicting policy compresses a row and to how much, whatever it ranks by."""
+    own = evictor_of(policy)
+    shape = own.shares_heads, own.across_layers, own.for_layer(0, 3) == own, type(own).budget_at
+    return own.interval, own.phase, own.chunk, shape
+
+
 def _type(part: object) -> type | None:
     return None if part is None else type(part)
 
 
 ARGUMENTS = ("policy", "evictor", "scheduled", "compressed", "variant", "replayed", "replayed_variant", "lossy")
-ARGUMENTS += ("recorded", "asking")
+ARGUMENTS += ("recorded", "asking", "timed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

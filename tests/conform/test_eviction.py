@@ -66,10 +66,10 @@ def test_sink_and_window_stay(evictor: Policy) -> None:
         assert all(protected <= head for layer in now.held for head in layer)
 
 
-def test_pinned_tokens_stay_or_are_refused_where_a_layer_has_no_room(scheduled: Policy) -> None:
-    if refuses(scheduled, pin="system"):
-        pytest.skip(f"{policy_id(scheduled)} takes no pins")
-    policy, pins = roomy(scheduled, pin="system"), [{4, 11, 12}, {0, 50}]
+def test_pinned_tokens_stay_or_are_refused_where_a_layer_has_no_room(timed: Policy) -> None:
+    if refuses(timed, pin="system"):
+        pytest.skip(f"{policy_id(timed)} takes no pins")
+    policy, pins = roomy(timed, pin="system"), [{4, 11, 12}, {0, 50}]
     if min(budgets(policy)) < policy.sink + policy.window + 3:
         with pytest.raises(SpecError, match="pin=system"):
             feed_pinned(policy, pins)
@@ -143,8 +143,8 @@ def test_what_the_record_keeps_is_what_the_cache_holds(evictor: Policy) -> None:
             assert stored == [head & seen for head in heads]
 
 
-def test_a_row_that_is_given_nothing_is_left_as_it_is(scheduled: Policy) -> None:
-    sampler = Sampler(shared(), scheduled)
+def test_a_row_that_is_given_nothing_is_left_as_it_is(timed: Policy) -> None:
+    sampler = Sampler(shared(), timed)
     alone, beside = sampler.open(prompts(40), [0]), sampler.open(prompts(40, 23), [0, 1])
     for episode, chunks in ((alone, [()]), (beside, [(), prompts(0, 30)[1]])):
         episode.decode(Decoding(5))
