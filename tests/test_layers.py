@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -57,6 +58,11 @@ def test_imports_point_one_way(path: Path) -> None:
     top = room.partition(".")[0]
     aside = {other for other in rooms if top in ("suites", "reports") and other.partition(".")[0] != top}
     assert not upward | (aside - {"audit.core"})
+
+
+def test_no_chain_of_imports_leads_back() -> None:
+    known = {module_of(path) for path in FILES}
+    TopologicalSorter({(name := module_of(path)): (imports(path) - {name}) & known for path in FILES}).prepare()
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] != "audit"], ids=module_of)

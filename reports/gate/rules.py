@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from audit.core.errors import SpecError
+from audit.core.numbers import LEAST_MARGIN
 from audit.core.policy_names import match_policies
 from audit.core.spec import CODES, GateSpec, RunSpec
 from audit.core.yaml_file import clipped, shown
@@ -22,7 +23,6 @@ DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the su
 BLOCK, WARN = "block", "warn"
 ON_INCONCLUSIVE = {None: BLOCK, "pr": WARN, "release": BLOCK}  # by profile
 WITH_RUN, AFTER_RUN = "declared with the run", "declared after the run"
-LEAST_MARGIN = 0.01  # percentage points: no sample shows less
 
 
 @dataclass(frozen=True)
