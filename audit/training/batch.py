@@ -25,6 +25,7 @@ def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     taken = [0] * len(shares)
     order = []
     for slot in range(1, count + 1):
+        # the suite that lags its share most; the earlier one of two that lag alike
         behind = max(range(len(shares)), key=lambda index: (shares[index] * slot - taken[index], -index))
         order.append((behind, taken[behind]))
         taken[behind] += 1
@@ -38,6 +39,7 @@ def training_items(config: TrainConfig, count_tokens: CountTokens) -> list[list[
     pools = []
     for index, suite in enumerate(suites):
         wanted = sum(1 for chosen, _ in order if chosen == index)
+        # the arm is no part of the seed, here and below: arms are paired by what they are asked
         seed = derive_seed("items", config.seed, suite.name) % 2**31
         pools.append(suite.items("train", wanted, seed, config.context_tokens, count_tokens) if wanted else [])
     questions = [(suites[index], pools[index][ordinal]) for index, ordinal in order]
@@ -111,6 +113,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
         logprobs[row, :length] = rollout.sampler_logprobs[start:]
         sampled[row, :length] = rollout.sampled[start:]
     graded = torch.tensor([score is not None for score in scores])
+    # 0 stands for no reward too, since a tensor holds no None: whoever reads rewards reads ``graded`` beside them
     rewards = torch.tensor([0.0 if score is None else score for score in scores])
     return Batch(
         rollouts=tuple(rollouts),
@@ -131,6 +134,7 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int) -> list[li
     sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     split: list[list[int]] = []
     taken, prompt, suffix = 0, 0, 0
+    # by size, so that little is padded; the index breaks ties, so that a batch splits in one way
     for index in sorted(range(len(sizes)), key=lambda index: (sizes[index], index)):
         wider = max(prompt, sizes[index][0]), max(suffix, sizes[index][1])
         if not split or (taken + 1) * (wider[0] + group * wider[1]) > limit:

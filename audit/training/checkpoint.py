@@ -68,6 +68,7 @@ class CheckpointFolder:
             path.mkdir(parents=True, exist_ok=True)
         if (path / CLAIM).exists():
             self._check_claim(read_json(path / CLAIM))
+        # a kill while the claim was written leaves its partial file: that folder is still free
         elif any(path.iterdir()) and not (path / (CLAIM + PARTIAL)).exists():
             raise RunError(f"folder {str(path)!r} is not empty and holds no {CLAIM}; choose another folder")
         else:
@@ -110,6 +111,7 @@ class CheckpointFolder:
             )
 
         write_folder(target, fill)
+        # not before: until the new state stands, a kill goes back to the older one
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -128,6 +130,7 @@ class CheckpointFolder:
         Raises DataError for telemetry that more than one process wrote.
         """
         self.telemetry.check_steps(position.step)
+        # hashed where nobody loads them, then moved: a kill in between leaves a state to resume and no provenance
         staged = self.path / ("final" + PARTIAL)
         with guarded(self.path):
             shutil.rmtree(staged, ignore_errors=True)
@@ -227,6 +230,7 @@ def drop_state(folder: Path) -> None:
 
 
 def _save_model(learner: LoadedModel, folder: Path) -> None:
+    # a bar per shard would break the progress line of the run
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

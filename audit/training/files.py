@@ -37,7 +37,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
         partial.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-        _sync(partial)
+        _sync(partial)  # before the rename, or a crash may leave the new name on no content
         os.replace(partial, path)
         _sync(path.parent)
 
@@ -64,7 +64,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
             for file in sorted(partial.iterdir()):
                 _sync(file)
             os.rename(partial, path)
-        except BaseException:
+        except BaseException:  # an interrupt too: a full disk should not be left fuller
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(path.parent)

@@ -37,7 +37,7 @@ class Optimiser:
             if master is not weight and weight.grad is not None:
                 master.grad, weight.grad = weight.grad.float(), None
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._max_norm))
-        if math.isfinite(norm):
+        if math.isfinite(norm):  # one bad token would make every moment NaN for good
             self._update()
         self._adam.zero_grad(set_to_none=True)
         return norm if math.isfinite(norm) else None
@@ -52,6 +52,7 @@ class Optimiser:
 
     @torch.no_grad()
     def _publish(self) -> None:
+        # rounding happens here and is forgotten: the masters go on from what they were before it
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
                 weight.copy_(self._masters[name])
@@ -70,7 +71,7 @@ class Optimiser:
         self.updates = updates
         for name, master in self._masters.items():
             master.copy_(_fitting(tensors, f"weight/{name}", master))
-            if updates:
+            if updates:  # there are no moments to put back where every gradient so far was skipped
                 moments = {moment: _fitting(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
                 self._adam.state[master] = moments | {"step": torch.tensor(float(updates), device=master.device)}
         self._publish()

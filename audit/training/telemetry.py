@@ -96,6 +96,7 @@ def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], co
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
+    # a group whose rewards are all alike has no advantage and teaches nothing
     flat = [len({reward for reward in group if reward is not None}) <= 1 for group in groups]
     outcomes = [row.grade.outcome for row in played]
     row: Row = {
@@ -163,6 +164,7 @@ def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: T
     max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
     """
     keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
+    # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
     gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
     log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
     tokens = log_ratio[keep]
@@ -197,6 +199,7 @@ def _token_numbers(log_ratio: Tensor) -> dict[str, float | None]:
 def _thirds(mask: Tensor) -> dict[str, Tensor]:
     """Sampled tokens [B, T] by third of their rollout, counted in sampled tokens."""
     rank = mask.cumsum(dim=1) - 1
+    # a rollout without sampled tokens has no thirds; the clamp only keeps the division whole
     third = rank * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
     return {name: mask & (third == index) for index, name in enumerate(THIRDS)}
 
