@@ -100,9 +100,8 @@ def test_max_t_is_the_enumeration_by_hand(step_down):
     assert max_t_groups([(z, labels)], step_down=step_down).pvalues == pytest.approx(wanted, abs=1e-10)
 
 
-@pytest.mark.parametrize("clusters", [10, 33])
-def test_swapped_arms_flip_the_statistic_and_keep_the_p_value(clusters):
-    z, labels = uneven(9, clusters)
+def test_swapped_arms_flip_the_statistic_and_keep_the_p_value_of_random_draws():
+    z, labels = uneven(9, 33)
     one, two = sign_flip(z[0], labels), sign_flip(-z[0], labels)
     assert (one.estimate, one.statistic) == (-two.estimate, -two.statistic)
     assert one.pvalue == two.pvalue

@@ -48,14 +48,11 @@ def test_two_doses_are_a_difference():
     assert (found.estimate, found.low, found.pvalue) == pytest.approx((plain.estimate, plain.low, plain.pvalue))
 
 
-def test_swapped_arms_flip_the_difference_of_slopes_and_reversed_doses_do_not():
-    (one, labels), (two, _) = scores(3, 3), scores(4, 3)
-    two = two[:, np.arange(one.shape[1]) % two.shape[1]]
+def test_the_order_of_doses_changes_no_slope():
+    values, labels = scores(3, 3)
     x = np.array([1.0, 2.0, 4.0])
-    a, b = slope_effect(one - two, x, labels), slope_effect(two - one, x, labels)
-    assert (a.estimate, a.low, a.high) == pytest.approx((-b.estimate, -b.high, -b.low), abs=1e-12)
-    c = slope_effect((one - two)[::-1], x[::-1], labels)
-    assert (a.estimate, a.low) == pytest.approx((c.estimate, c.low), abs=1e-12)
+    a, b = slope_effect(values, x, labels), slope_effect(values[::-1], x[::-1], labels)
+    assert (a.estimate, a.low) == pytest.approx((b.estimate, b.low), abs=1e-12)
 
 
 def test_one_dose_has_no_slope():

@@ -16,6 +16,7 @@ from scipy import special
 from reports.stats.clustered import totals
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import Bounds, mover_bounds
+from reports.stats.statistic import Statistic
 from reports.stats.tango import design_effect, tango_bounds
 
 Array = npt.NDArray[np.float64]
@@ -110,3 +111,10 @@ def _drop_pvalue(labelled: Labelled, df: float) -> float:
     else:
         confidence = float(optimize.brentq(beyond, least, _SUREST, xtol=1e-13))
     return 1 - confidence if estimate < 0 else confidence
+
+
+STATISTIC = Statistic(
+    adjudicated,
+    oracle="tests/test_stats_judge.py::test_adjudicated_drift_of_a_small_example",
+    of=lambda z, clusters: adjudicated(z != 0, z, clusters),  # people looked at every pair and agree with the judge
+)

@@ -1,6 +1,7 @@
 """Clopper-Pearson: the exact interval of one proportion.
 
 Clopper & Pearson 1934, Biometrika 26:404, through quantiles of the beta distribution.
+No statistic: the interval of one share, without a pair.
 """
 
 from __future__ import annotations

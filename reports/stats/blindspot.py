@@ -1,6 +1,7 @@
 """What a sample of templates cannot see: a failure confined to few templates may never be drawn.
 
 If a share D of templates breaks totally, C independent templates miss all of them with probability (1-D)^C.
+No statistic: two formulas about a number of clusters.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 McNemar 1947 for the discordant counts. With several samples per item two readings differ, and both are given: the
 change of item means, and the chance that a single reference draw and a single candidate draw disagree.
+No statistic: a description of two arms, without an inference.
 """
 
 from __future__ import annotations

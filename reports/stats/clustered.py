@@ -13,6 +13,7 @@ import numpy.typing as npt
 from scipy import special
 
 from reports.stats.effect import LEVEL, Bounds, Effect
+from reports.stats.statistic import Statistic
 
 Array = npt.NDArray[np.float64]
 
@@ -141,3 +142,6 @@ def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)
     return np.where(spread, special.stdtr(df, ratio), without)
+
+
+STATISTIC = Statistic(cr3_effect, oracle="tests/test_stats.py::test_cr3_equals_statsmodels")

@@ -1,6 +1,7 @@
 """Where the losses lie: a drift spread over all templates and one that broke a single template share a mean.
 
-Gini 1912, over clusters, of the losses per cluster. Descriptive; nothing is tested.
+Gini 1912, over clusters, of the losses per cluster.
+No statistic: descriptive, nothing is tested.
 """
 
 from __future__ import annotations

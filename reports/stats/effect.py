@@ -1,4 +1,7 @@
-"""The one result object every statistic returns."""
+"""The result of every statistic that has an interval.
+
+No statistic: what one returns.
+"""
 
 from __future__ import annotations
 

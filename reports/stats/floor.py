@@ -1,6 +1,7 @@
 """How sure it is that a rate is above nothing: the lower bound of Wilson's score interval for clustered items.
 
 Wilson 1927, JASA 22:209, at the cluster-robust effective sample size and with a t quantile, as in ``tango``.
+No statistic: the bound of one arm's rate, without a pair.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Holm's step-down adjustment of a family of p-values (Holm 1979)."""
+"""Holm's step-down adjustment of a family of p-values (Holm 1979).
+
+No statistic: an adjustment of p-values.
+"""
 
 from __future__ import annotations
 

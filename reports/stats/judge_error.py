@@ -2,6 +2,7 @@
 
 Rogan & Gladen 1978. A judge that errs alike in both arms only shrinks a drift; one that errs differently moves it by up
 to rate*|gap in sensitivity| + (1-rate)*|gap in specificity|. ``adjudication`` undoes either with human labels.
+No statistic: two judges' error rates from labels, without item differences.
 """
 
 from __future__ import annotations

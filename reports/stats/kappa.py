@@ -1,6 +1,7 @@
 """Cohen's kappa: the agreement of two judges beyond what their rates alone would give.
 
 Cohen 1960; large-sample variance of Fleiss, Cohen & Everitt 1969, Psychological Bulletin 72:323.
+No statistic: the agreement of two judges, which has no sign.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Zou & Donner 2008, Statistics in Medicine 27:1693. Each bound is recovered from the distances between the estimates and
 the bounds of the parts, so skewed parts keep their skew.
+No statistic: a way to add intervals.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ clusters (Kish 1965). Every function solves the same equation for another unknow
 
 and broadcasts over arrays. A ``drift`` below 0 is a loss, one above 0 a gain. ``df`` are clusters - 1, infinite (normal
 quantiles) for planning without a number of them.
+No statistic: formulas for planning, without data.
 """
 
 from __future__ import annotations

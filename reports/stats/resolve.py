@@ -1,4 +1,7 @@
-"""How many clusters would decide an inconclusive cell."""
+"""How many clusters would decide an inconclusive cell.
+
+No statistic: a forecast from a result.
+"""
 
 from __future__ import annotations
 

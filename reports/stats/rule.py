@@ -1,6 +1,7 @@
 """The rule of one gated cell, for any number of cells at once: what the gate decides and the calibration simulates.
 
 Non-inferiority within a declared margin, three-valued: Piaggio et al. 2012, JAMA 308:2594, and C_min of ``blindspot``.
+No statistic: what bounds come to.
 """
 
 from __future__ import annotations

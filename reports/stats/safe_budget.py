@@ -2,6 +2,7 @@
 
 Maurer, Hothorn & Lehmacher 1995: hypotheses tested in an order fixed beforehand need no adjustment, as long as the
 first failure ends the sequence, however well a later dose looks.
+No statistic: an order of decisions.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from reports.stats.clustered import Array, ManyTotals, cr3, cr3_variance, many_totals, t_bounds, t_effect, totals
 from reports.stats.effect import Bounds, Effect
+from reports.stats.statistic import Statistic
 
 SEEDS_NEEDED = 3  # with two seeds the interval is too narrow (7.7 % false alarms at 5 % in simulation)
 
@@ -59,3 +60,10 @@ def recipe_variance(item: Array, seed_means: Array, clusters: int) -> Recipe:
     known = spread > 0
     df = np.where(known, total**2 / np.where(known, spread, 1.0), clusters - 1.0)
     return Recipe(total, df)
+
+
+STATISTIC = Statistic(
+    recipe_effect,
+    oracle="tests/test_stats_oracles.py::test_seeds_without_item_variance_are_the_t_test_of_seed_means",
+    of=lambda z, clusters: recipe_effect(np.stack([z] * SEEDS_NEEDED), clusters),  # seeds that all came out the same
+)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from reports.stats.statistic import Statistic
+
 Array = npt.NDArray[np.float64]
 
 FEWEST_CLUSTERS = 6  # with five, no pattern of signs has a two-sided p below .0625
@@ -241,3 +243,9 @@ def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool
     blocks = [min(rows, draws - start) for start in range(0, draws, rows)]
     parts = [flip_statistics(cells.turned, cells.counts, random_signs(rng, block, clusters)) for block in blocks]
     return np.concatenate(parts, axis=-1), False
+
+
+STATISTIC = Statistic(
+    sign_flip,
+    oracle="tests/test_stats_signflip.py::test_exhaustive_sign_flip_is_the_permutation_test_of_scipy",
+)

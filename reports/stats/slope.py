@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
+from reports.stats.statistic import Statistic
 
 Array = npt.NDArray[np.float64]
 
@@ -66,3 +67,12 @@ def isotonic(
     means = np.bincount(codes, weights=mass * rates) / total
     fitted = optimize.isotonic_regression(means, weights=total, increasing=increasing).x
     return Isotonic(tuple(distinct.tolist()), tuple(fitted.tolist()))
+
+
+STATISTIC = Statistic(
+    slope_effect,
+    oracle="tests/test_stats_slope.py::test_slope_contrast_equals_statsmodels_with_crv3",
+    of=lambda z, clusters: slope_effect(
+        np.stack([np.zeros_like(z), z]), (0.0, 1.0), clusters
+    ),  # all of it between two doses
+)

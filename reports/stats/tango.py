@@ -15,6 +15,7 @@ from scipy import special
 
 from reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
 from reports.stats.effect import LEVEL, Bounds, Effect
+from reports.stats.statistic import Statistic
 
 PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant
 SOURCE = "Tango 1998 at the CR3 effective sample size"
@@ -187,3 +188,9 @@ def deff_floors(values: npt.NDArray[np.floating], samples: int) -> Array:
     whole = np.all(np.abs(values - np.round(values)) < 1e-9, axis=-1)
     differing = np.count_nonzero(np.abs(values) > 1e-9, axis=-1)
     return np.where(whole, 1.0, 1.0 / np.clip(differing, 1, samples))
+
+
+STATISTIC = Statistic(
+    ess_tango,
+    oracle="tests/test_stats.py::test_one_item_per_cluster_with_deff_one_is_plain_tango_at_a_t_quantile",
+)
