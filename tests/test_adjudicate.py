@@ -21,9 +21,9 @@ from reports.gate.guard import guarded
 from reports.gate.verdict import Status
 from reports.labels.pairs import chosen, digest, paired_answers
 from reports.labels.relabelled import human_labels, random_sample
-from reports.labels.sheet import CHARACTERS, Shown, read_labels, render_sheet, row_names, safe, shown, text_hash
+from reports.labels.sheet import CHARACTERS, Shown, inert, read_labels, render_sheet, row_names, shown_answer, text_hash
 from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
-from reports.labels.stored import FILE, CellLabels, Labels, load_labels, render
+from reports.labels.stored import LABELS_FILE, CellLabels, Labels, load_labels, render_labels
 from reports.page.judge_tables import cells_table, errors_table, labelled_cells, panel_notes
 from reports.records.load import load_run
 from reports.run import decided, measured
@@ -311,7 +311,7 @@ def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
 def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     command("adjudicate", run, "--read", sheet)
-    stored = run / "report" / FILE
+    stored = run / "report" / LABELS_FILE
     text = stored.read_text()
     assert "PASS" not in text, "nothing that follows from the labels is stored"
     stored.write_text(text.replace('": 0', '": 1'))
@@ -328,8 +328,8 @@ def test_stored_labels_of_other_answers_are_refused(held, tmp_path):
     (cell,) = stored.cells
     short = dict(list(cell.labels.items())[1:])
     for labels in (short, {**cell.labels, "0" * 64: 1}):
-        text = render(replace(stored, cells=(replace(cell, labels=labels),)))
-        (run / "report" / FILE).write_text(text)
+        text = render_labels(replace(stored, cells=(replace(cell, labels=labels),)))
+        (run / "report" / LABELS_FILE).write_text(text)
         done = command("gate", run)
         assert done.exit_code == 2
         assert "holds labels of other answers than the pairs of naive, refusal" in done.output
@@ -369,7 +369,7 @@ def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(he
     assert done.exit_code == 2, done.exception
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
-    assert not (run / "report" / FILE).exists()
+    assert not (run / "report" / LABELS_FILE).exists()
 
 
 def test_error_rates_come_from_a_simple_random_sample(written, sheet):
@@ -408,7 +408,7 @@ def test_a_sheet_that_a_spreadsheet_saved_again_reads_the_same(written, sheet):
 )
 def test_a_sheet_that_cannot_be_read_back_is_one_line_and_changes_nothing(written, sheet, change, said):
     label(sheet)
-    stored = written[0] / "report" / FILE
+    stored = written[0] / "report" / LABELS_FILE
     before = stored.read_bytes() if stored.exists() else None
     rows = rows_of(sheet)
     change(rows)
@@ -472,12 +472,12 @@ def test_the_digest_follows_scores_and_not_the_order_of_rows(written):
     ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\r=1", '=HYPERLINK("x")', "|x", "%x", "\uff1d1+1", " \uff20A1"],
 )
 def test_no_cell_starts_like_a_formula(text):
-    assert safe(text)[0] not in "=+-@\t\r|% \uff1d"
-    assert safe(text).startswith(("'", "␉", "␍"))
+    assert inert(text)[0] not in "=+-@\t\r|% \uff1d"
+    assert inert(text).startswith(("'", "␉", "␍"))
 
 
 def test_control_characters_are_shown():
-    assert safe("a\x1b[31mb\x00") == "a␛[31mb␀"
+    assert inert("a\x1b[31mb\x00") == "a␛[31mb␀"
 
 
 def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
@@ -488,11 +488,11 @@ def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
         Message(Role.ASSISTANT, "Last."),
         Message(Role.TOOL, "ok"),
     )
-    row = shown("agent", talk)
+    row = shown_answer("agent", talk)
     assert row.answer == "Last.\n\n[tool] ok"
     assert row.conversation.startswith("[system] Rule.\n\n[assistant] First.\n\n[user] Q")
     assert len(row.conversation) < CHARACTERS + 60
-    assert shown("x", talk[:1]) == Shown("x", "[system] Rule.", "")
+    assert shown_answer("x", talk[:1]) == Shown("x", "[system] Rule.", "")
 
 
 @settings(max_examples=60, deadline=None)
@@ -532,7 +532,7 @@ def test_a_broken_key_or_store_never_raises_anything_but_an_audit_error(tmp_path
     (body["cells"][0] if deep else body)[field] = value
     key_path(folder / "s.csv").write_text(json.dumps(body))
     (folder / "report").mkdir()
-    (folder / "report" / FILE).write_text(json.dumps(body))
+    (folder / "report" / LABELS_FILE).write_text(json.dumps(body))
     for read in (lambda: read_key(folder / "s.csv"), lambda: load_labels(folder)):
         try:
             read()

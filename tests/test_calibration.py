@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import FAST, FULL, Case, Figure, Outcome, Scale, at_least, at_most, confirmed
+from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
 from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
@@ -24,8 +24,8 @@ SEED = 20_260
 SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)
 
 
-def simulated(cases: list[Case], *, seed: int = SEED) -> list[Outcome]:
-    return [Outcome(case, case.rates(seed), 0.0) for case in cases]
+def simulated(cases: list[Case], *, seed: int = SEED) -> list[Simulated]:
+    return [Simulated(case, case.rates(seed), 0.0) for case in cases]
 
 
 def missed(figures: list[Figure]) -> list[str]:
@@ -87,9 +87,9 @@ def test_a_recipe_without_seed_variance_is_found_out(monkeypatch):
     assert missed(recipes.figures(simulated(recipes.cases(SMALL)), SMALL))
 
 
-def outcome(number: int, rate: float, simulations: int = 100) -> Outcome:
+def outcome(number: int, rate: float, simulations: int = 100) -> Simulated:
     case = recipes.RecipeCase(Seeded(number, 0.0, 0.1), simulations=simulations)
-    return Outcome(case, {"rate": rate}, 1.5)
+    return Simulated(case, {"rate": rate}, 1.5)
 
 
 def test_an_extreme_is_taken_from_its_leaders_drawn_again():

@@ -12,7 +12,7 @@ from test_reports_drift import data_of, scored, small, spec_of
 
 from audit.core.records import Outcome
 from reports.analysis.analyse import analyse
-from reports.analysis.cells import Sides
+from reports.analysis.cells import BothSides
 from reports.analysis.families import families
 from reports.analysis.results import MethodVerdict
 from reports.analysis.safe import sentence
@@ -265,7 +265,7 @@ def test_reach_is_two_quantiles_of_the_error_its_bounds_imply():
 
 def sides(candidate, reference, clusters, candidate_best=None, reference_best=None):
     candidate, reference = (np.asarray(v, dtype=float) for v in (candidate, reference))
-    return Sides(
+    return BothSides(
         items=tuple(map(str, range(len(candidate)))),
         clusters=np.asarray(clusters, dtype=np.int64),
         templates=tuple(map(str, clusters)),

@@ -21,8 +21,7 @@ from reports.calibration.stamp import stamp
 from reports.gate.verdict import Status
 from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
 from reports.labels.sheet import text_hash
-from reports.labels.stored import CellLabels, Labels
-from reports.labels.stored import render as render_labels
+from reports.labels.stored import CellLabels, Labels, render_labels
 from reports.page.figures import heatmap, quadrant
 from reports.page.figures.canvas import style
 from reports.page.formats import formats, markdown

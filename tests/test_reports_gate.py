@@ -12,7 +12,7 @@ from reports.gate.decide import decide
 from reports.gate.verdict import EXIT_CODES, Status, worst
 from reports.page.advice import note
 from reports.page.story import banner
-from reports.page.tables import gate as gate_table
+from reports.page.tables import gate_table
 from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.tango import ess_tango

@@ -77,11 +77,11 @@ def test_blocks_and_single_lines_agree(tmp_path_factory, found, block, ended):
     path = tmp_path_factory.mktemp("u") / "unit.jsonl"
     raw = b"".join(found)
     path.write_bytes(raw if ended else raw[:-1])
-    kept, rows.BLOCK = rows.BLOCK, block
+    kept, rows.BLOCK_BYTES = rows.BLOCK_BYTES, block
     try:
         (digest, frame, problems), (_, wanted, said) = read(path), strictly(path)
     finally:
-        rows.BLOCK = kept
+        rows.BLOCK_BYTES = kept
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert problems == said
     pd.testing.assert_frame_equal(frame, wanted)

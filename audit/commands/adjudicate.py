@@ -91,7 +91,7 @@ def _read(run: Path, sheet: Path) -> int:
     from reports.labels.relabelled import relabelled
     from reports.labels.sheet import read_labels
     from reports.labels.sheet_key import read_key
-    from reports.labels.stored import FILE, render
+    from reports.labels.stored import LABELS_FILE, render_labels
     from reports.records.load import load_run
     from reports.run import decided, measured
 
@@ -105,13 +105,13 @@ def _read(run: Path, sheet: Path) -> int:
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
     stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back
-    write_output(run / "report" / FILE, render(stored))
+    write_output(run / "report" / LABELS_FILE, render_labels(stored))
     findings = decided(data)
     console = wide_console()
     if findings.verdict.judged is not None:
         _print(console, findings)
     print_verdict(console, findings)
-    say(console, f"written: {run / 'report' / FILE}")
+    say(console, f"written: {run / 'report' / LABELS_FILE}")
     return findings.verdict.exit_code
 
 

@@ -113,10 +113,10 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
 
 
 def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
-    from reports.compare.page import agreement, cells, comparison_banner, judges
+    from reports.compare.page import agreement, comparison_banner, comparison_table, judges
 
     for comparison in found:
-        print_table(console, cells(comparison))
+        print_table(console, comparison_table(comparison))
     if two:
         print_table(console, judges(two))
         for line in agreement(two):

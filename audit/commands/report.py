@@ -79,12 +79,11 @@ def write_checked(run: Path, asked: Asked | None = None) -> None:
 def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
     from reports.page.story import banner
-    from reports.page.tables import decided
-    from reports.page.tables import gate as gate_table
+    from reports.page.tables import decided_table, gate_table
 
     top = banner(findings)
     print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
-    print_table(console, decided(findings))
+    print_table(console, decided_table(findings))
     if top.alarm:
         say(console, f"NOT THE GATE: {top.alarm}")
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())

@@ -15,14 +15,14 @@ from typing import Any
 from audit.core.yaml_file import shown
 
 DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
-DEEPEST = 3  # a mixture of compositions of policies
-LONGEST = 12  # digits of a share, that a file may mean harm with
-Part = tuple[str, dict[str, str]]  # name, fields
+_DEEPEST = 3  # a mixture of compositions of policies
+_LONGEST = 12  # digits of a share, that a file may mean harm with
+_Part = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
     """The text of a policy that may be written as a mapping; what is neither stays what it is, and matches nothing."""
-    if not isinstance(value, Mapping) or depth >= DEEPEST:
+    if not isinstance(value, Mapping) or depth >= _DEEPEST:
         return value if isinstance(value, str) else shown(value)
     for key, joint in (("compose", "+"), ("mixture", "|")):
         if isinstance(value.get(key), list):
@@ -77,24 +77,24 @@ def _draws(policy: str) -> list[tuple[str, int]]:
     found = []
     for draw in policy.split("|"):
         text, _, share = draw.rpartition("@")
-        counted = share.strip().isascii() and share.strip().isdigit() and len(share) < LONGEST and int(share) > 0
+        counted = share.strip().isascii() and share.strip().isdigit() and len(share) < _LONGEST and int(share) > 0
         found.append((text, int(share)) if text and counted else (draw, 1))
     least = gcd(*(share for _, share in found))
     return [(text, share // least) for text, share in found]
 
 
-def _requests(policy: str) -> list[list[Part]]:
+def _requests(policy: str) -> list[list[_Part]]:
     """The draws of a mixture, each the parts of a composition in the order of their names."""
     return [sorted((_part(text) for text in draw.split("+")), key=lambda p: p[0]) for draw, _ in _draws(policy)]
 
 
-def _part(text: str) -> Part:
+def _part(text: str) -> _Part:
     name, _, rest = text.partition(":")
     pairs = (part.partition("=") for part in rest.split(",") if part)
     return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _pairs(asked: str, known: str) -> list[tuple[Part, Part]] | None:
+def _pairs(asked: str, known: str) -> list[tuple[_Part, _Part]] | None:
     """The parts of two policies beside each other, None where they are not made alike."""
     ours, theirs = _requests(asked), _requests(known)
     if [len(draw) for draw in ours] != [len(draw) for draw in theirs]:

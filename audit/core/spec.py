@@ -74,7 +74,7 @@ def _coded(value: Any) -> Any:
 CONTRASTS = {"alike": "E1", "deployed": "E2", "worst": "E3"}
 WORDS = (*CONTRASTS, "selectivity", "parity")
 CODES = (*CONTRASTS.values(), "selectivity", "parity")
-Contrast = Annotated[str, BeforeValidator(_coded)]
+_Contrast = Annotated[str, BeforeValidator(_coded)]
 
 
 class Part(BaseModel):
@@ -129,14 +129,14 @@ class Training(Part):
         return self
 
 
-class _Pairs(Part):
+class Pairs(Part):
     """Which training runs there are: every arm with every seed."""
 
     arms: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[Seed, ...] = Field(min_length=1)
 
 
-class TrainSpec(Training, _Pairs):  # a written spec begins with the fields of the last base
+class TrainSpec(Training, Pairs):  # a written spec begins with the fields of the last base
     """The paired training runs: ``audit.training.config.TrainConfig`` is one of them."""
 
     @model_validator(mode="after")
@@ -211,7 +211,7 @@ class GateSpec(Part):
     primary: tuple[str, ...] = ()
     contexts: tuple[Tokens, ...] = ()
     deployable: tuple[str, ...] = ()
-    estimands: tuple[Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
+    estimands: tuple[_Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
     pin: Text | None = None
     gate_file: Text | None = None

@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
     return one_line(_shown.repr(value))
 
 
-def name_of(value: Any) -> str:
+def _name_of(value: Any) -> str:
     """A name as it is; any other value as a short line, since aliases can make one of any size."""
     return value if isinstance(value, str) else shown(value)
 

@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Sides:
+class BothSides:
     """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
 
     ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N].
@@ -42,7 +42,7 @@ class Sides:
         return self.candidate - self.reference
 
 
-def sides(panel: Panel, comparison: Comparison, name: CellName) -> Sides | None:
+def sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
     """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [ESTIMANDS[name.estimand](name.arm, comparison.reference, pair, name.policy) for pair in pairs]
@@ -56,7 +56,7 @@ def sides(panel: Panel, comparison: Comparison, name: CellName) -> Sides | None:
         found: Array = np.mean([getattr(panel, table)[cell][present] for cell in cells], axis=0)
         return found
 
-    return Sides(
+    return BothSides(
         items=tuple(panel.items[i] for i in kept),
         clusters=panel.clusters[present],
         templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
@@ -71,7 +71,7 @@ def sides(panel: Panel, comparison: Comparison, name: CellName) -> Sides | None:
     )
 
 
-def name_of(d: Decision) -> CellName:
+def name_of_cell(d: Decision) -> CellName:
     """The name of a decision's cell."""
     return CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from reports.analysis.cells import Sides, name_of, sides, two_sided
+from reports.analysis.cells import BothSides, name_of_cell, sides, two_sided
 from reports.analysis.results import CellConcentration, CellName, ItemLoss, TemplateLoss
 from reports.drift.comparison import Comparison
 from reports.gate.verdict import Decision
@@ -22,12 +22,12 @@ def cell_concentration(
 ) -> Iterator[CellConcentration]:
     """Losses by template and by item of every gated cell that lost anything."""
     for d in decisions:
-        found = sides(tables[d.suite, d.context_tokens], comparison, name_of(d)) if two_sided(d) else None
+        found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
         if found is not None and (found.difference < 0).any():
-            yield _cell(found, name_of(d))
+            yield _cell(found, name_of_cell(d))
 
 
-def _cell(found: Sides, name: CellName) -> CellConcentration:
+def _cell(found: BothSides, name: CellName) -> CellConcentration:
     z = found.difference
     by_template = concentration(z, np.array(found.templates, dtype=object).astype(str))
     worst = [i for i in np.argsort(z, kind="stable") if z[i] < 0][:MOST_ITEMS]

@@ -20,14 +20,14 @@ import numpy.typing as npt
 from audit.core.errors import DataError
 
 Array = npt.NDArray[np.float64]
-FILE = "displacement.json"
-FORMAT = 1
+DISPLACEMENT_FILE = "displacement.json"
+DISPLACEMENT_FORMAT = 1
 DRAWS, LEVEL = 2000, 0.95
 LARGEST_MEAN = 1e6  # nats; far beyond any float's log-probability
-WORDS = ("arm", "policy", "suite")
+_WORDS = ("arm", "policy", "suite")
 NUMBERS = ("median_kl", "p99_kl", "p99_9_kl", "max_kl", "same_top1", "rms_dp")
 SHARES = ("same_top1", "rms_dp")
-KEYS = {*WORDS, "seed", "context_tokens", "floor", *NUMBERS, "refusal_margin", "sequences"}
+ROW_KEYS = {*_WORDS, "seed", "context_tokens", "floor", *NUMBERS, "refusal_margin", "sequences"}
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,32 @@ def load_displacement(run: Path) -> tuple[Displacement, ...]:
 
     Raises DataError for a file that cannot be used, with the row.
     """
-    path = Path(run) / FILE
+    path = Path(run) / DISPLACEMENT_FILE
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{FILE} cannot be read ({' '.join(str(error).split())[:120]}); measure it again") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT or not isinstance(body.get("rows"), list):
-        raise DataError(f"{FILE} is not of format {FORMAT} with a list of rows; measure it again")
+        raise DataError(
+            f"{DISPLACEMENT_FILE} cannot be read ({' '.join(str(error).split())[:120]}); measure it again"
+        ) from None
+    if (
+        not isinstance(body, dict)
+        or body.get("format") != DISPLACEMENT_FORMAT
+        or not isinstance(body.get("rows"), list)
+    ):
+        raise DataError(
+            f"{DISPLACEMENT_FILE} is not of format {DISPLACEMENT_FORMAT} with a list of rows; measure it again"
+        )
     rows = [_row(number, row) for number, row in enumerate(body["rows"], 1)]
     return tuple(sorted((_with_ratio(row, rows) for row in rows), key=lambda d: not d.floor))
 
 
 def _row(number: int, row: Any) -> Displacement:
-    if not isinstance(row, dict) or set(row) != KEYS:
+    if not isinstance(row, dict) or set(row) != ROW_KEYS:
         found = set(row) if isinstance(row, dict) else set()
-        raise _bad(number, f"keys missing {sorted(KEYS - found)}, extra {sorted(map(str, found - KEYS))}")
-    for name, wanted in (*((w, str) for w in WORDS), ("seed", int), ("context_tokens", int), ("floor", bool)):
+        raise _bad(number, f"keys missing {sorted(ROW_KEYS - found)}, extra {sorted(map(str, found - ROW_KEYS))}")
+    for name, wanted in (*((w, str) for w in _WORDS), ("seed", int), ("context_tokens", int), ("floor", bool)):
         if type(row[name]) is not wanted:
             raise _bad(number, f"{name} is {str(row[name])[:40]!r}, wanted {wanted.__name__}")
     numbers = {name: _number(number, row, name, most=1.0 if name in SHARES else math.inf) for name in NUMBERS}
@@ -140,7 +148,7 @@ def _sequences(number: int, value: Any) -> tuple[list[str], Array, Array]:
 
 
 def _bad(number: int, what: str) -> DataError:
-    return DataError(f"{FILE}, row {number}: {what}; measure it again")
+    return DataError(f"{DISPLACEMENT_FILE}, row {number}: {what}; measure it again")
 
 
 def bootstrap_mean(clusters: Sequence[str], tokens: Array, sums: Array, *, seed: int = 0) -> tuple[float, float, float]:

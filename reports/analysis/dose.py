@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.policy_names import DENSE_POLICY
-from reports.analysis.families import Family, families
+from reports.analysis.families import PolicyFamily, families
 from reports.analysis.results import Dose, DoseCurve
 from reports.drift.contrast import broken_contract
 from reports.drift.drift import seed_pairs
@@ -32,7 +32,7 @@ NO_COMMON = "items and templates differ between lengths"
 
 
 @dataclass(frozen=True)
-class Scores:
+class DoseScores:
     """Scores [D, N] of one arm over doses with cluster codes [N], N items, or templates where items differ."""
 
     table: Array
@@ -66,7 +66,7 @@ def _order(drift: Drift, key: tuple[str, int]) -> tuple[int, int]:
     return key[1], drift.comparison.suites.index(key[0])
 
 
-def _budget_curve(drift: Drift, panel: Panel, family: Family, arm: str, x: list[float]) -> DoseCurve:
+def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x: list[float]) -> DoseCurve:
     pairs = seed_pairs(drift.comparison, panel, arm)
     own = [[CellKey(arm, seed, policy) for seed, _ in pairs] for policy in family.policies]
     other = [[CellKey(drift.comparison.reference, seed, policy) for _, seed in pairs] for policy in family.policies]
@@ -93,7 +93,7 @@ def _budget_curve(drift: Drift, panel: Panel, family: Family, arm: str, x: list[
     return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
 
 
-def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[Scores | None, str]:
+def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[DoseScores | None, str]:
     """Scores of doses inside one panel, averaged over seeds, or why there are none."""
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()
@@ -102,7 +102,7 @@ def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[Scores | 
     present = ~np.isnan(panel.scores[cells[0]])
     table = np.array([np.mean([panel.scores[cell][present] for cell in dose], axis=0) for dose in doses])
     names = tuple(panel.items[i] for i in np.flatnonzero(present))
-    return Scores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0])), ""
+    return DoseScores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0])), ""
 
 
 def _length_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
@@ -140,7 +140,7 @@ def _length_curve(drift: Drift, policy: str, arm: str, own: Sequence[Panel]) -> 
     return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
 
 
-def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[Scores | None, str]:
+def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[DoseScores | None, str]:
     """Scores of one arm over panels of different lengths: by item where items are the same, else by template."""
     parts = []
     for panel in own:
@@ -153,14 +153,14 @@ def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[
     if all((part.names, names) == (first.names, templates) for part, names in parts):
         codes = np.unique(np.array(templates, dtype=object).astype(str), return_inverse=True)[1]
         table = np.array([part.table[0] for part, _ in parts])
-        return Scores(table, codes.astype(np.int64), first.names, "items", first.draws), ""
+        return DoseScores(table, codes.astype(np.int64), first.names, "items", first.draws), ""
     means = [_template_means(part.table[0], names) for part, names in parts]
     if any(mean.keys() != means[0].keys() for mean in means):
         return None, NO_COMMON
     shared = tuple(sorted(means[0]))
     draws = first.draws * min(int(min(Counter(names).values())) for _, names in parts)
     table = np.array([[mean[name] for name in shared] for mean in means])
-    return Scores(table, np.arange(len(shared)), shared, "templates", draws), ""
+    return DoseScores(table, np.arange(len(shared)), shared, "templates", draws), ""
 
 
 def _template_means(values: Array, names: Sequence[str]) -> dict[str, float]:
@@ -170,7 +170,7 @@ def _template_means(values: Array, names: Sequence[str]) -> dict[str, float]:
 
 
 def _doses(
-    amounts: Sequence[int], x: Sequence[float], policies: Sequence[str], scores: Scores, *, increasing: bool
+    amounts: Sequence[int], x: Sequence[float], policies: Sequence[str], scores: DoseScores, *, increasing: bool
 ) -> tuple[Dose, ...]:
     """Rate, score interval (Wilson at the effective sample size) and isotonic fit of every dose."""
     fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing).fitted
@@ -191,7 +191,7 @@ def _doses(
 
 
 def _with_slopes(
-    curve: DoseCurve, x: Sequence[float], scores: Scores, reference: Scores | None, alpha: float
+    curve: DoseCurve, x: Sequence[float], scores: DoseScores, reference: DoseScores | None, alpha: float
 ) -> DoseCurve:
     """The curve with its slope, and the difference from the reference's where both stand on the same rows."""
     difference = None

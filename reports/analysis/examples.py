@@ -19,11 +19,11 @@ from reports.records.panel import CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12
-CHARACTERS = 1200  # of one message
+_CHARACTERS = 1200  # of one message
 
 
 @dataclass(frozen=True)
-class Turn:
+class ExampleTurn:
     """One message of an example; ``text`` is the model's or the suite's and must be escaped."""
 
     role: str
@@ -43,11 +43,11 @@ class Example:
     cluster_id: str
     loss: float
     outcome: str
-    candidate: tuple[Turn, ...]
+    candidate: tuple[ExampleTurn, ...]
     reference_answer: str
 
 
-class Loss(NamedTuple):
+class LostItem(NamedTuple):
     """A lost item of one cell: where the candidate and the reference were, and by how much."""
 
     decision: Decision
@@ -63,7 +63,7 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens])]
-    shown: dict[tuple[str, int, str, CellKey], Loss] = {}
+    shown: dict[tuple[str, int, str, CellKey], LostItem] = {}
     for loss in every:  # an answer may be lost to the reference served alike and to the uncompressed one
         shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
     losses = list(shown.values())[:AT_MOST]
@@ -72,7 +72,7 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
 
 
-def _losses(drift: Drift, d: Decision, panel: Panel) -> list[Loss]:
+def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     """The worst items of a cell, one per template; among seeds the one that lost most."""
     found = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):
@@ -83,13 +83,13 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[Loss]:
         found += [
             (float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference) for i in np.flatnonzero(z < 0)
         ]
-    chosen: dict[int, Loss] = {}
+    chosen: dict[int, LostItem] = {}
     for amount, item, cluster, candidate, reference in sorted(found):
-        chosen.setdefault(cluster, Loss(d, item, amount, candidate, reference))
+        chosen.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
     return list(chosen.values())[:PER_CELL]
 
 
-def _row(data: RunData, loss: Loss, cell: CellKey) -> pd.Series:
+def _row(data: RunData, loss: LostItem, cell: CellKey) -> pd.Series:
     """The record of an item in a cell: the candidate's lowest score, the reference's highest."""
     records = data.records
     own = records[
@@ -107,7 +107,7 @@ def _place(row: pd.Series) -> tuple[str, int]:
     return str(row["file"]), int(row["line"])
 
 
-def _example(loss: Loss, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
+def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
     return Example(
         arm=loss.candidate.arm,
         seed=loss.candidate.seed,
@@ -118,8 +118,8 @@ def _example(loss: Loss, own: pd.Series, text: tuple[Message, ...], other: tuple
         cluster_id=str(own["cluster_id"]),
         loss=loss.amount,
         outcome=str(own["outcome"]),
-        candidate=tuple(Turn(m.role.value, clip(m.content, CHARACTERS)) for m in text),
-        reference_answer=clip(_last_answer(other), CHARACTERS),
+        candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in text),
+        reference_answer=clip(_last_answer(other), _CHARACTERS),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Family:
+class PolicyFamily:
     """Policies of one kind by budget, smallest first."""
 
     name: str
@@ -15,7 +15,7 @@ class Family:
     policies: tuple[str, ...]
 
 
-def families(policies: Sequence[str]) -> tuple[Family, ...]:
+def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
     """The families with two budgets or more.
 
     Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
@@ -37,9 +37,9 @@ def families(policies: Sequence[str]) -> tuple[Family, ...]:
     return tuple(family for family in found if len(set(family.budgets)) == len(family.budgets) > 1)
 
 
-def _family(name: str, members: list[tuple[int, str, str]]) -> Family:
+def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
     ordered = sorted(members)
-    return Family(name, tuple(m[0] for m in ordered), tuple(m[1] for m in ordered))
+    return PolicyFamily(name, tuple(m[0] for m in ordered), tuple(m[1] for m in ordered))
 
 
 def _budget(policy: str) -> tuple[str, int, str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from scipy import special
 
-from reports.analysis.cells import name_of
+from reports.analysis.cells import name_of_cell
 from reports.analysis.results import Reach
 from reports.gate.verdict import Decision
 from reports.stats.power import minimal_detectable
@@ -26,4 +26,4 @@ def reached(decisions: Iterable[Decision]) -> Iterator[Reach]:
             df = e.n_clusters - 1
             error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
             found = float(minimal_detectable(error, df=df, alpha=e.alpha, power=POWER))
-            yield Reach(name_of(d), d.margin, e.n_clusters, found, d.clusters_to_decide)
+            yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.clusters_to_decide)

@@ -19,8 +19,8 @@ from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
 from reports.stats.safe_budget import fixed_sequence
 
-Key = tuple[str, str, str, int]  # arm, policy, suite, length
-PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
+_Key = tuple[str, str, str, int]  # arm, policy, suite, length
+_PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
@@ -38,7 +38,7 @@ def _estimand(sides: Comparison, arm: str) -> str:
     return "E4" if arm == sides.reference else "E2"
 
 
-def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[SafeBudget]:
     for family in families(sides.policies):
         for suite in rules.margins:
             for context in sides.contexts:
@@ -51,7 +51,7 @@ def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]
                         )
 
 
-def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]) -> Iterator[SafeBudget]:
+def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[SafeBudget]:
     if len(sides.contexts) < 2:
         return
     for policy in sides.policies:
@@ -68,7 +68,7 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[Key, Contrast]
 def _sequence(margin: float, axis: str, family: str, amounts: list[int], cells: Sequence[Contrast]) -> SafeBudget:
     """The sequence over cells in the order they are tested."""
     statuses = [_status(c, margin) for c in cells]
-    last = fixed_sequence([status in PASSED for status in statuses])
+    last = fixed_sequence([status in _PASSED for status in statuses])
     after = 0 if last is None else last + 1
     return SafeBudget(
         axis=axis,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from scipy import special
 
-from reports.analysis.cells import name_of
+from reports.analysis.cells import name_of_cell
 from reports.analysis.results import SeedSpread
 from reports.drift.results import Contrast
 from reports.gate.verdict import Decision
@@ -26,7 +26,7 @@ def seed_spreads(contrasts: Iterable[Contrast], decisions: Iterable[Decision]) -
         c = known.get((d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
         if d.gated and d.effect and c and c.seed_estimates:
             low, sd, high = spread(c.seed_estimates)
-            yield SeedSpread(name_of(d), c.seeds, c.seed_estimates, sd, low, high)
+            yield SeedSpread(name_of_cell(d), c.seeds, c.seed_estimates, sd, low, high)
 
 
 def spread(estimates: tuple[float, ...]) -> tuple[float | None, float | None, float | None]:

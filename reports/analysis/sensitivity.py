@@ -12,20 +12,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.analysis.cells import Sides, name_of, sides, two_sided
+from reports.analysis.cells import BothSides, name_of_cell, sides, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
-from reports.drift.contrast import FEWEST_CLUSTERS
 from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Status, Verdict, worst
 from reports.records.panel import Panel
 from reports.stats.blindspot import clusters_required
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
-from reports.stats.signflip import max_t_groups, sign_flip
+from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
 
 Array = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.int64]
+_Codes = npt.NDArray[np.int64]
 DECLARED = "as declared"
 T_INTERVAL = "CR3-t"
 SIGN_FLIP = "cluster sign-flip"
@@ -49,7 +48,7 @@ class Reading(NamedTuple):
     pvalue_drop: float | None  # of this cell alone
     n_clusters: int
     values: Array | None = None
-    clusters: Codes | None = None
+    clusters: _Codes | None = None
 
 
 class Known(NamedTuple):
@@ -57,7 +56,7 @@ class Known(NamedTuple):
 
     decision: Decision
     difference: Array
-    clusters: Codes
+    clusters: _Codes
     readings: dict[str, Reading | None]
 
 
@@ -71,13 +70,13 @@ def sensitivity(
     statuses = {method: _statuses(known, method, drift.alpha) for method in METHODS}
     cells = tuple(
         CellSensitivity(
-            name_of(k.decision),
+            name_of_cell(k.decision),
             (_declared(k.decision), *(_variant(m, k.readings[m], statuses[m][i]) for m in METHODS)),
         )
         for i, k in enumerate(known)
     )
-    read = {name_of(k.decision) for k in known}
-    others = [d.status for d in verdict.decisions if d.gated and name_of(d) not in read]
+    read = {name_of_cell(k.decision) for k in known}
+    others = [d.status for d in verdict.decisions if d.gated and name_of_cell(d) not in read]
     others += [Status.INVALID] if verdict.reasons else []
     return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
 
@@ -85,12 +84,12 @@ def sensitivity(
 def _known(drift: Drift, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]) -> Iterator[Known]:
     for d in decisions:
         if two_sided(d) and d.margin is not None:
-            found = sides(tables[d.suite, d.context_tokens], drift.comparison, name_of(d))
+            found = sides(tables[d.suite, d.context_tokens], drift.comparison, name_of_cell(d))
             if found is not None:
                 yield Known(d, found.difference, found.clusters, readings(found, d.margin, drift.alpha))
 
 
-def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | None]:
+def readings(found: BothSides, margin: float, alpha: float) -> dict[str, Reading | None]:
     """One cell by every method."""
     z, clusters = found.difference, found.clusters
     return {
@@ -101,19 +100,19 @@ def readings(found: Sides, margin: float, alpha: float) -> dict[str, Reading | N
     }
 
 
-def _of_effect(e: Effect, margin: float, values: Array | None = None, clusters: Codes | None = None) -> Reading:
+def _of_effect(e: Effect, margin: float, values: Array | None = None, clusters: _Codes | None = None) -> Reading:
     within, below = e.lower > -margin, e.upper < 0
     return Reading(e.estimate, e.low, e.high, within, below, e.pvalue_drop, e.n_clusters, values, clusters)
 
 
-def _of_signs(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+def _of_signs(z: Array, clusters: _Codes, margin: float, alpha: float) -> Reading:
     """No interval: a drop is tested against 0, and non-inferiority by the same test of z + margin."""
     drop = sign_flip(z, clusters)
     within = sign_flip(-(z + margin), clusters).pvalue_drop < alpha
     return Reading(drop.estimate, None, None, within, drop.pvalue_drop < alpha, drop.pvalue_drop, drop.n_clusters)
 
 
-def _of_scored(found: Sides, margin: float, alpha: float) -> Reading | None:
+def _of_scored(found: BothSides, margin: float, alpha: float) -> Reading | None:
     kept, reference, candidate = scored(found)
     z, clusters = candidate - reference, found.clusters[kept]
     if len(np.unique(clusters)) < FEWEST_CLUSTERS:
@@ -123,7 +122,7 @@ def _of_scored(found: Sides, margin: float, alpha: float) -> Reading | None:
     return _of_effect(effect, margin) if same else _of_effect(effect, margin, z, clusters)
 
 
-def scored(found: Sides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
+def scored(found: BothSides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
     """The items with a scored sample on both sides, and both sides' means over scored samples alone."""
     shares = [1 - (found.reference_best - found.reference), 1 - (found.candidate_best - found.candidate)]
     kept = (shares[0] > 0) & (shares[1] > 0)
@@ -131,7 +130,7 @@ def scored(found: Sides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
     return kept, np.clip(reference, 0, 1), np.clip(candidate, 0, 1)
 
 
-def _of_cluster_means(z: Array, clusters: Codes, margin: float, alpha: float) -> Reading:
+def _of_cluster_means(z: Array, clusters: _Codes, margin: float, alpha: float) -> Reading:
     """Every template one value: where sizes differ, large templates no longer speak louder."""
     _, codes = np.unique(clusters, return_inverse=True)
     means = np.bincount(codes, weights=z) / np.bincount(codes)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+_Floats = npt.NDArray[np.float32]
 
 
 class BrokenTemplates(NamedTuple):
@@ -33,7 +33,7 @@ class BrokenTemplates(NamedTuple):
         """The share of answers that differ, exactly."""
         return self.broken + (1 - self.broken) * self.background
 
-    def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
+    def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> _Floats:
         """Item differences [simulations, N] in order of cluster."""
         lost = np.repeat(rng.random((simulations, len(counts))) < self.broken, counts, axis=1)
         flips = np.zeros(lost.shape, dtype=np.float32)

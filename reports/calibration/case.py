@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 NOT_ASKED = "not asked"
-Rates = dict[str, float]  # share of a case's simulations in which something happened
+CaseRates = dict[str, float]  # share of a case's simulations in which something happened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Case(ABC):
         """All that matters."""
 
     @abstractmethod
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         """Simulate."""
 
     def repeated(self, times: int) -> Self:
@@ -32,11 +32,11 @@ class Case(ABC):
         return replace(self, simulations=times * self.simulations)
 
 
-class Outcome(NamedTuple):
+class Simulated(NamedTuple):
     """A simulated case."""
 
     case: Case
-    rates: Rates
+    rates: CaseRates
     seconds: float  # of a core, whatever else ran beside
 
 
@@ -94,7 +94,7 @@ class Figure:
         return self.low - self.slack <= self.value <= self.high + self.slack
 
 
-def at_most(row: int, what: str, outcomes: Sequence[Outcome], key: str, bound: float, *, scale: Scale) -> Figure:
+def at_most(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound: float, *, scale: Scale) -> Figure:
     """The largest rate of any case; none may exceed ``bound``."""
     asked = "exactly 0" if bound == 0 else f"<= {bound:g}"
     return _figure(
@@ -102,26 +102,26 @@ def at_most(row: int, what: str, outcomes: Sequence[Outcome], key: str, bound: f
     )
 
 
-def at_least(row: int, what: str, outcomes: Sequence[Outcome], key: str, bound: float, *, scale: Scale) -> Figure:
+def at_least(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound: float, *, scale: Scale) -> Figure:
     """The smallest rate of any case; none may fall short of ``bound``."""
     slack = _slack(bound, outcomes[0].case.simulations, scale)
     return _figure(row, what, f">= {bound:g}", outcomes, key, (bound, 1.0), _smallest, slack)
 
 
 def mean_between(
-    row: int, what: str, outcomes: Sequence[Outcome], key: str, bounds: tuple[float, float], *, scale: Scale
+    row: int, what: str, outcomes: Sequence[Simulated], key: str, bounds: tuple[float, float], *, scale: Scale
 ) -> Figure:
     """The mean rate over the cases."""
     slack = _slack(bounds[1], sum(o.case.simulations for o in outcomes), scale)
     return _figure(row, what, f"{bounds[0]:g} to {bounds[1]:g}", outcomes, key, bounds, None, slack)
 
 
-def reported(row: int, what: str, outcomes: Sequence[Outcome], key: str) -> Figure:
+def reported(row: int, what: str, outcomes: Sequence[Simulated], key: str) -> Figure:
     """The largest rate of any case, where nothing was asked: what lies beyond the acceptance table."""
     return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), _largest, 0.0)
 
 
-def confirmed(figure: Figure, again: Mapping[str, Outcome]) -> Figure:
+def confirmed(figure: Figure, again: Mapping[str, Simulated]) -> Figure:
     """The figure from its leaders alone, simulated ``again`` (by name); as it is where they were not."""
     outcomes = [again[case.name] for case in figure.leaders if case.name in again]
     if not outcomes:
@@ -151,7 +151,7 @@ def _figure(
     row: int,
     what: str,
     asked: str,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[Simulated],
     key: str,
     bounds: tuple[float, float],
     order: Callable[[Sequence[float]], list[int]] | None,

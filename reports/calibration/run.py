@@ -9,13 +9,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing import get_context
 
-from reports.calibration.case import Case, Outcome
+from reports.calibration.case import Case, Simulated
 
 Progress = Callable[[int, str], None]  # cases finished, name of the last
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progress) -> list[Outcome]:
+def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progress) -> list[Simulated]:
     """The outcomes in the order of the cases."""
     if workers == 1:
         outcomes = []
@@ -27,7 +27,7 @@ def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progre
         return _collect(pool, cases, seed, progress)
 
 
-def _collect(pool: ProcessPoolExecutor, cases: Sequence[Case], seed: int, progress: Progress) -> list[Outcome]:
+def _collect(pool: ProcessPoolExecutor, cases: Sequence[Case], seed: int, progress: Progress) -> list[Simulated]:
     futures = {pool.submit(_outcome, case, seed): number for number, case in enumerate(cases)}
     try:
         for done, future in enumerate(as_completed(futures), start=1):
@@ -38,10 +38,10 @@ def _collect(pool: ProcessPoolExecutor, cases: Sequence[Case], seed: int, progre
     return [future.result() for future in futures]
 
 
-def _outcome(case: Case, seed: int) -> Outcome:
+def _outcome(case: Case, seed: int) -> Simulated:
     started = time.process_time()
     rates = case.rates(seed)
-    return Outcome(case, rates, time.process_time() - started)
+    return Simulated(case, rates, time.process_time() - started)
 
 
 @contextmanager

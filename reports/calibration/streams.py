@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 500  # simulations that share one draw of cluster sizes, and an array
+_BLOCK = 500  # simulations that share one draw of cluster sizes, and an array
 
 
 class Block(NamedTuple):
@@ -22,10 +22,10 @@ class Block(NamedTuple):
 
 def blocks(name: str, *, seed: int, simulations: int, clusters: int, items: int, even: bool = False) -> Iterator[Block]:
     """The blocks of a case: clusters of ``items`` each if ``even``, else of sizes drawn anew for each block."""
-    for number, first in enumerate(range(0, simulations, BLOCK)):
+    for number, first in enumerate(range(0, simulations, _BLOCK)):
         rng = generator(seed, name, number)
         counts = np.full(clusters, items) if even else cluster_sizes(rng, clusters, items)
-        yield Block(rng, min(BLOCK, simulations - first), counts)
+        yield Block(rng, min(_BLOCK, simulations - first), counts)
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from reports.calibration.case import NOT_ASKED, Case, Figure, Outcome, Scale, confirmed
+from reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
 from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.run import Progress, simulate
 from reports.calibration.sources import source_hashes
@@ -20,7 +20,7 @@ class Check(NamedTuple):
     """What to simulate and how to sum it up; ``confirms`` where ten times the draws are a matter of seconds."""
 
     cases: Callable[[Scale], Sequence[Case]]
-    figures: Callable[[Sequence[Outcome], Scale], list[Figure]]
+    figures: Callable[[Sequence[Simulated], Scale], list[Figure]]
     confirms: bool
 
 

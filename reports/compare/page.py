@@ -10,7 +10,7 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import churn
+from reports.page.about import churn_share
 from reports.page.advice import note
 from reports.page.page import Banner, Page, Section
 from reports.page.plain import drift, percent, points, pvalue
@@ -21,7 +21,7 @@ from reports.records.readers.base import Log
 from reports.stats.blindspot import blind_spot
 from reports.stats.kappa import Kappa
 
-FILES = ("compare.html", "compare.md", "compare.json")
+_FILES = ("compare.html", "compare.md", "compare.json")
 
 
 def comparison_banner(compared: Compared) -> Banner:
@@ -44,7 +44,7 @@ def _about(compared: Compared, d: Decision) -> str:
     return inline(
         f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
         f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, churn "
-        f"{churn(compared.findings, d)}."
+        f"{churn_share(compared.findings, d)}."
     )
 
 
@@ -74,7 +74,7 @@ def _cell(compared: Compared, d: Decision) -> str:
     return f"{d.suite}{length}, {compared.metric}"
 
 
-def cells(compared: Compared) -> Table:
+def comparison_table(compared: Compared) -> Table:
     """One row per suite and length."""
     headers = ["suite", "verdict", "rates", "drift, 95 % interval", "one-sided bounds, margin", "items / templates"]
     headers += ["lost / gained", "deff", "p (family)", "note"]
@@ -136,7 +136,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             "Gate",
             "Each row is candidate minus reference on the same items: below zero is worse, and PASS needs the lower "
             "bound above minus the margin. All rows must pass.",
-            tables=(cells(compared),),
+            tables=(comparison_table(compared),),
             notes=(
                 "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. "
                 "Repeats of an item are averaged inside it first; unscored answers count as 0.",
@@ -198,7 +198,7 @@ def pages(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
         markdown.render(page),
         json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n",
     )
-    return dict(zip(FILES, texts, strict=True))
+    return dict(zip(_FILES, texts, strict=True))
 
 
 def comparison_page(compared: Compared, two: TwoJudges | None = None) -> Page:

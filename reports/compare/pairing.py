@@ -19,7 +19,7 @@ from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
-KEY = ["suite", "context", "seed", "item", "sample"]
+_KEY = ["suite", "context", "seed", "item", "sample"]
 _SHOWN = 3  # names that a reason spells out
 
 
@@ -72,7 +72,7 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     tables, said = _clustered(tables, own_clusters=own_clusters)
     for log, table in zip((a, b), tables, strict=True):
         reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
-    tables = [table.drop_duplicates(KEY) for table in tables]
+    tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
     both = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
     if lower_is_better:
@@ -148,7 +148,7 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
     homeless = int(table["cluster"].isna().sum())
     if homeless:
         yield Reason("CLUSTER_IDS", f"{log.path.name}: {homeless} of {len(table)} rows have no cluster")
-    twice = table.duplicated(KEY)
+    twice = table.duplicated(_KEY)
     if twice.any():
         lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
         yield Reason(

@@ -13,7 +13,7 @@ from audit.core.policy_names import match_policies, short_names
 from audit.core.spec import BASE_ARM, RunSpec
 
 
-class Unit(NamedTuple):
+class PlannedUnit(NamedTuple):
     """One checkpoint under one policy on one suite at one length, with the rows (items x samples) it must have."""
 
     arm: str
@@ -44,7 +44,7 @@ class Comparison:
     capability: tuple[str, ...]  # the suites that measure it
     train_policy: str | None
     labels: dict[str, str]  # canonical policy -> short name
-    planned: tuple[Unit, ...]  # that the spec asks for
+    planned: tuple[PlannedUnit, ...]  # that the spec asks for
 
     @property
     def base(self) -> str:
@@ -83,13 +83,13 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     )
 
 
-def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[Unit]:
+def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
     """The grid of the spec."""
     grid = spec.evaluate
     asked = match_policies(grid.policies, policies)
     for suite, part in grid.suites.items():
         for (arm, seed), policy, context in product(spec.arms, asked, grid.context_tokens):
-            yield Unit(arm, seed, policy, suite, context, part.items * grid.samples)
+            yield PlannedUnit(arm, seed, policy, suite, context, part.items * grid.samples)
 
 
 def _recorded_seeds(records: pd.DataFrame, reference: str) -> tuple[int, ...]:

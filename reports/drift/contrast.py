@@ -17,12 +17,12 @@ from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
 from reports.stats.floor import rate_lower
 from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
+from reports.stats.signflip import FEWEST_CLUSTERS
 from reports.stats.tango import ess_tango
 
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
 SeedPair = tuple[int, int]  # candidate seed, reference seed
-FEWEST_CLUSTERS = 6  # below, a sign-flip test cannot reach 5 %
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 
 

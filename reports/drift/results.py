@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from reports.drift.comparison import Comparison
 from reports.stats.effect import Effect
+from reports.stats.judge_error import JudgeError
 
 
 @dataclass(frozen=True)
@@ -72,25 +73,6 @@ class ClusterSums:
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A share with its Clopper-Pearson interval; ``estimate`` is None without trials."""
-
-    estimate: float | None
-    low: float
-    high: float
-    successes: int
-    trials: int
-
-
-@dataclass(frozen=True)
-class JudgeRates:
-    """The judge's sensitivity and specificity in one arm of a cell."""
-
-    sensitivity: Rate
-    specificity: Rate
-
-
-@dataclass(frozen=True)
 class People:
     """What human labels of a cell's answers say of the judge.
 
@@ -102,8 +84,8 @@ class People:
     pairs: int
     discordant: int
     concordant: int
-    reference: JudgeRates
-    candidate: JudgeRates
+    reference: JudgeError
+    candidate: JudgeError
     bias: float | None
     bias_upper: float
 

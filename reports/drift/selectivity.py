@@ -21,7 +21,7 @@ from reports.stats.mover import mover
 from reports.stats.signflip import flip_moments
 
 SELECTIVITY = "selectivity"
-SOURCE = "Zou & Donner 2008 over ESS-Tango"
+_SOURCE = "Zou & Donner 2008 over ESS-Tango"
 
 
 class _Spread(NamedTuple):
@@ -92,7 +92,7 @@ def _effect(parts: Sequence[tuple[float, Contrast]], spread: _Spread, alpha: flo
         pvalue=min(1.0, 2 * min(below, 1 - below)),
         pvalue_drop=below,
         method="MOVER",
-        source=SOURCE,
+        source=_SOURCE,
         n_items=min(e.n_items for _, e in known),
         n_clusters=min(e.n_clusters for _, e in known),
         df=spread.df,

@@ -34,10 +34,10 @@ from reports.stats.signflip import (
 Array = npt.NDArray[np.float64]
 Patterns = Mapping[str, Array]  # suite -> signs [B, C]
 Places = Mapping[str, Mapping[str, int]]  # suite -> template -> column of its signs
-DRAWS = 9999
+_DRAWS = 9999
 MAX_T, HOLM = "max-T", "Holm"
 NO_SUMS = "the item differences of a cell are not at hand"
-FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
+_FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class Row(NamedTuple):
@@ -67,7 +67,7 @@ _Test = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
-class Family:
+class TestFamily:
     """Adjusted one-sided p-values of the rows, 1 where a row has no number, by ``method`` and by Holm beside it.
 
     ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest p-value it can reach.
@@ -80,16 +80,16 @@ class Family:
     floor: float
 
 
-def joint_family(rows: Sequence[Row]) -> Family:
+def joint_family(rows: Sequence[Row]) -> TestFamily:
     """The family of the checkpoints at hand."""
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     known = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in known])
     if reason or not known:
-        return Family(by_holm, by_holm, HOLM, reason, 0.0)
+        return TestFamily(by_holm, by_holm, HOLM, reason, 0.0)
     flips = _flips(tuple(_test(rows[i]) for i in known))
     adjusted = dict(zip(known, flips.pvalues, strict=True))
-    return Family(tuple(adjusted.get(i, 1.0) for i in range(len(rows))), by_holm, MAX_T, "", flips.floor)
+    return TestFamily(tuple(adjusted.get(i, 1.0) for i in range(len(rows))), by_holm, MAX_T, "", flips.floor)
 
 
 def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
@@ -109,7 +109,7 @@ def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
 def _reason_for_holm(rows: Sequence[Row]) -> str:
     if not all(row.contrast.sums for row in rows):
         return NO_SUMS
-    return FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
+    return _FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
 
 
 def _test(row: Row) -> _Test:
@@ -153,12 +153,12 @@ def _alike(tests: Sequence[_Test]) -> list[list[int]]:
 def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Array]]:
     """Blocks of sign patterns of every suite."""
     if exact:
-        yield {suite: signs(clusters, DRAWS, 0).patterns for suite, clusters in sizes.items()}
+        yield {suite: signs(clusters, _DRAWS, 0).patterns for suite, clusters in sizes.items()}
         return
     streams = {suite: np.random.default_rng([0, i]) for i, suite in enumerate(sizes)}
     rows = max(1, BLOCK // sum(sizes.values()))
-    for start in range(0, DRAWS, rows):
-        size = min(rows, DRAWS - start)
+    for start in range(0, _DRAWS, rows):
+        size = min(rows, _DRAWS - start)
         yield {suite: random_signs(rng, size, sizes[suite]) for suite, rng in streams.items()}
 
 

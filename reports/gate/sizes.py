@@ -16,7 +16,7 @@ from reports.stats.blindspot import blind_spot, clusters_required
 
 DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
 DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1
-ARMS = 2  # reference and candidate
+_ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
 _MOST = 10**12  # items; beyond, a size says nothing
 
@@ -37,7 +37,7 @@ class Design:
     samples: int = 1
     sampling_share: float = DEFAULT_SAMPLING_SHARE
     policies: int = 1
-    arms: int = ARMS
+    arms: int = _ARMS
     correlation: float = DEFAULT_CORRELATION
     drift: float = 0.0
     alpha: float = 0.05

@@ -24,8 +24,8 @@ from audit.core.spec import CODES, CONTRASTS
 from audit.core.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
 from reports.drift.comparison import Comparison
 
-KEYS = ("who", "why", "expires", "status", "cells")
-SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
+WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
+WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
 WAIVABLE = ("FAIL", "INCONCLUSIVE")
 LONGEST = timedelta(days=366)  # a waiver that never ends is no waiver
 
@@ -46,7 +46,7 @@ class Waiver:
 
     def covers(self, status: str, place: Mapping[str, Any]) -> bool:
         """Whether a cell with this status, named by its selectors, is let through."""
-        wanted = {name: getattr(self, name) for name in SELECTORS}
+        wanted = {name: getattr(self, name) for name in WAIVER_SELECTORS}
         return status in self.status and all(place[k] == v for k, v in wanted.items() if v is not None)
 
 
@@ -73,8 +73,8 @@ def waivers_of(file: YamlFile, comparison: Comparison, today: date) -> tuple[Wai
 
 def _waiver(row: Any, where: str, comparison: Comparison, today: date) -> Waiver:
     if not isinstance(row, Mapping):
-        raise SpecError(f"{where} is {shown(row)}, wanted a mapping with {', '.join(KEYS)}")
-    known_keys(row, KEYS, where)
+        raise SpecError(f"{where} is {shown(row)}, wanted a mapping with {', '.join(WAIVER_KEYS)}")
+    known_keys(row, WAIVER_KEYS, where)
     expires = _date(row.get("expires"), where)
     who, why = (_text(row.get(key), f"{where}: {key}") for key in ("who", "why"))
     if expires > today + LONGEST:
@@ -119,8 +119,8 @@ def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]:
     if not isinstance(cells, Mapping) or not cells:
-        raise SpecError(f"{where}: cells is {shown(cells)}, wanted at least one of {', '.join(SELECTORS)}")
-    known_keys(cells, SELECTORS, f"cells of {where}")
+        raise SpecError(f"{where}: cells is {shown(cells)}, wanted at least one of {', '.join(WAIVER_SELECTORS)}")
+    known_keys(cells, WAIVER_SELECTORS, f"cells of {where}")
     known: dict[str, Sequence[Any]] = {
         "suite": comparison.suites,
         "arm": comparison.arms,

@@ -9,7 +9,7 @@ from audit.core.errors import DataError
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, texts_of
 from reports.labels.sheet import Shown, row_names, text_hash
 from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path
-from reports.labels.stored import FILE, REMEDY, CellLabels, CellName, Labels, load_labels
+from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, LabelKey, Labels, load_labels
 from reports.records.load import RunData
 
 
@@ -67,7 +67,7 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
         )
 
 
-def _gated(answers: Mapping[CellName, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+def _gated(answers: Mapping[LabelKey, PairedAnswers], cell: KeyCell) -> PairedAnswers:
     name = (cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens)
     if name not in answers:
         where = f"{cell.arm}, {cell.suite}"[:120]
@@ -85,7 +85,7 @@ def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) ->
     ]
     new, before = {cell.name for cell in cells}, load_labels(run)
     if before is not None and (before.records, before.reference) != (key.records, reference):
-        raise DataError(f"{str(run / 'report' / FILE)!r} is about other records; {REMEDY}")
+        raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
     kept = [cell for cell in before.cells if cell.name not in new] if before else []
     return Labels(key.records, reference, (*kept, *cells))
 

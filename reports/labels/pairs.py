@@ -22,17 +22,17 @@ from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Contrast
-from reports.labels.sheet import Shown, shown
-from reports.labels.stored import CellName
+from reports.labels.sheet import Shown, shown_answer
+from reports.labels.stored import LabelKey
 from reports.records.load import RunData
 from reports.records.panel import CellKey
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
-SELECTORS = ("estimand", "arm", "policy", "suite", "context")
+_SELECTORS = ("estimand", "arm", "policy", "suite", "context")
 DESIRED = 0.5  # a score from here on is the judge's label 1
 DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
 _MATCH = ["item_id", "sample_index"]
-Labels = npt.NDArray[np.int64]
+_Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
 Place = tuple[str, int]  # file and line of a record
 
@@ -43,11 +43,11 @@ class PairedAnswers:
 
     contrast: Contrast
     items: npt.NDArray[np.object_]
-    samples: Labels
-    seeds: tuple[Labels, Labels]  # candidate, reference
+    samples: _Labels
+    seeds: tuple[_Labels, _Labels]  # candidate, reference
     clusters: npt.NDArray[np.object_]
-    candidate: Labels
-    reference: Labels
+    candidate: _Labels
+    reference: _Labels
     candidate_places: tuple[Place, ...]
     reference_places: tuple[Place, ...]
 
@@ -69,7 +69,7 @@ def paired_answers(
     return [pairs_of(data, comparison, c) for c in wanted]
 
 
-def cell_name(c: Contrast) -> CellName:
+def cell_name(c: Contrast) -> LabelKey:
     """What a contrast and the labels of its answers share."""
     return c.estimand, c.arm, c.policy, c.suite, c.context_tokens
 
@@ -85,8 +85,8 @@ def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswer
 
 
 def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
-    if key not in SELECTORS:
-        raise UnknownName("selector", key, SELECTORS)
+    if key not in _SELECTORS:
+        raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
     known = sorted({str(getattr(c, field)) for c in contrasts})
     meant = match_policies([value], known)[0] if key == "policy" else CONTRASTS.get(value, value)
@@ -145,7 +145,7 @@ def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> d
     suites = {
         place: pairs.contrast.suite for pairs, indices in found for pair in places(pairs, indices) for place in pair
     }
-    return {place: shown(suites[place], text) for place, text in data.transcripts(suites).items()}
+    return {place: shown_answer(suites[place], text) for place, text in data.transcripts(suites).items()}
 
 
 def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[Place, Place]]:

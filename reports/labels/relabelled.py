@@ -14,18 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
-from reports.drift.results import Contrast, Drift, JudgeRates, People, Rate
+from reports.drift.results import Contrast, Drift, People
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
 from reports.labels.sheet import text_hash
-from reports.labels.stored import FILE, REMEDY, CellLabels, load_labels
+from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, load_labels
 from reports.labels.stored import Labels as StoredLabels
 from reports.records.load import RunData
 from reports.stats.adjudication import adjudicated
-from reports.stats.binomial import Proportion
 from reports.stats.effect import Effect
-from reports.stats.judge_error import JudgeError, differential_bias, judge_error
+from reports.stats.judge_error import differential_bias, judge_error
 
-Labels = npt.NDArray[np.float64]
+_Labels = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class HumanLabels:
     """A cell's pairs [M] and the labels of the chosen ones, NaN where nobody looked."""
 
     pairs: PairedAnswers
-    candidate: Labels
-    reference: Labels
+    candidate: _Labels
+    reference: _Labels
     seed: int
 
 
@@ -47,7 +46,7 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
     if stored is None:
         return drift
     if stored.records != digest(data.records):
-        raise DataError(f"{FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
+        raise DataError(f"{LABELS_FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
     return drift if stored.reference != drift.comparison.reference else relabelled(data, drift, stored)
 
 
@@ -75,7 +74,8 @@ def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: 
     shown = {text for side in sides for text in side}
     if shown != set(cell.labels):
         raise DataError(
-            f"{FILE} holds labels of other answers than the pairs of {cell.arm[:80]}, {cell.suite[:80]}; {REMEDY}"
+            f"{LABELS_FILE} holds labels of other answers than the pairs of {cell.arm[:80]}, {cell.suite[:80]}; "
+            f"{REMEDY}"
         )
     candidate, reference = (np.full(len(pairs.items), np.nan) for _ in range(2))
     for column, side in zip((candidate, reference), sides, strict=False):
@@ -107,8 +107,8 @@ def _people(h: HumanLabels) -> People:
         pairs=len(h.pairs.items),
         discordant=int(h.pairs.discordant.sum()),
         concordant=int((~np.isnan(h.candidate) & ~h.pairs.discordant).sum()),
-        reference=_rates(errors["reference"]),
-        candidate=_rates(errors["candidate"]),
+        reference=errors["reference"],
+        candidate=errors["candidate"],
         bias=gap.bound,
         bias_upper=gap.upper,
     )
@@ -121,11 +121,3 @@ def random_sample(h: HumanLabels, seed: int) -> Indices:
     share = len(drawn) / alike if alike else 1.0
     kept = np.random.default_rng([seed, len(apart), int(apart.sum())]).random(len(apart)) < share
     return np.sort(np.concatenate([drawn, np.flatnonzero(apart & kept)]))
-
-
-def _rates(error: JudgeError) -> JudgeRates:
-    return JudgeRates(_rate(error.sensitivity), _rate(error.specificity))
-
-
-def _rate(p: Proportion) -> Rate:
-    return Rate(p.estimate, p.low, p.high, p.successes, p.trials)

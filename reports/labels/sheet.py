@@ -41,7 +41,7 @@ class Shown:
     answer: str
 
 
-def shown(suite: str, transcript: Sequence[Message]) -> Shown:
+def shown_answer(suite: str, transcript: Sequence[Message]) -> Shown:
     """A transcript as text: all that came before the last answer, and that answer."""
     last = max((i for i, m in enumerate(transcript) if m.role is Role.ASSISTANT), default=len(transcript))
     before = "\n\n".join(f"[{m.role.value}] {m.content}" for m in transcript[:last])
@@ -49,7 +49,7 @@ def shown(suite: str, transcript: Sequence[Message]) -> Shown:
     return Shown(suite, clip(before, CHARACTERS), clip("\n\n".join(rest), CHARACTERS))
 
 
-def safe(text: str) -> str:
+def inert(text: str) -> str:
     """Text that a spreadsheet shows and does not run: control characters visible, no leading sign of a formula."""
     plain = visible(text)
     # a spreadsheet may read the full-width forms of these signs as the signs themselves
@@ -73,7 +73,7 @@ def render_sheet(rows: Mapping[str, Shown]) -> str:
 
 
 def _cells(row: Shown) -> list[str]:
-    return [safe(text) for text in (row.suite, row.conversation, row.answer)]
+    return [inert(text) for text in (row.suite, row.conversation, row.answer)]
 
 
 def text_hash(row: Shown) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from audit.core.errors import DataError
 
-FORMAT = 1
+KEY_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Key:
     concordant: int
     rows: Mapping[str, str]
     cells: tuple[KeyCell, ...]
-    format: int = FORMAT
+    format: int = KEY_FORMAT
 
 
 def key_path(sheet: Path) -> Path:
@@ -73,8 +73,8 @@ def read_key(sheet: Path) -> Key:
 
 
 def _key(value: Any) -> Key:
-    if value["format"] != FORMAT:
-        raise ValueError(f"format {value['format']!r}, wanted {FORMAT}")
+    if value["format"] != KEY_FORMAT:
+        raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
         pairs = tuple(KeyPair(**_typed(pair, KeyPair)) for pair in cell["pairs"])

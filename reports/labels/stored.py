@@ -15,10 +15,10 @@ from typing import Any
 
 from audit.core.errors import DataError
 
-FORMAT = 2
-FILE = "adjudication.json"
+LABELS_FORMAT = 2
+LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
-CellName = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
+LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CellLabels:
     labels: Mapping[str, int]
 
     @property
-    def name(self) -> CellName:
+    def name(self) -> LabelKey:
         """What makes two cells the same."""
         return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
@@ -47,10 +47,10 @@ class Labels:
     records: str
     reference: str
     cells: tuple[CellLabels, ...]
-    format: int = FORMAT
+    format: int = LABELS_FORMAT
 
 
-def render(labels: Labels) -> str:
+def render_labels(labels: Labels) -> str:
     """As JSON with its own sha256, for the run folder."""
     body = asdict(labels)
     return json.dumps({**body, "sha256": _digest(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
@@ -58,7 +58,7 @@ def render(labels: Labels) -> str:
 
 def load_labels(run: Path) -> Labels | None:
     """The labels stored in a run folder, None where there are none; raises DataError for a broken or edited file."""
-    path = run / "report" / FILE
+    path = run / "report" / LABELS_FILE
     if not path.exists():
         return None
     try:
@@ -69,8 +69,8 @@ def load_labels(run: Path) -> Labels | None:
 
 
 def _parsed(value: Any) -> Labels:
-    if value["format"] != FORMAT:
-        raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {FORMAT}")
+    if value["format"] != LABELS_FORMAT:
+        raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
     if _digest(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")

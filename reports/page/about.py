@@ -32,7 +32,7 @@ def about(findings: Findings, d: Decision) -> str:
         deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
     return inline(
         f"{named(findings, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % "
-        f"interval, {effect.n_items} items in {effect.n_clusters} templates, churn {churn(findings, d)}. "
+        f"interval, {effect.n_items} items in {effect.n_clusters} templates, churn {churn_share(findings, d)}. "
         f"{deciding}"
     )
 
@@ -62,7 +62,7 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     return [inline(line) for line in lines]
 
 
-def churn(findings: Findings, d: Decision) -> str:
+def churn_share(findings: Findings, d: Decision) -> str:
     """E7 of a decision's cell, of the worst policy's for E3: the share of answers that are not the reference's."""
     place = (d.arm, d.policy, d.suite, d.context_tokens)
     here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]

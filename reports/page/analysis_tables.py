@@ -13,14 +13,14 @@ FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone
 MOST_TIMES = 1e6  # beyond, a ratio to the floor is a power of ten
 
 
-def cell_name(findings: Findings, name: CellName) -> str:
+def place_name(findings: Findings, name: CellName) -> str:
     """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
     end = " end to end" if name.estimand == "E2" else ""
     where = f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {name.suite}"
     return where if len(findings.comparison.contexts) == 1 else f"{where}, {name.context_tokens}"
 
 
-def safe(findings: Findings, axis: str) -> Table:
+def safe_table(findings: Findings, axis: str) -> Table:
     """Arm and family by suite: the last budget (or length) that was cleared, and the first that was not."""
     found = [s for s in findings.analysis.safe if s.axis == axis]
     columns = list(dict.fromkeys((s.suite, s.context_tokens) for s in found))
@@ -64,12 +64,12 @@ def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
     return [c.arm, c.family, suite, rates, own, drift(c.against_reference) if c.against_reference else "-"]
 
 
-def churn(findings: Findings) -> Table:
+def churn_table(findings: Findings) -> Table:
     """Net drift beside what moved."""
     headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", "one draw against one", "two draws of one arm"]
     rows = [
         [
-            cell_name(findings, c.cell),
+            place_name(findings, c.cell),
             points(c.drift),
             f"{100 * c.losses:.1f}",
             f"{100 * c.gains:.1f}",
@@ -82,13 +82,13 @@ def churn(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def concentration(findings: Findings) -> Table:
+def concentration_table(findings: Findings) -> Table:
     """Where the losses of every cell sit, the most concentrated loss first."""
     found = sorted(findings.analysis.concentration, key=lambda c: -c.losses)
     headers = ["cell", "items lost", "templates that lost", "carry half", "Gini", "worst template", "its share"]
     rows = [
         [
-            cell_name(findings, c.cell),
+            place_name(findings, c.cell),
             f"{c.losses:.3g}",
             f"{c.n_losing} of {c.n_templates}",
             str(c.carrying_half),
@@ -110,7 +110,7 @@ def losing_items(findings: Findings) -> Table:
     worst = [(max(losses, key=lambda entry: entry[0].loss), len(losses)) for losses in found.values()]
     worst.sort(key=lambda entry: (-entry[0][0].loss, -entry[1], entry[0][0].item_id))
     rows = [
-        [item.item_id, item.template, cell_name(findings, cell), points(-item.loss), str(count)]
+        [item.item_id, item.template, place_name(findings, cell), points(-item.loss), str(count)]
         for (item, cell), count in worst[:MOST_ROWS]
     ]
     return table_of(["item", "template", "lost most by", "change, pp", "cells that lost it"], rows, words=3)
@@ -120,7 +120,7 @@ def concentration_notes(findings: Findings) -> tuple[str, ...]:
     """The templates that carry more than half of a cell's losses, named; not where next to nothing was lost."""
     return tuple(
         inline(
-            f"{cell_name(findings, c.cell)}: more than half of the losses sit in one template, "
+            f"{place_name(findings, c.cell)}: more than half of the losses sit in one template, "
             f"{clip(c.dominant[0], 80)}."
         )
         for c in findings.analysis.concentration
@@ -137,7 +137,7 @@ def seed_spread(findings: Findings) -> Table:
         each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
         sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
         recipe = drift(c.recipe) if c.recipe else "recipe claim not supported"
-        rows.append([cell_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", sd, recipe])
+        rows.append([place_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", sd, recipe])
     headers = ["cell", "drift by seed, pp", "averaged", "SD over seeds, 95 % interval", "with seed variance"]
     return table_of(headers, rows)
 
@@ -146,7 +146,7 @@ def reach(findings: Findings) -> Table:
     """The smallest drop each gated cell would have found, against its margin."""
     rows = [
         [
-            cell_name(findings, r.cell),
+            place_name(findings, r.cell),
             str(r.n_clusters),
             f"{100 * r.margin:g}",
             f"{100 * r.detectable:.1f}",
@@ -173,14 +173,14 @@ def methods(findings: Findings) -> Table:
     return table_of(["analysis", "verdict", "against the declared one", "cells that differ"], rows, words=3)
 
 
-def sensitivity(findings: Findings) -> Table:
+def sensitivity_table(findings: Findings) -> Table:
     """Every gated cell under every method: verdict, with the interval or the p-value of a drop."""
     cells = findings.analysis.sensitivity
     names = [v.method for v in cells[0].variants] if cells else []
     rows = []
     for c in cells:
         declared = c.variants[0].status.rstrip("*")
-        row = [cell_name(findings, c.cell)]
+        row = [place_name(findings, c.cell)]
         for v in c.variants:
             mark = "" if v.status.rstrip("*") == declared else " (differs)"
             row.append(f"{v.status}{mark} {_numbers(v.estimate, v.low, v.high, v.pvalue_drop)}")

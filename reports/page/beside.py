@@ -24,7 +24,7 @@ def dose_sections(findings: Findings) -> list[Section]:
             f"Safe {' and '.join(axes) or 'budget'}",
             f"The {' and the '.join(SAFE[axis] for axis in axes)} at which an arm is non-inferior within its margin to "
             "the uncompressed reference.",
-            tables=(tables.safe(findings, "budget"), tables.safe(findings, "length")),
+            tables=(tables.safe_table(findings, "budget"), tables.safe_table(findings, "length")),
             notes=(
                 "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
                 "full level, until the first that does not pass; later ones are not tested. FLOOR: the reference "
@@ -58,7 +58,7 @@ def loss_sections(findings: Findings) -> list[Section]:
             "Churn",
             "Losses and gains cancel in a drift; this is what moved before they did.",
             figures=("churn",) if findings.analysis.churn else (),
-            tables=(tables.churn(findings),),
+            tables=(tables.churn_table(findings),),
             notes=(
                 "Lost, gained, churn: of answers against the reference's of the same pair of seeds. One draw against "
                 "one: the same over any two seeds; only what it has beyond two draws of one arm is change.",
@@ -72,7 +72,7 @@ def loss_sections(findings: Findings) -> list[Section]:
             "Where the losses sit",
             "Whether a drop is spread over templates or is a few templates that broke.",
             figures=("concentration",) if findings.analysis.concentration else (),
-            tables=(tables.concentration(findings), tables.losing_items(findings)),
+            tables=(tables.concentration_table(findings), tables.losing_items(findings)),
             notes=tables.concentration_notes(findings),
             folded=True,
         ),
@@ -172,7 +172,7 @@ def method_sections(findings: Findings) -> list[Section]:
             "methods",
             "Other ways to analyse",
             "Would another analysis of the same cells have said something else?",
-            tables=(tables.methods(findings), tables.sensitivity(findings)),
+            tables=(tables.methods(findings), tables.sensitivity_table(findings)),
             notes=notes if findings.analysis.methods else (),
             folded=not flips,
         ),

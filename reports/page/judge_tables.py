@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from audit.core.policy_names import short_names
-from reports.drift.results import Contrast, People, Rate
+from reports.drift.results import Contrast, People
 from reports.gate.guard import PASSED, guarded
 from reports.gate.verdict import JUDGE_DIFF, Decision, Status
 from reports.page.findings import Findings
 from reports.page.plain import drift, percent, points
 from reports.page.tables import Table, table_of
+from reports.stats.binomial import Proportion
 from reports.stats.effect import Effect
 
 _NAMED = 3  # cells that a sentence spells out
 
 
-class Labelled(NamedTuple):
+class LabelledCell(NamedTuple):
     """A decided cell whose answers people labelled, by a name for the reader."""
 
     name: str
@@ -35,7 +36,7 @@ class Labelled(NamedTuple):
         return Status.INCONCLUSIVE if held else self.judged
 
 
-def labelled_cells(findings: Findings) -> list[Labelled]:
+def labelled_cells(findings: Findings) -> list[LabelledCell]:
     """In the order of the contrasts."""
     decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in findings.verdict.decisions}
     found = [
@@ -47,10 +48,10 @@ def labelled_cells(findings: Findings) -> list[Labelled]:
     return [cell for c, d in found for cell in _labelled(c, d, labels[c.policy])]
 
 
-def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[Labelled]:
+def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
     if c.people and c.effect and c.judged and d.judged and d.margin:
         name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {c.context_tokens}"
-        yield Labelled(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
+        yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
 
 
 def cells_table(findings: Findings) -> Table:
@@ -60,7 +61,7 @@ def cells_table(findings: Findings) -> Table:
     return table_of(headers, [_row(cell) for cell in labelled_cells(findings)])
 
 
-def _row(cell: Labelled) -> list[str]:
+def _row(cell: LabelledCell) -> list[str]:
     people = cell.people
     bias = "-" if people.bias is None else f"{100 * people.bias:.1f}"
     return [
@@ -102,7 +103,7 @@ def panel_notes(findings: Findings) -> tuple[str, ...]:
     )
 
 
-def _rate(rate: Rate) -> str:
+def _rate(rate: Proportion) -> str:
     if rate.estimate is None:
         return "no label"
     return f"{percent(rate.estimate)} [{100 * rate.low:.1f}, {100 * rate.high:.1f}] of {rate.trials}"

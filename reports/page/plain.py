@@ -13,10 +13,10 @@ def points(value: float) -> str:
 
 def drift(effect: Effect) -> str:
     """-1.8 pp [-4.6, +0.9]."""
-    return drift_of(effect.estimate, effect.low, effect.high)
+    return _drift_of(effect.estimate, effect.low, effect.high)
 
 
-def drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
+def _drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
     """The same from three numbers, "no number" without them."""
     if estimate is None or low is None or high is None:
         return "no number"

@@ -60,7 +60,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             "decided",
             "What is decided",
             "One line per arm: its verdict, the verdict of each suite, and the cell that decides it.",
-            tables=(tables.decided(findings),),
+            tables=(tables.decided_table(findings),),
             notes=(
                 "PASS: non-inferior within the margin. PASS*: the same, with a detectable drop. FAIL: regression "
                 "detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no valid "
@@ -79,7 +79,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             "Gate",
             f"Each row is a {drift_of}: below zero is worse, and PASS needs the lower bound above minus the margin.",
             figures=("forest",),
-            tables=(tables.gate(findings, findings.verdict.decisions, gated=True),),
+            tables=(tables.gate_table(findings, findings.verdict.decisions, gated=True),),
             notes=tables.gate_notes(findings),
         ),
         Section(
@@ -87,7 +87,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             "Beside the gate",
             "The same cells against the reference served the other way: compressed like the candidate, or not at all, "
             "which is what a user of the compressed candidate notices. Not part of the verdict.",
-            tables=(tables.gate(findings, findings.verdict.decisions, gated=False),),
+            tables=(tables.gate_table(findings, findings.verdict.decisions, gated=False),),
             folded=True,
         ),
     ]

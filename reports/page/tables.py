@@ -37,7 +37,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int =
     return Table(tuple(headers), clean, words)
 
 
-def decided(findings: Findings) -> Table:
+def decided_table(findings: Findings) -> Table:
     """Arm, verdicts by suite and the deciding cell."""
     suites = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
     recipe = ["with seed variance"] if any(arm.recipe for arm in findings.verdict.arms) else []
@@ -97,7 +97,7 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
     return found
 
 
-def gate(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
+def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
     """One row per decision."""
     shown = [d for d in decisions if d.gated is gated]
     recipe = any(d.recipe for d in shown)

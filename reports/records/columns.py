@@ -18,7 +18,7 @@ COPIED = (
     *("seconds", "judge"),
 )
 _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
-WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
+_WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
 WHOLE = tuple(name for name in COPIED if _KINDS[name] == "int")
 REAL = (*(name for name in COPIED if _KINDS[name] == "float"), "score", *(f"survival_{role}" for role in ROLES))
 Array = npt.NDArray[Any]
@@ -35,14 +35,14 @@ class Columns:
     """The rows read so far; ``file`` and ``line`` say where each one stood."""
 
     def __init__(self) -> None:
-        self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*WORDS, "file")}
-        self._parts: dict[str, list[Array]] = {name: [] for name in (*WORDS, *WHOLE, *REAL, "file", "line")}
+        self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
+        self._parts: dict[str, list[Array]] = {name: [] for name in (*_WORDS, *WHOLE, *REAL, "file", "line")}
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
         """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score`` and ``survival_<role>``."""
         count = len(lines)
-        for name in WORDS:
+        for name in _WORDS:
             numbers = map(self._words[name].__getitem__, values[name])
             self._parts[name].append(np.fromiter(numbers, np.int32, count))
         for names, kind in ((WHOLE, np.int64), (REAL, np.float64)):

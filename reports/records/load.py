@@ -23,12 +23,12 @@ from audit.core.provenance import check_provenance
 from audit.core.records import Message, Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
-from audit.core.yaml_file import read_text
+from audit.core.yaml_file import one_line, read_text
 from reports.records.columns import Columns
 from reports.records.panel import Panel, panels
-from reports.records.rows import Problem, one_line, read_unit
+from reports.records.rows import Problem, read_unit
 
-KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
+_KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
 MOST_PROBLEMS = 1000  # that are named
 LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
 
@@ -180,7 +180,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.DataFrame:
-    again = frame.duplicated(KEY, keep="first")
+    again = frame.duplicated(_KEY, keep="first")
     for file, line in frame.loc[again, ["file", "line"]].itertuples(index=False):
         problems.append(Problem(str(file), int(line), "duplicate of an earlier record of the same item and sample"))
     return frame.loc[~again].reset_index(drop=True)

@@ -21,10 +21,11 @@ from typing import Any
 from audit.core.errors import DataError
 from audit.core.records import CONTRADICTED, FORMAT, Outcome, Record, Role
 from audit.core.text import is_text
+from audit.core.yaml_file import one_line
 from reports.records.columns import COPIED, ROLES, Columns
 
-BLOCK = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
-LARGEST = 2**62  # what a 64-bit column holds with room to sum
+BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
+_LARGEST = 2**62  # what a 64-bit column holds with room to sum
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 _SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
 _NAMES = tuple(f.name for f in fields(Record))
@@ -64,7 +65,7 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
 def _blocks(path: Path) -> Iterator[bytes]:
     """The file in whole lines, a block of them at a time."""
     with path.open("rb") as handle:
-        while block := handle.read(BLOCK):
+        while block := handle.read(BLOCK_BYTES):
             yield block if block.endswith(b"\n") else block + handle.readline()
 
 
@@ -101,7 +102,7 @@ def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
         column = values[name]
         if not set(map(type, column)) <= set(types):
             return False
-        if types != (str,) and not (min(column) > -LARGEST and max(column) < LARGEST):
+        if types != (str,) and not (min(column) > -_LARGEST and max(column) < _LARGEST):
             return False
     sums = (math.isfinite(math.fsum(values[name])) for name in ("retention", "seconds"))  # NaN hides from min and max
     return set(values["format"]) == {FORMAT} and all(sums)
@@ -171,7 +172,7 @@ def checked(record: Record) -> Record:
             raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
         if isinstance(value, str) and not is_text(value):
             raise DataError(f"record holds {name} with half a character, which no file can hold")
-        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+        if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
     if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
         raise DataError("record holds a bad survival table, wanted role -> share")
@@ -182,8 +183,3 @@ def checked(record: Record) -> Record:
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message on one short line."""
-    return " ".join(str(error).split())[:200]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
 from reports.calibration.family import Family
 from reports.calibration.streams import blocks
@@ -28,7 +28,7 @@ class DoseCase(Case):
     def name(self) -> str:
         return f"doses {','.join(f'{drift:g}' for drift in self.model.drifts)}"
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         found = 0
         first_unsafe = int(np.argmax(np.array(self.model.drifts) <= -MARGIN))
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
@@ -44,7 +44,7 @@ def cases(scale: Scale) -> list[DoseCase]:
     return [DoseCase(Family(drifts, 0.1, 0.25), simulations=scale.draws(DRAWS)) for drifts in LADDERS]
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 9."""
     own = [o for o in outcomes if isinstance(o.case, DoseCase)]
     return [at_most(9, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_least, at_most
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
 from reports.calibration.checks.intervals import ALPHA
 from reports.calibration.family import Family
 from reports.calibration.probit import Floats
@@ -33,7 +33,7 @@ class FamilyCase(Case):
     def name(self) -> str:
         return f"family K={len(self.model.drifts)} first={self.model.drifts[0]:g}"
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         found = np.zeros(3)
         good = np.array(self.model.drifts) == 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
@@ -69,7 +69,7 @@ def cases(scale: Scale) -> list[FamilyCase]:
     ]
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 5; the gain over Holm is a difference of shares, and may not be negative."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, FamilyCase)]
     bad = [o for o, case in own if case.model.drifts[0] < 0]

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from reports.calibration.case import (
     Case,
+    CaseRates,
     Figure,
-    Outcome,
-    Rates,
     Scale,
+    Simulated,
     at_least,
     at_most,
     mean_between,
@@ -29,7 +29,7 @@ from reports.stats.rule import Call, calls
 from reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, RELEASE = 0.05, 0.05, 0.025
-DRAWS = 10_000
+_DRAWS = 10_000
 DRIFTS = (0.0, -MARGIN / 2, -MARGIN, -1.6 * MARGIN)
 CLUSTERS, ITEMS, SAMPLES = (20, 60, 100), (5, 10), (1, 4, 8)
 DISCORDANCES, OWN = (0.02, 0.06, 0.1, 0.2), (0.0, 0.25, 0.5)
@@ -77,7 +77,7 @@ class IntervalCase(Case):
             f"items={self.items} discordance={m.discordance:g} k={m.samples} own={m.own_by_cluster:g}"
         )
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         found = np.zeros(len(RATES))
         drift = self.model.drift
         for block in blocks(
@@ -113,21 +113,21 @@ def cases(scale: Scale) -> list[IntervalCase]:
     """Every drift that a design's discordance leaves room for."""
     designs = tuple(product(CLUSTERS, ITEMS, DISCORDANCES, SAMPLES, OWN)) if scale.every_case else SIX
     asked = [
-        IntervalCase(Probit(drift, discordance, own, samples), clusters, items, simulations=scale.draws(DRAWS))
+        IntervalCase(Probit(drift, discordance, own, samples), clusters, items, simulations=scale.draws(_DRAWS))
         for clusters, items, discordance, samples, own in designs
         for drift in DRIFTS
         if discordance > -drift
     ]
     beyond = [
         IntervalCase(
-            Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, margin, simulations=scale.draws(DRAWS)
+            Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, margin, simulations=scale.draws(_DRAWS)
         )
         for (rate, margin, discordance), samples, clusters in product(BEYOND, (1, 8), CLUSTERS)
     ]
     return asked + (beyond if scale.every_case else beyond[:2])
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Rows 1 to 3."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, IntervalCase) and not _is_beyond(o.case)]
     still = [o for o, case in own if case.model.drift == 0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN
 from reports.calibration.judged import Judge, concordant_sample
 from reports.calibration.probit import Floats, Probit
@@ -17,7 +17,7 @@ from reports.stats.adjudication import Labelled, adjudicated_bounds
 from reports.stats.clustered import cr3_variance, many_totals
 from reports.stats.tango import design_effects
 
-DRAWS = 4_000
+_DRAWS = 4_000
 CLUSTERS, ITEMS, CONCORDANT = 40, 10, 100
 JUDGES = (
     (Judge(0.95, 0.90), Judge(0.95, 0.80)),
@@ -40,7 +40,7 @@ class JudgeCase(Case):
             f"judge reference={one.sensitivity:g},{one.specificity:g} candidate={two.sensitivity:g},{two.specificity:g}"
         )
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         passed = 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             answers = self.model.answers(block.rng, block.size, block.counts)
@@ -70,10 +70,10 @@ def label(apart: npt.NDArray[np.bool_], z: Floats, counts: npt.NDArray[np.int64]
 
 def cases(scale: Scale) -> list[JudgeCase]:
     """Every pair of judges at a drift of exactly the margin."""
-    return [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(DRAWS)) for judges in JUDGES]
+    return [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in JUDGES]
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 7."""
     own = [o for o in outcomes if isinstance(o.case, JudgeCase)]
     what = "adjudicated interval clears a drift at the margin, judge errs unevenly"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_least
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least
 from reports.calibration.checks.families import family_pvalues
 from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
 from reports.calibration.probit import Probit
@@ -28,7 +28,7 @@ class PowerCase(Case):
     def name(self) -> str:
         return f"power drift={self.model.drift:g}"
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         passed = failed = 0
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
@@ -45,7 +45,7 @@ def cases(scale: Scale) -> list[PowerCase]:
     return [PowerCase(Probit(drift, 0.1, 0.25), simulations=scale.draws(DRAWS)) for drift in (0.0, -0.08)]
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 10."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, PowerCase)]
     equal = [o for o, case in own if case.model.drift == 0]

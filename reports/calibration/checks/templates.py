@@ -9,14 +9,14 @@ from itertools import product
 import numpy as np
 
 from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, Figure, Outcome, Rates, Scale, at_most, reported
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
 from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE, passes
 from reports.calibration.streams import blocks
 from reports.stats.tango import many_ess_tango
 
 ROW, DRAWS = 4, 20_000
 ENOUGH = {ALPHA: (59, 60, 80, 120), RELEASE: (72, 100, 150)}
-FEW = {ALPHA: (10, 20, 40, 58), RELEASE: (20, 60, 71)}
+_FEW = {ALPHA: (10, 20, 40, 58), RELEASE: (20, 60, 71)}
 ITEMS, BACKGROUNDS = 5, (0.0, 0.02)
 HARDER_ITEMS, HARDER_BACKGROUNDS = (5, 10), (0.02, 0.04, 0.1)  # and uneven clusters or several samples
 HARDER = ((False, 1), (False, 4), (False, 8), (True, 4), (True, 8))  # clusters of one size, samples
@@ -48,7 +48,7 @@ class TemplateCase(Case):
         """Whether it is beyond what the rule was asked to withstand."""
         return (self.even, self.model.samples) in HARDER
 
-    def rates(self, seed: int) -> Rates:
+    def rates(self, seed: int) -> CaseRates:
         passed = 0
         drawn = blocks(
             self.name,
@@ -71,7 +71,7 @@ def cases(scale: Scale) -> list[TemplateCase]:
     asked = [
         TemplateCase(BrokenTemplates(MARGIN, background), clusters, ITEMS, True, alpha, simulations=scale.draws(DRAWS))
         for background, alpha in product(backgrounds, (ALPHA, RELEASE))
-        for clusters in (*FEW[alpha], *ENOUGH[alpha])
+        for clusters in (*_FEW[alpha], *ENOUGH[alpha])
     ]
     harder = [
         TemplateCase(
@@ -90,10 +90,10 @@ def cases(scale: Scale) -> list[TemplateCase]:
     return asked + (harder if scale.every_case else harder[:1])
 
 
-def figures(outcomes: Sequence[Outcome], scale: Scale) -> list[Figure]:
+def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 4."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
-    few = [o for o, case in own if case.clusters in FEW[case.alpha]]
+    few = [o for o, case in own if case.clusters in _FEW[case.alpha]]
     pr, release, harder, harder_release = (
         [o for o, case in own if case.harder is hard and case.alpha == alpha and case.clusters in ENOUGH[alpha]]
         for hard, alpha in product((False, True), (ALPHA, RELEASE))

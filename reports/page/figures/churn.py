@@ -6,11 +6,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from audit.core.text import inline
-from reports.page.analysis_tables import cell_name
+from reports.page.analysis_tables import place_name
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
 from reports.page.findings import Findings
 
-MOST = 40
+_MOST = 40
 
 
 def draw(findings: Findings) -> Drawing | None:
@@ -18,8 +18,8 @@ def draw(findings: Findings) -> Drawing | None:
     found = list(findings.analysis.churn)
     if not found:
         return None
-    if len(found) > MOST:
-        found = sorted(found, key=lambda c: -c.churn)[:MOST]
+    if len(found) > _MOST:
+        found = sorted(found, key=lambda c: -c.churn)[:_MOST]
     figure = blank(7.6, 1.0 + 0.23 * len(found))
     panel = figure.subplots()
     for y, c in enumerate(found):
@@ -27,7 +27,7 @@ def draw(findings: Findings) -> Drawing | None:
         panel.barh(y, 100 * c.gains, height=0.68, color=GAIN, alpha=0.75)
         panel.plot([100 * c.drift], [y], marker="D", color=INK, markersize=4)
     panel.axvline(0, color=INK, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(cell_name(findings, c.cell)) for c in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings, c.cell)) for c in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlabel("pp of all items")
     quiet(panel)

@@ -9,24 +9,24 @@ from matplotlib.patches import Patch
 
 from audit.core.text import clip, inline
 from reports.analysis.results import CellConcentration
-from reports.page.analysis_tables import FEWEST_LOST, cell_name
+from reports.page.analysis_tables import FEWEST_LOST, place_name
 from reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
 from reports.page.findings import Findings
 
-MOST = 20
-APART = 12  # templates drawn one by one
+_MOST = 20
+_APART = 12  # templates drawn one by one
 
 
 def draw(findings: Findings) -> Drawing | None:
     """A stacked bar per cell, the largest losses first; None where nothing was lost."""
-    found = sorted(findings.analysis.concentration, key=lambda c: -c.losses)[:MOST]
+    found = sorted(findings.analysis.concentration, key=lambda c: -c.losses)[:_MOST]
     if not found:
         return None
     figure = blank(7.6, 1.0 + 0.27 * len(found))
     panel = figure.subplots()
     for y, c in enumerate(found):
         _bar(panel, y, c)
-    panel.set_yticks(range(len(found)), [inline(cell_name(findings, c.cell)) for c in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings, c.cell)) for c in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(0, 1.12 * max(c.losses for c in found))
     panel.set_xlabel("items lost, by template")
@@ -43,7 +43,7 @@ def draw(findings: Findings) -> Drawing | None:
 def _bar(panel: Axes, y: int, c: CellConcentration) -> None:
     start = 0.0
     dominant = c.dominant if c.losses >= FEWEST_LOST else ()
-    for place, t in enumerate(c.templates[:APART]):
+    for place, t in enumerate(c.templates[:_APART]):
         look: dict[str, Any] = {"facecolor": LOSS, "alpha": 0.9 if place % 2 == 0 else 0.55, "linewidth": 0}
         if t.template in dominant:
             look |= {"hatch": "///", "edgecolor": INK, "linewidth": 0.4}

@@ -12,9 +12,9 @@ from reports.analysis.results import DoseCurve
 from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from reports.page.findings import Findings
 
-COLUMNS = 3
+_COLUMNS = 3
 MOST_LINES = 4  # rows of panels
-APART = 0.16  # of the range of doses, from the first arm at a dose to the last
+_APART = 0.16  # of the range of doses, from the first arm at a dose to the last
 
 
 def budget(findings: Findings) -> Drawing | None:
@@ -37,7 +37,7 @@ def _draw(findings: Findings, axis: str, name: str, alt: str) -> Drawing | None:
         groups.setdefault((curve.family, curve.suite, curve.context_tokens), []).append(curve)
     if not groups:
         return None
-    columns = min(COLUMNS, len(groups))
+    columns = min(_COLUMNS, len(groups))
     shown = list(groups.items())[: columns * MOST_LINES]
     lines = -(-len(shown) // columns)
     figure = blank(0.5 + 2.9 * columns, 0.6 + 2.3 * lines)
@@ -62,7 +62,7 @@ def _panel(panel: Axes, findings: Findings, curves: Sequence[DoseCurve]) -> None
         (s.axis, s.arm, s.family, s.suite, s.context_tokens): s.cleared for s in findings.analysis.safe if s.cleared
     }
     doses = curves[0].doses
-    spread = APART * (doses[-1].x - doses[0].x)
+    spread = _APART * (doses[-1].x - doses[0].x)
     for i, curve in enumerate(curves):
         hue, marker, line = colour(findings.comparison.arms, curve.arm)
         shift = spread * (i / (len(curves) - 1) - 0.5) if len(curves) > 1 else 0.0

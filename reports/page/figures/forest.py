@@ -19,7 +19,7 @@ LOOK = {  # colour, marker, filled
     Status.INCONCLUSIVE: (UNDECIDED, "D", False),
     Status.INVALID: (UNDECIDED, "v", True),  # a number without a margin
 }
-COLUMNS = 3
+_COLUMNS = 3
 _ENDS = {"E2": ", end to end", "E3": ", worst policy"}
 _DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
@@ -31,7 +31,7 @@ def draw(findings: Findings) -> Drawing | None:
         return None
     groups = list(dict.fromkeys((d.suite, d.context_tokens) for d in known))
     rows = list(dict.fromkeys((d.policy, d.arm, d.estimand) for d in known))
-    columns = min(COLUMNS, len(groups))
+    columns = min(_COLUMNS, len(groups))
     lines = -(-len(groups) // columns)
     figure = blank(2.1 + 2.7 * columns, lines * (1.1 + 0.27 * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)

@@ -15,9 +15,9 @@ from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
 from reports.page.plain import points
 
-Key = tuple[str, str, str, int]  # arm, policy, suite, length
-FULL = 0.20  # drift with the strongest colour
-COLUMNS = 2
+_Key = tuple[str, str, str, int]  # arm, policy, suite, length
+_FULL = 0.20  # drift with the strongest colour
+_COLUMNS = 2
 OUTLINE = 1.4
 
 
@@ -41,7 +41,7 @@ def draw(findings: Findings) -> Drawing | None:
         title = f"{c.suite}, {c.context_tokens} tokens" if sides.mode == "training" else f"{c.arm}, drift from none"
         groups.setdefault(title, []).append(c)
     deepest = max(len(_rows(findings, group)) for group in groups.values())
-    columns = min(COLUMNS, len(groups)) if len(policies) <= 5 else 1
+    columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)
     figure = blank(0.4 + (0.9 + 0.8 * len(policies)) * columns, 1.1 + lines * (0.35 + 0.36 * deepest))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
@@ -85,7 +85,7 @@ def _row(findings: Findings, c: Contrast) -> str:
 
 
 def _panel(
-    panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[Key, Status]
+    panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[_Key, Status]
 ) -> None:
     rows = _rows(findings, group)
     for c in group:
@@ -93,7 +93,7 @@ def _panel(
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
         status = called(c, findings.rules.margins.get(c.suite), decided)
-        face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / FULL, 1.0) * 0.85)
+        face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status is Status.INCONCLUSIVE:
             box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.6, "linewidth": 0}

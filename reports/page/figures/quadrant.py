@@ -74,7 +74,7 @@ def _name(findings: Findings, point: Point) -> str:
     return point[1].arm if sides.mode == "training" else sides.labels.get(point[1].policy, point[1].policy)
 
 
-class Bounds(NamedTuple):
+class _Bounds(NamedTuple):
     """What every panel shows, in pp: all estimates and intervals of all panels, and zero."""
 
     left: float
@@ -83,10 +83,10 @@ class Bounds(NamedTuple):
     high: float
 
 
-def _bounds(points: Sequence[Point]) -> Bounds:
+def _bounds(points: Sequence[Point]) -> _Bounds:
     across = [100 * end for p in points if p[0].effect for end in (p[0].effect.low, p[0].effect.high)]
     up = [100 * end for p in points if p[1].effect for end in (p[1].effect.low, p[1].effect.high)]
-    return Bounds(min(*across, 0) - ROOM, max(*across, 0) + ROOM, min(*up, 0) - ROOM, max(*up, 0) + ROOM)
+    return _Bounds(min(*across, 0) - ROOM, max(*across, 0) + ROOM, min(*up, 0) - ROOM, max(*up, 0) + ROOM)
 
 
 def _panel(
@@ -95,7 +95,7 @@ def _panel(
     points: list[Point],
     names: tuple[str, ...],
     suites: tuple[str, ...],
-    bounds: Bounds,
+    bounds: _Bounds,
 ) -> None:
     margins = findings.rules.margins
     held = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
-from reports.page.analysis_tables import cell_name
+from reports.page.analysis_tables import place_name
 from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from reports.page.findings import Findings
 
-MOST = 40
+_MOST = 40
 
 
 def draw(findings: Findings) -> Drawing | None:
     """Dots per seed with their mean; None without a training run."""
-    found = [s for s in findings.analysis.seeds if findings.comparison.mode == "training"][:MOST]
+    found = [s for s in findings.analysis.seeds if findings.comparison.mode == "training"][:_MOST]
     if not found:
         return None
     figure = blank(7.6, 1.0 + 0.25 * len(found))
@@ -30,7 +30,7 @@ def draw(findings: Findings) -> Drawing | None:
         panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
         panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
     panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(cell_name(findings, s.cell)) for s in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings, s.cell)) for s in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
     panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")

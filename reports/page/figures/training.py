@@ -15,7 +15,7 @@ from reports.page.figures.canvas import Drawing, blank, colour, quiet, save
 from reports.page.findings import Findings
 
 
-class View(NamedTuple):
+class _View(NamedTuple):
     """One panel."""
 
     key: str
@@ -24,15 +24,15 @@ class View(NamedTuple):
 
 
 VIEWS = (
-    View("reward_mean", "reward", False),
-    View("mismatch/max_abs_gap", "largest |log p sampler - learner|", True),
-    View("mismatch/k3_kl", "mismatch KL (k3), nats", True),
-    View("mismatch/ess", "effective sample share", False),
-    View("mismatch/overlap_p5", "overlap, 5th percentile", False),
-    View("entropy", "entropy, nats", False),
+    _View("reward_mean", "reward", False),
+    _View("mismatch/max_abs_gap", "largest |log p sampler - learner|", True),
+    _View("mismatch/k3_kl", "mismatch KL (k3), nats", True),
+    _View("mismatch/ess", "effective sample share", False),
+    _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
+    _View("entropy", "entropy, nats", False),
 )
 FLOOR = 1e-16
-COLUMNS = 3
+_COLUMNS = 3
 
 
 def draw(findings: Findings) -> Drawing | None:
@@ -40,7 +40,7 @@ def draw(findings: Findings) -> Drawing | None:
     views = [view for view in VIEWS if any(_known(curve, view) for curve in findings.curves)]
     if not views:
         return None
-    columns = min(COLUMNS, len(views))
+    columns = min(_COLUMNS, len(views))
     lines = -(-len(views) // columns)
     figure = blank(0.4 + 3.0 * columns, 0.4 + 2.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False)
@@ -60,12 +60,12 @@ def draw(findings: Findings) -> Drawing | None:
     return save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
 
 
-def _known(curve: Curve, view: View) -> bool:
+def _known(curve: Curve, view: _View) -> bool:
     values = [v for v in curve.series.get(view.key, ()) if v is not None]
     return any(v > 0 for v in values) if view.log else bool(values)
 
 
-def _line(panel: Axes, curve: Curve, view: View, arms: tuple[str, ...]) -> None:
+def _line(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None:
     if view.key not in curve.series:
         return
     hue, _, line = colour(arms, curve.arm)

@@ -11,14 +11,14 @@ from typing import Any
 from reports.page.page import Page
 
 FILE = "drift.json"
-FORMAT = 2
+_FORMAT = 2
 
 
 def render(page: Page) -> str:
     """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
     found = page.findings
     contrasts = tuple(replace(c, sums=()) for c in found.drift.contrasts)
-    body = {"format": FORMAT, **asdict(replace(found.drift, contrasts=contrasts))}
+    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=contrasts))}
     for row in body["contrasts"]:
         del row["sums"]
     beside = (found.rules, found.analysis, found.calibration, found.verdict)
