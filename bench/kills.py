@@ -275,7 +275,12 @@ def main() -> None:
     """Print the figures; exit code 1 where one of them is not what it has to be."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    for name in ("audit.runs.pipeline", "audit.commands.run", "audit.commands.report", "reports.analysis.analyse"):
+    for name in (
+        "audit.runs.pipeline",
+        "audit.runs.names",
+        "reports.run",
+        "reports.analysis.analyse",
+    ):  # before any fork
         importlib.import_module(name)
     formats()  # imports them
     rendering.renderer._answer = _render
