@@ -15,9 +15,9 @@ from audit.cache.quantised.hints import (
     BAND,
     KEYS,
     VALUES,
+    CodePlace,
     HintRecorder,
     HintTable,
-    Place,
     pack_hints,
     ranks,
     unpack_hints,
@@ -103,15 +103,15 @@ def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -
     changed = own.numbers(flipped, torch.float32) != own.numbers(codes, torch.float32)
     strays: list[tuple[int, int]] = []
     table = HintTable(words, torch.arange(400).expand(2, 400), 3, strays)
-    taken = table.take_over(Place(1, KEYS, 16), moved, flipped, fitted, own)
+    taken = table.take_over(CodePlace(1, KEYS, 16), moved, flipped, fitted, own)
     assert changed.sum() > 5
     step = torch.nextafter(torch.zeros(()), torch.ones(())) + 2 * BAND * own.largest  # finer steps are rounding
     assert ((own.numbers(taken, torch.float32) - own.numbers(codes, torch.float32)).abs() <= step).all()
     assert strays == []
-    assert torch.equal(table.take_over(Place(2, KEYS, 16), moved, flipped, fitted, own), flipped)
+    assert torch.equal(table.take_over(CodePlace(2, KEYS, 16), moved, flipped, fitted, own), flipped)
     far = x + 0.3 * x.abs().amax(-1, keepdim=True)
     other, wide = encode_tokens(far, own)
-    left = table.take_over(Place(1, KEYS, 16), far, other, wide, own)
+    left = table.take_over(CodePlace(1, KEYS, 16), far, other, wide, own)
     assert len(strays) > 0.9 * sum(len(unpack_hints(w)[0]) for w in words)
     assert (left != other).float().mean() < 1e-3
 

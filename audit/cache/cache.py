@@ -16,7 +16,7 @@ from audit.cache.attention import AttentionCall, require_once
 from audit.cache.cached_layer import CachedLayer, Cut, Forward
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
-from audit.cache.linear import Run, advance
+from audit.cache.linear import LayerRun, advance
 from audit.cache.quantised.hints import pack_hints
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
@@ -150,7 +150,7 @@ class EvictingCache:
         for layer, view, importance in zip(layers, views, importances, strict=True):
             layer.evict(cut, self._now, view, importance, self._pins)
 
-    def carry(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+    def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
         states = self.layers[layer].states
         assert states is not None, layer

@@ -16,7 +16,7 @@ from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary
 from audit.cache.rows import Pins, RowKeys
 from audit.cache.selection import units_seen
-from audit.cache.store import Part, Store
+from audit.cache.store import Entries, Store
 from audit.policies import Selector, View
 
 
@@ -131,7 +131,7 @@ class CachedLayer:
                 out.append(self._masked(part, call._replace(query=query), now.positions[part.rows]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _masked(self, part: Part, call: AttentionCall, at: Tensor) -> Tensor:
+    def _masked(self, part: Entries, call: AttentionCall, at: Tensor) -> Tensor:
         """Of some rows' queries at positions [b, Q], in blocks whose mask stays small."""
         store, query = self.store, call.query
         positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]

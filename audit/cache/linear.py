@@ -81,10 +81,12 @@ class States:
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
-Run = Callable[[Tensor, States], Tensor]  # a layer over hidden states [B, Q, E] without padding, from its states on
+LayerRun = Callable[
+    [Tensor, States], Tensor
+]  # a layer over hidden states [B, Q, E] without padding, from its states on
 
 
-def advance(run: Run, hidden: Tensor, real: Tensor, states: States, *, last: bool = False) -> Tensor:
+def advance(run: LayerRun, hidden: Tensor, real: Tensor, states: States, *, last: bool = False) -> Tensor:
     """The layer's output [B, Q, E] for ``hidden``, zeros at padding; moves ``states`` by the ``real`` [B, Q] tokens.
 
     ``real`` is on the CPU. ``last`` says that nobody asks for the states afterwards: padding on the right may follow.

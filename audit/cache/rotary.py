@@ -14,7 +14,7 @@ from audit.core.errors import RunError
 from audit.policies import Dense, Policy, evictor_of
 
 # how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
-ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TURN_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _ORIGINAL = "original_max_position_embeddings"
 _FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with length
 
@@ -151,6 +151,6 @@ def _turns_so(model: Any, rotary: Rotary) -> bool:
             query = probe.queries[layer].double()
             expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
             worst = (query[:, :, 1:] - expected).abs().amax()
-            if float(worst) > ROUNDING[model.dtype] * float(query.abs().amax()):
+            if float(worst) > TURN_ROUNDING[model.dtype] * float(query.abs().amax()):
                 return False
     return True

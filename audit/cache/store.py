@@ -14,7 +14,7 @@ SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not ev
 LATE = 2**31 - 1  # sorts empty slots behind all others
 
 
-class Part(NamedTuple):
+class Entries(NamedTuple):
     """Keys and values [b, H, length, D] of some rows, as attention sees them."""
 
     rows: slice
@@ -61,9 +61,9 @@ class Store:
         """Accumulated attention [B, H, length] float32, where the policy asks."""
         return self._slots["mass"][:, :, : self.length] if self._accumulates else None
 
-    def read(self) -> Iterator[Part]:
+    def read(self) -> Iterator[Entries]:
         """Everything the cache holds, in one or several parts by rows."""
-        yield Part(slice(None), *self.entries(slice(None)))
+        yield Entries(slice(None), *self.entries(slice(None)))
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Keys and values [b, H, length, D] of some rows."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
 from audit.cache.layers import LayerPlan
-from audit.cache.linear import Run, States, advance
-from audit.cache.quantised.hints import KEYS, VALUES, Place
+from audit.cache.linear import LayerRun, States, advance
+from audit.cache.quantised.hints import KEYS, VALUES, CodePlace
 from audit.cache.routing import ReplayedRoutes
 from audit.cache.selection import Choices
 from audit.core.errors import RunError
-from audit.replay.codes import Codes, Late, coded_keys, coded_values, two_precisions
+from audit.replay.codes import CodedSince, Late, coded_keys, coded_values, two_precisions
 
 
 class Replay:
@@ -34,7 +34,7 @@ class Replay:
         keys: Tensor,
         evicted_at: Tensor | None,
         *,
-        codes: Codes | None = None,
+        codes: CodedSince | None = None,
         experts: Tensor | None = None,
         choices: Choices | None = None,
         prefix: Replay | None = None,
@@ -99,14 +99,14 @@ class Replay:
         before = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[call.layer]]
         return call._replace(key=torch.cat([before[0], call.key], 2), value=torch.cat([before[1], call.value], 2))
 
-    def carry(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+    def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """See ``EvictingCache.carry``; a group takes its prompt's states over, with their gradient."""
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
         out = advance(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 
-    def _in_two_precisions(self, call: AttentionCall, codes: Codes) -> Tensor:
+    def _in_two_precisions(self, call: AttentionCall, codes: CodedSince) -> Tensor:
         stored, parts = self._stored(call, codes), []
         query = call.query
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
@@ -116,11 +116,11 @@ class Replay:
             parts.append(two_precisions(some, self._visible(call.layer, part), late))
         return torch.cat(parts, 2)
 
-    def _stored(self, call: AttentionCall, codes: Codes) -> tuple[Tensor, Tensor]:
+    def _stored(self, call: AttentionCall, codes: CodedSince) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, K, D] as the cache's codes give them back."""
         gone = None if self._evicted_at is None else self._evicted_at[:, call.layer]
         width = max(call.key.shape[3], call.value.shape[3])
-        keys, values = (Place(call.layer, part, width) for part in (KEYS, VALUES))
+        keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
         return coded_keys(call.key, self._keys, gone, codes, keys), coded_values(call.value, codes, values)
 
     def _visible(self, layer: int, part: slice) -> Tensor:

@@ -19,11 +19,11 @@ from audit.cache.quantised.codes import (
     fit_groups,
     parameters_of,
 )
-from audit.cache.quantised.hints import HINTED, HintTable, Place, Strays
+from audit.cache.quantised.hints import HINTED, CodePlace, HintTable, Strays
 from audit.policies import Quantiser, softmax
 
 
-class Codes(NamedTuple):
+class CodedSince(NamedTuple):
     """Since which query position each key and value is seen quantised: int32 [B, K] twice, NEVER = stays exact."""
 
     codec: Quantiser
@@ -31,14 +31,14 @@ class Codes(NamedTuple):
     values_at: Tensor
     hints: HintTable | None = None
 
-    def recorded(self, place: Place, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
+    def recorded(self, place: CodePlace, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
         """The replay's ``own`` codes [B, H, K, D] of ``exact``, with the sampler's at the borders it recorded."""
         if self.hints is None or exact.dtype not in HINTED:
             return own
         return self.hints.take_over(place, exact, own, parameters, self.codec)
 
 
-def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> Codes | None:
+def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None) -> CodedSince | None:
     """What the cache had quantised, along columns at row positions [B, K]; None where nothing was."""
     codec = rollouts[0].codec
     if codec is None:
@@ -50,7 +50,7 @@ def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | No
     nothing = torch.zeros(0, dtype=torch.uint16)
     words = [nothing if rollout.hints is None else rollout.hints for rollout in rollouts]
     hints = HintTable(words, positions, rollouts[0].evicted_at.shape[0], strays)
-    return Codes(codec, keys, values, hints)
+    return CodedSince(codec, keys, values, hints)
 
 
 def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
@@ -59,12 +59,14 @@ def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
     return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
 
 
-def coded_values(values: Tensor, codes: Codes, place: Place) -> Tensor:
+def coded_values(values: Tensor, codes: CodedSince, place: CodePlace) -> Tensor:
     """Values [B, H, K, D] after a round trip through codes; the gradient passes straight through."""
     return _straight(values, _by_token(values.detach(), codes, place))
 
 
-def coded_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: Codes, place: Place) -> Tensor:
+def coded_keys(
+    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: CodedSince, place: CodePlace
+) -> Tensor:
     """Keys [B, H, K, D] after a round trip through codes; positions [B, K], evicted_at [B, H, K] or None.
 
     Keys that left before their group was quantised are in no group and stay exact: nobody sees them quantised.
@@ -84,7 +86,7 @@ def coded_keys(keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes
     return _straight(keys, torch.where(member[..., None], decode_keys(own, parameters, codec), exact))
 
 
-def _by_token(exact: Tensor, codes: Codes, place: Place) -> Tensor:
+def _by_token(exact: Tensor, codes: CodedSince, place: CodePlace) -> Tensor:
     own, parameters = encode_tokens(exact, codes.codec, codes.codec.given(place.layer, place.part, exact.shape[1]))
     return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
 

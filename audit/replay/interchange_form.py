@@ -11,13 +11,13 @@ from torch import Tensor
 from audit.cache.ledger import NEVER
 from audit.cache.routing import NOBODY
 from audit.cache.selection import NONE, Selection
-from audit.replay.recorded import ROUNDING
+from audit.replay.recorded import LOGPROB_ROUNDING
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
 Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
-Nats = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
+Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
 _MOST_CHOICES = 1 << 28  # of one rollout, lists filled up to the longest
 
 

@@ -24,7 +24,7 @@ from audit.policies import Evictor, Policy, evictor_of, quantiser_of
 from audit.replay.attention import Replay
 from audit.replay.codes import codes_of
 from audit.replay.ranking_views import PassedLayer, Running, along
-from audit.replay.schedule_check import Forward, evictions, forwards
+from audit.replay.schedule_check import Fed, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
 # another ranking agrees on a quarter to a half of them (docs/kv.md).
@@ -103,7 +103,7 @@ class Reranking(Replay):
     """A shadow pass of one row that ranks again at every eviction; pass it to a model's forward as ``kv=``."""
 
     def __init__(
-        self, plans: Sequence[LayerPlan], at: Tensor, rollout: Rollout, fed: Sequence[Forward], rotary: Rotary | None
+        self, plans: Sequence[LayerPlan], at: Tensor, rollout: Rollout, fed: Sequence[Fed], rotary: Rotary | None
     ) -> None:
         tokens = at.shape[1]
         gone = rollout.evicted_at[None, :, :, :tokens].to(at.device)

@@ -14,8 +14,8 @@ from audit.cache.beside import QueryCentres, QueryMoments
 from audit.cache.evict import attention_mass
 from audit.cache.ledger import Rollout
 from audit.policies import Centres, Evictor, Moments, View
-from audit.replay.codes import Codes
-from audit.replay.schedule_check import Forward
+from audit.replay.codes import CodedSince
+from audit.replay.schedule_check import Fed
 
 ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by side may take
 
@@ -36,7 +36,7 @@ class PassedLayer:
     at: Tensor  # [1, T]
     gone: Tensor  # [1, H, T]
     stored: tuple[Tensor, Tensor] | None
-    codes: Codes | None
+    codes: CodedSince | None
 
     def most(self, held: int) -> int:
         """How many evictions from ``held`` entries are ranked at once."""
@@ -84,7 +84,7 @@ class PassedLayer:
         )
         return keys, values
 
-    def masses(self, fed: Sequence[Forward], due: set[int]) -> Iterator[Tensor]:
+    def masses(self, fed: Sequence[Fed], due: set[int]) -> Iterator[Tensor]:
         """Attention that every entry has drawn by each eviction, [1, H, T] float32."""
         total, start = torch.zeros(self.gone.shape, device=self.gone.device), 0
         for seen, _ in fed:

@@ -15,7 +15,7 @@ from audit.cache.selection import blind, misfit
 from audit.core.errors import DataError
 from audit.policies import Policy
 
-ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
+LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _misrouted(experts: Tensor, tokens: int) -> str | None:
 def _logprobs(rollout: Rollout) -> str | None:
     drawn = rollout.sampled.nonzero()[:, 0]
     values = rollout.sampler_logprobs[drawn]
-    wrong = (~torch.isfinite(values) | (values > ROUNDING)).nonzero()
+    wrong = (~torch.isfinite(values) | (values > LOGPROB_ROUNDING)).nonzero()
     if not len(wrong):
         return None
     first = int(wrong[0])

@@ -17,7 +17,7 @@ from audit.cache.ledger import NEVER, Rollout
 from audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
 
 
-class Forward(NamedTuple):
+class Fed(NamedTuple):
     """One forward of a row: the tokens seen after it, and whether it fed a drawn token by itself."""
 
     seen: int
@@ -51,7 +51,7 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     return None
 
 
-def forwards(rollout: Rollout, chunk: int) -> list[Forward]:
+def forwards(rollout: Rollout, chunk: int) -> list[Fed]:
     """How a row was fed: given tokens a chunk at a time, drawn ones singly, the last one not at all.
 
     The last token drawn before something is given enters with what is given.
@@ -64,12 +64,12 @@ def forwards(rollout: Rollout, chunk: int) -> list[Forward]:
         most = min(end, start + chunk, rollout.prompt_length if start < rollout.prompt_length else end)
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         drawn_next = start + 1 < len(sampled) and sampled[start + 1]
-        found.append(Forward(stop, sampled[start] and drawn_next))
+        found.append(Fed(stop, sampled[start] and drawn_next))
         start = stop
     return found
 
 
-def evictions(policy: Evictor, fed: Sequence[Forward]) -> list[Due]:
+def evictions(policy: Evictor, fed: Sequence[Fed]) -> list[Due]:
     """When a policy evicts from a row that was fed so, as ``interval``, ``phase`` and ``budget`` say."""
     if not policy.evicts:
         return []

@@ -21,7 +21,7 @@ from audit.cache.stock import by_name, given_ids, prepare, require_positions, ro
 from audit.core.errors import DataError, RunError
 from audit.policies import Dense
 from audit.replay.attention import Replay
-from audit.replay.codes import Codes
+from audit.replay.codes import CodedSince
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
         )
 
 
-def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | None:
+def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> CodedSince | None:
     if ledger.codec is None or ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
         return None
     keys, values = (
@@ -114,7 +114,7 @@ def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> Codes | N
         for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
     )
     hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
-    return Codes(ledger.codec, keys, values, hints)
+    return CodedSince(ledger.codec, keys, values, hints)
 
 
 def _sent(experts: Tensor, positions: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class HintRecorder:
 # --- the replay's side ----------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """Keys or values of a layer; ``width`` is the wider of their heads."""
 
     layer: int
@@ -166,7 +166,7 @@ class HintTable:
         self._words, self._positions, self._layers, self._strays = words, positions, layers, strays
         self._parts: dict[int, Hints] | None = None
 
-    def _of(self, place: Place, heads: int) -> Hints:
+    def _of(self, place: CodePlace, heads: int) -> Hints:
         if self._parts is None:
             self._parts = self._laid(heads, place.width)
         return self._parts[place.layer * 2 + place.part]
@@ -187,7 +187,7 @@ class HintTable:
         parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         return {number: Hints(*(tensor[part] for tensor in every)) for number, part in enumerate(parts)}
 
-    def take_over(self, place: Place, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+    def take_over(self, place: CodePlace, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
         """``codes`` [B, H, K, D] of ``x``, with the recorded ones where a border is near."""
         ranked = ranks(codec, x.device)
         row, head, column, named, low = self._of(place, x.shape[1])

@@ -28,7 +28,7 @@ from audit.cache.quantised.codes import (
     without_empty,
 )
 from audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
-from audit.cache.store import Part, Store
+from audit.cache.store import Entries, Store
 from audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
@@ -80,10 +80,10 @@ class QuantisedStore(Store):
         columns = torch.arange(start, end, device=key.device)
         self._aligned &= bool((self._slots["positions"][:, :, start:end] == columns).all())
 
-    def read(self) -> Iterator[Part]:
+    def read(self) -> Iterator[Entries]:
         """Row blocks of bounded size, decoded one after the other."""
         for rows in self._blocks():
-            yield Part(rows, *self.entries(rows))
+            yield Entries(rows, *self.entries(rows))
 
     def _blocks(self) -> list[slice]:
         keys = self._tail[0]
