@@ -189,11 +189,11 @@ def unit(seal: Path) -> str:
 
 def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = decided(load_run(started / "run"))
-    assert not [line for line in remarks(report, report.verdict) if line.startswith("VERSIONS")]
+    assert not [line for line in remarks(report) if line.startswith("VERSIONS")]
     monkeypatch.setattr(runs, "_versions", lambda: {"kvaudit": "0.1.0", "torch": "9.9"})
     assert kvaudit(*goes_on(started))[0] == 0
     report = decided(load_run(started / "run"))
-    (line,) = [line for line in remarks(report, report.verdict) if line.startswith("VERSIONS")]
+    (line,) = [line for line in remarks(report) if line.startswith("VERSIONS")]
     assert "with 2 sets of versions: kvaudit " in line
     assert "torch 9.9, python 3." in line
     assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]
