@@ -277,7 +277,7 @@ def _rows(path: Path) -> object:
 
 
 def _report(path: Path) -> object:
-    """The run folder around a damaged file, read, decided and written in the formats that hold every text."""
+    """The run folder around a damaged file, read, decided and written in every format."""
     from reports.page.formats import formats
     from reports.page.story import page_of
     from reports.records.load import load_run
@@ -286,7 +286,7 @@ def _report(path: Path) -> object:
     run = next(folder for folder in path.parents if (folder / "spec.yaml").exists())
     data = load_run(run)
     page = page_of(with_details(data, decided(data)))
-    return [formats()[name](page).encode("utf-8") for name in ("report.md", "drift.json", "report.html")]
+    return [render(page).encode("utf-8") for render in formats().values()]
 
 
 def _unsealed(home: Path, run: Path, unit: Path) -> Path:

@@ -1,10 +1,9 @@
-"""The written report: golden text, hostile text, one self-contained page, the same bytes twice."""
+"""The written report: golden text, one self-contained page, what stands where."""
 
 import hashlib
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
+from test_formats_contract import Markup
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import write_output
@@ -29,35 +29,15 @@ from reports.page.plain import drift, points, pvalue
 from reports.page.stamp import error_rates
 from reports.page.story import SENTENCES, banner, page_of
 from reports.records.load import load_run
-from reports.run import decided, write_report
+from reports.run import decided, with_details, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
-HOSTILE = (
-    "\x1b[31m<script>alert(1)</script> | `x` ``` \u202e$\\infty$ [a](http://evil.example) </pre> &amp; {{ 7*7 }}\ud800"
-)
-VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
 
 
-class Page(HTMLParser):
-    """Tags, attributes and balance of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.open = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+def found_in(run):
+    """What a report of the run says, without its figures drawn."""
+    data = load_run(run)
+    return with_details(data, decided(data))
 
 
 @pytest.fixture(scope="module")
@@ -66,52 +46,21 @@ def written(tmp_path_factory):
     return run, write_report(run)
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    safe = HOSTILE.replace("\ud800", "\\ud800")
-    design = Design(
-        name="hostile",
-        arms=("dense", "na|ve<i>`"),
-        seeds=(1,),
-        policies=("none", policy("snap<kv>|", 96)),
-        suites=("refusal", "ma<th>|$x$"),
-        clusters=8,
-        items=24,
-        drops={("na|ve<i>`", "refusal"): 0.5},
-        hostile=safe,
-    )
-    run = build(tmp_path_factory.mktemp("hostile") / "run", design)
-    for unit in (run / "records").glob("*.jsonl"):  # JSON can spell a lone surrogate, UTF-8 cannot
-        text = unit.read_text().replace("\\\\ud800", "\\ud800")
-        write_unit(unit, text)
-    write_report(run)
-    return run / "report"
-
-
 def test_markdown_is_the_golden_file(written):
     golden = GOLDEN / "tiny_report.md"
     assert golden_text(written[0]) == golden.read_text(), "regenerate with: python -m tests.golden_report"
 
 
 def test_every_format_is_found_and_written(written):
-    assert sorted(formats()) == ["drift.json", "report.html", "report.md"]
-    assert sorted(p.name for p in (written[0] / "report").iterdir()) == sorted(formats())
-
-
-def test_writing_twice_gives_the_same_bytes(written):
-    run, _ = written
-    before = {p.name: p.read_bytes() for p in (run / "report").iterdir()}
-    write_report(run)
-    assert {p.name: p.read_bytes() for p in (run / "report").iterdir()} == before
+    assert {path.name for path in (written[0] / "report").iterdir()} == set(formats()) > {"report.html"}
 
 
 def test_the_page_asks_nobody_for_anything(written):
     text = (written[0] / "report" / "report.html").read_text()
-    page = Page(text)
+    page = Markup(text)
     assert page.open == []
     assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
-    fetched = [v for k, v in page.attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")]
-    assert fetched == []
+    assert page.fetched() == []
     assert "@import" not in text
     assert [u for u in re.findall(r"url\(([^)]*)\)", text) if not u.startswith("#")] == []
     assert len(text) < 1_500_000
@@ -125,7 +74,7 @@ def test_the_page_follows_light_and_dark(written):
 
 
 def test_ids_of_the_page_are_unique(written):
-    page = Page((written[0] / "report" / "report.html").read_text())
+    page = Markup((written[0] / "report" / "report.html").read_text())
     ids = [v for k, v in page.attributes if k == "id"]
     assert len(ids) == len(set(ids))
 
@@ -152,53 +101,10 @@ def test_json_carries_report_and_verdict(written):
     ]
 
 
-def test_hostile_text_is_inert_on_the_page(hostile):
-    text = (hostile / "report.html").read_text()
-    page = Page(text)
-    assert "script" not in page.tags
-    assert "i" not in page.tags
-    assert "<th>|" not in text
-    assert "alert(1)" in text, "shown, not dropped"
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    assert "␛" in text
-    assert "⟨U+202E⟩" in text
-    assert "⟨U+D800⟩" in text
-    assert "{{ 7*7 }}" in text
-
-
-def test_hostile_text_is_inert_in_markdown(hostile):
-    text = (hostile / "report.md").read_text()
-    outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert "\x1b" not in text
-    assert "<script" not in outside
-    assert not re.search(r"(?<!\\)<", outside)
-    for line in outside.splitlines():
-        if line.startswith("|"):
-            assert len(re.findall(r"(?<!\\)\|", line)) == line.count("|") - line.count("\\|")
-    tables = re.findall(r"(?:^\|.*\n)+", outside, flags=re.MULTILINE)
-    assert tables
-    for table in tables:
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
-    assert "````text" in text, "the fence is longer than the backticks inside"
-
-
-def test_hostile_text_is_inert_in_json(hostile):
-    raw = (hostile / "drift.json").read_bytes()
-    assert max(raw) < 128
-    assert b"\x1b" not in raw
-    json.loads(raw)
-
-
 def test_locked_wording():
     assert SENTENCES[Status.PASS].startswith("Non-inferior within")
     for sentence in SENTENCES.values():
         assert "no drift" not in sentence.lower()
-
-
-def test_no_report_says_no_drift(written):
-    for path in (written[0] / "report").iterdir():
-        assert "no drift" not in path.read_text().lower()
 
 
 @pytest.mark.parametrize(
@@ -247,29 +153,6 @@ def test_numbers_read_as_points(written):
     assert re.fullmatch(r"(0\.0|[+-]\d+\.\d) pp \[(0\.0|[+-]\d+\.\d), (0\.0|[+-]\d+\.\d)\]", drift(effect))
 
 
-STRUCTURE = (
-    "\n\n# big\n\n1. one\n- two\n> q\n\n```\n````\n~~~\n"
-    "![x](http://e.example/a.png)\n<script>alert(1)</script>\n| a |\n"
-)
-
-
-def test_a_hostile_run_is_no_markup_to_a_markdown_parser(tmp_path):
-    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
-    design = Design(arms=("dense", "naive"), seeds=(1,), policies=("none",), suites=("refusal",), clusters=8, items=24)
-    design.drops, design.hostile = {("naive", "refusal"): 0.5}, STRUCTURE
-    run = build(tmp_path / "run", design)
-    write_report(run)
-    text = (run / "report" / "report.md").read_text()
-    tokens = parser.parse(text)
-    every = tokens + [child for token in tokens for child in token.children or ()]
-    assert not {"html_block", "html_inline", "image", "link_open", "ordered_list_open"} & {t.type for t in every}
-    fences = [t.content for t in tokens if t.type == "fence"]
-    assert sum(STRUCTURE.strip() in content for content in fences) >= 4
-    titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
-    assert "big" not in titles
-    assert "Limits" in titles
-
-
 @pytest.mark.parametrize("text", ["- x", "+ x", "1. x", "12) x", "===", "---", "# x", "> x", "```", "@a/b", "a@b.c"])
 def test_a_line_that_begins_like_markup_stays_text(text):
     parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark")
@@ -298,8 +181,7 @@ def test_the_largest_gap_of_any_step_stands_beside_the_rounding_of_the_dense_arm
         ]
         path = run / "checkpoints" / arm / "seed-1" / "telemetry.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report(run)
-    text = (run / "report" / "report.md").read_text()
+    text = markdown.render(page_of(found_in(run)))
     assert "| arm | steps | largest gap, nats | dense's own (rounding floor) | k3 KL, mean | k3 KL, largest |" in text
     assert "| smd | 3 | 0.5 | 2.0e-06 | 0.0167 | 0.05 |" in text
 
@@ -330,7 +212,7 @@ def test_examples_show_the_sample_that_was_lost(tmp_path):
             row["transcript"][-1]["content"] = answers[row["sample_index"]]
             rows.append(json.dumps(row) + "\n")
         write_unit(unit, "".join(rows))
-    [example] = write_report(run).examples
+    [example] = found_in(run).examples
     assert (example.item_id, example.loss) == ("math-0003", -0.5)
     assert example.reference_answer == "best"
 
@@ -345,8 +227,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_an_invalid_run_is_still_reported(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=4))
-    report = write_report(run)
-    text = (run / "report" / "report.md").read_text()
+    report = found_in(run)
+    text = markdown.render(page_of(report))
     assert report.verdict.exit_code == 5
     assert "FEW\\_CLUSTERS" in text
 
@@ -363,8 +245,7 @@ def test_examples_are_items_the_reference_won(written):
 
 def test_the_page_of_a_full_grid_stays_small(tmp_path):
     report = decided(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
-    texts = {name: render(page_of(report)) for name, render in formats().items()}
-    assert len(texts["report.html"]) < 1_500_000
+    assert len(formats()["report.html"](page_of(report))) < 1_500_000
 
 
 def test_the_quadrant_shows_every_interval_of_every_panel():
@@ -392,12 +273,12 @@ def labelled(run, records=None):
 def test_human_labels_of_these_records_are_shown(tmp_path):
     run = build(tmp_path / "run", tiny())
     labelled(run)
-    report = write_report(run)
-    text = (run / "report" / "report.md").read_text()
+    report = found_in(run)
+    text = markdown.render(page_of(report))
     assert "## Judge and people" in text
     assert "| E1, smd @ none, refusal 192 |" in text
     assert "Human labels decide 1 of 12 gated cells." in text
-    contrasts = json.loads((run / "report" / "drift.json").read_text())["contrasts"]
+    contrasts = json.loads(formats()["drift.json"](page_of(report)))["contrasts"]
     assert [c["people"]["bias_upper"] > 0.025 for c in contrasts if c["people"]] == [True]
     assert report.problems == ()
 
@@ -516,8 +397,8 @@ def test_one_seed_claims_no_recipe(written):
     assert "recipe claim not supported" in (written[0] / "report" / "report.html").read_text()
 
 
-def test_no_report_of_any_kind_says_no_drift(written, hostile, doses):
-    for folder in (written[0] / "report", hostile, doses[0] / "report"):
+def test_no_report_of_any_kind_says_no_drift(written, doses):
+    for folder in (written[0] / "report", doses[0] / "report"):
         for path in folder.iterdir():
             assert "no drift" not in " ".join(path.read_text().lower().split())
 
