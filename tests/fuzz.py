@@ -3,7 +3,8 @@
     python -m fuzz 50000            from the folder tests; prints cases, tracebacks, hangs and peak memory per target
 
 A target may return or raise an AuditError of one line; anything else is a finding, and so is more than ten seconds.
-A parser that is new adds a target here: its whole examples, and what a command does with such a file first.
+A parser that is new adds a target here: its whole examples, and what a command does with such a file first. A reader of
+result files is found by itself.
 """
 
 from __future__ import annotations
@@ -151,10 +152,6 @@ def targets(home: Path) -> dict[str, Target]:
         "policy": Target([text.encode() for text in POLICY_TEXTS], "p", _policy),
         "gate file": Target([GATE], "g.yaml", partial(_gate, run)),
         "waivers": Target([WAIVERS], "w.yaml", partial(_waivers, run)),
-        "records": Target([b"".join(unit.read_bytes().splitlines(keepends=True)[:6])], "r.jsonl", _log),
-        "lm-eval log": Target([_head(next((LOGS / "lm_eval_reference").glob("*.jsonl")))], "samples_x.jsonl", _log),
-        "inspect log": Target([_small_eval(home), (LOGS / "reference.eval").read_bytes()], "l.eval", _log),
-        "csv": Target([b"item,cluster,score,sample\na,t,1,0\nb,t,0.5,0\n"], "t.csv", _log),
         "rollouts": Target([json.dumps(ROLLOUTS).encode()], "r.json", _rollouts),
         "ledger": Target([_ledger(home)], "l.safetensors", _rollouts),
         "gguf": Target([gguf_header()], "m.gguf", _gguf),
@@ -166,7 +163,7 @@ def targets(home: Path) -> dict[str, Target]:
             [json.dumps({"format": 1, "rows": [FLOOR, row()]}).encode()], "displacement.json", _report, run
         ),
     }
-    return found | _labels(home, run)
+    return found | _logs(home) | _labels(home, run)
 
 
 SMALL: dict[str, Any] = dict(
@@ -301,18 +298,33 @@ def _telemetry_of(run: Path) -> str:
     return str(next(run.rglob("telemetry.jsonl")).relative_to(run))
 
 
+def _logs(home: Path) -> dict[str, Target]:
+    """Every reader of result files, with the two smallest logs that it recognises."""
+    from reports.records.readers.find import READERS
+
+    files = [_small_eval(home), *(path for path in sorted(LOGS.rglob("*")) if path.is_file())]
+    files.sort(key=lambda path: path.stat().st_size)
+    found = {}
+    for name, reader in READERS.all().items():
+        own = [path for path in files if reader().recognises(path)][:2]
+        found[f"{name} log"] = Target([_head(path) for path in own], f"log{own[0].suffix}", _log)
+    return found
+
+
 def _head(path: Path) -> bytes:
-    return b"".join(path.read_bytes().splitlines(keepends=True)[:3])
+    """The first lines of a log of lines, or all of a zip."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return b"".join(lines if zipfile.is_zipfile(path) else lines[:4])
 
 
-def _small_eval(home: Path) -> bytes:
+def _small_eval(home: Path) -> Path:
     path = home / "small.eval"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("header.json", json.dumps({"status": "success", "eval": {"task": "t"}}))
         for name in "ab":
             sample = {"id": name, "epoch": 1, "scores": {"s": {"value": "C"}}}
             file.writestr(f"samples/{name}.json", json.dumps(sample), compress_type=zipfile.ZIP_DEFLATED)
-    return path.read_bytes()
+    return path
 
 
 def _ledger(home: Path) -> bytes:

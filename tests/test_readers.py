@@ -1,4 +1,4 @@
-"""Readers of result files, on logs that lm-eval and Inspect wrote themselves, and on files that mean harm."""
+"""What each reader of result files makes of its tool's logs, number by number; what all owe: test_readers_contract."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from audit.core.errors import AuditError, DataError, SpecError
 from reports.records.readers import archive
 from reports.records.readers.base import Request, score_of
 from reports.records.readers.clusters import cluster_rule
-from reports.records.readers.find import READERS, read_log
+from reports.records.readers.find import read_log
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}
@@ -32,11 +32,6 @@ def written(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
-
-
-def test_every_reader_is_found_by_walking_the_folder():
-    assert list(READERS.all()) == ["csv", "inspect", "kvaudit", "lm-eval"]
-    assert all(reader.reads for reader in READERS.all().values())
 
 
 def test_lm_eval_metrics_carry_the_name_of_their_filter():
@@ -287,12 +282,6 @@ def test_a_score_out_of_range_in_a_metric_that_has_scores_is_a_problem(tmp_path)
     assert log.problems == ("s.jsonl:2: acc: score 7.0 is outside [0, 1]",)
 
 
-@pytest.mark.parametrize("body", [b"", b"hello\n", b"\x00\x01\x02", b"[1]\n", b"PK\x03\x04junk", b"item,scores\na,1\n"])
-def test_a_foreign_file_is_one_line_that_names_what_is_known(tmp_path, body):
-    with pytest.raises(DataError, match=r"no result file that is known: CSV .*; Inspect .*; kvaudit .*; lm-eval"):
-        read(written(tmp_path, "f", body))
-
-
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "none")
@@ -400,7 +389,7 @@ ROWS = st.dictionaries(st.sampled_from([*KEYS, "policy", "arguments"]), JSON | s
 FULL = st.fixed_dictionaries({"doc_id": JSON, "doc": JSON, "resps": JSON, "metrics": st.just(["acc"]), "acc": JSON})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(ROWS, FULL, JSON), max_size=6), st.binary(max_size=20))
 def test_random_lines_never_raise_anything_but_an_audit_error(tmp_path_factory, rows, tail):
     path = tmp_path_factory.mktemp("j") / "s.jsonl"
