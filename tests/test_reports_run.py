@@ -30,7 +30,8 @@ def decisions(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["gate", "report"])
-def test_a_command_decides_once(run, decisions, command):
+def test_a_command_decides_once(run, decisions, command, monkeypatch):
+    monkeypatch.setattr("reports.page.formats.html.render", lambda page: "")  # its figures take seconds
     CliRunner().invoke(app, [command, str(run)])
     assert len(decisions) == 1
 
