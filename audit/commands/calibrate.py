@@ -84,7 +84,7 @@ def _print(done: Calibration) -> None:
     say(console, f"{drawn}; rows share simulations.")
     if done.repeated:
         repeated = f"the {LEADERS} most extreme cases drawn again, {TIMES} times as often"
-        say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 9, is reached by {repeated}.")
+        say(console, f"what is asked of any case, in rows 1 to 4 and 6 to 8, is reached by {repeated}.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
     say(console, verdict)
 

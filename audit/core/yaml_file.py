@@ -89,11 +89,6 @@ def shown(value: Any) -> str:
     return one_line(_shown.repr(value))
 
 
-def _name_of(value: Any) -> str:
-    """A name as it is; any other value as a short line, since aliases can make one of any size."""
-    return value if isinstance(value, str) else shown(value)
-
-
 def clipped(value: Any) -> str:
     """A name from a file, without line breaks and at most 80 characters."""
     return one_line(value if isinstance(value, str) else shown(value))[:80]

@@ -1,4 +1,4 @@
-"""The safe budget: how often the fixed sequence clears a dose that is not safe (row 9)."""
+"""The safe budget: how often the fixed sequence clears a dose that is not safe (row 8)."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def cases(scale: Scale) -> list[DoseCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 9."""
+    """Row 8."""
     own = [o for o in outcomes if isinstance(o.case, DoseCase)]
-    return [at_most(9, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]
+    return [at_most(8, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]
