@@ -6,7 +6,7 @@
 
 A group of rows of one prompt is sampled over two turns and replayed in one pass: with the codes at a border that the
 ledger holds, without them, and densely. Gaps are the largest |log p sampler - log p pass| in nats; hints are counted
-per token, their bytes are those of the ledger file. A model of one's own reads the head of docs/kv.md, the random one
+per token, their bytes are those of the ledger file. A model of one's own reads the head of docs/how-the-cache-works.md, the random one
 reads noise.
 """
 
@@ -30,7 +30,7 @@ from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
 
 PROMPT, NEW, GROUP, MESSAGE = 200, 48, 4, 30
-TEXT = Path(__file__).parent.parent / "docs" / "kv.md"
+TEXT = Path(__file__).parent.parent / "docs" / "how-the-cache-works.md"
 
 
 class Sampled(NamedTuple):

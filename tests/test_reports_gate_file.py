@@ -323,7 +323,7 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path):
 
 
 def test_the_files_in_the_docs_can_be_used(data, tmp_path):
-    page = (Path(__file__).parent.parent / "docs" / "reports.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "gate-in-ci.md").read_text()
     blocks = [part.partition("```")[0] for part in page.split("```yaml\n")[1:]]
     [gate] = [block for block in blocks if block.startswith("format: 1\nprofile")]
     [waiver] = [block for block in blocks if block.startswith("waivers:")]

@@ -27,7 +27,7 @@ from audit.replay.ranking_views import PassedLayer, Running, along
 from audit.replay.schedule_check import Fed, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
-# another ranking agrees on a quarter to a half of them (docs/kv.md).
+# another ranking agrees on a quarter to a half of them (docs/verify-rollouts.md).
 OWN_CHOICE: Mapping[torch.dtype, float] = {
     torch.float64: 0.98,
     torch.float32: 0.98,
