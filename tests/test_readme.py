@@ -1,4 +1,4 @@
-"""The README's examples run as printed."""
+"""What README and pages show is so: examples run as printed, links lead somewhere, rooms stand on their floors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_kv_exact import CONFIGS, left_padded, prompts
+from test_layers import RANK
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -39,6 +40,13 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             lost.append(target)
     assert not lost
+
+
+def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (picture,) = re.findall(r"```\nfloor .*?\n(.*?)```", page, re.DOTALL)
+    floors = (line.split() for line in picture.splitlines() if line.strip())
+    assert {room: int(floor) for floor, *rooms in floors for room in rooms} == RANK
 
 
 def test_the_cache_alone_replays_what_generate_saw() -> None:
