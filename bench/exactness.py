@@ -6,8 +6,8 @@
 
 A group of rows of one prompt is sampled over two turns and replayed in one pass: with the codes at a border that the
 ledger holds, without them, and densely. Gaps are the largest |log p sampler - log p pass| in nats; hints are counted
-per token, their bytes are those of the ledger file. A model of one's own reads the head of docs/how-the-cache-works.md, the random one
-reads noise.
+per token, their bytes are those of the ledger file. A model of one's own reads the head of
+docs/how-the-cache-works.md, the random one reads noise.
 """
 
 from __future__ import annotations

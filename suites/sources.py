@@ -52,7 +52,7 @@ def data_file(suite: str, name: str) -> Path:
     path = Path(folder).expanduser() / name
     if not path.exists():
         raise DataError(
-            f"suite {suite} reads {name}, which {VARIABLE}={folder} does not hold; docs/choose-suites.md says where from"
+            f"suite {suite} reads {name}, which {VARIABLE}={folder} does not hold; docs/choose-suites.md says whence"
         )
     return path
 

@@ -1,8 +1,8 @@
 """Compressed decoding simulated from the outside: one row, one token, one head at a time, and no ledger anywhere.
 
 What leaves when, and what becomes codes, follows here from tokens, pins, chunks and seeds alone: by each policy's
-published rule (``rules.py``, ``codings.py``) and the schedule that docs/choose-policies.md states. Nothing of audit is imported, so
-that a mistake which the cache and the shadow pass share shows as a difference from this file.
+published rule (``rules.py``, ``codings.py``) and the schedule that docs/choose-policies.md states. Nothing of audit is
+imported, so that a mistake which the cache and the shadow pass share shows as a difference from this file.
 
 The language model is the stock transformers one; only its attention is replaced. Everything a row has computed stays
 here in plain lists, so that what it may look at is a question of indices and never of storage.
