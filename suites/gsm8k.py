@@ -10,11 +10,11 @@ from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, fit_prose, json_lines
 
-FILES = {"train": "gsm8k/train_first2000.jsonl", "eval": "gsm8k/test.jsonl"}
-SYSTEM = "You solve word problems. Work step by step. End with a line that holds #### and the number alone."
+_FILES = {"train": "gsm8k/train_first2000.jsonl", "eval": "gsm8k/test.jsonl"}
+_SYSTEM = "You solve word problems. Work step by step. End with a line that holds #### and the number alone."
 PROBLEM = "<problem>\n{question}\n</problem>"
 REQUEST = "Solve the problem that stands between <problem> and </problem>. End with #### and the number."
-PLACEMENTS = ("start", "middle", "end")
+_PLACEMENTS = ("start", "middle", "end")
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 _SAID = re.compile(r"answer\s*(?:is|:|=)\s*\**\s*\$?\s*(-?[\d,]*\.?\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
@@ -30,7 +30,7 @@ class Gsm8k(Suite):
     max_new_tokens = 256
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        rows = json_lines(data_file(self.name, FILES[split]))
+        rows = json_lines(data_file(self.name, _FILES[split]))
         order = list(range(len(rows)))
         random.Random(f"{self.name}-{split}-{seed}").shuffle(order)
         return [
@@ -55,17 +55,17 @@ class Gsm8k(Suite):
 
     def _item(self, split: Split, index: int, seed: int, row: int, *, fit: tuple[int, CountTokens]) -> Item:
         context_tokens, count_tokens = fit
-        path = data_file(self.name, FILES[split])
+        path = data_file(self.name, _FILES[split])
         try:
             question, solution = (str(json_lines(path)[row][key]).strip() for key in ("question", "answer"))
             answer = _to_number(_MARKED.findall(solution)[-1])
         except (KeyError, IndexError):
             raise DataError(f"{str(path)!r} row {row} lacks a question, or an answer that ends with ####") from None
         origin = f"{self.name}-{split}-{row}-s{seed}-t{context_tokens}-{index}"
-        placement = PLACEMENTS[index % len(PLACEMENTS)]
+        placement = _PLACEMENTS[index % len(_PLACEMENTS)]
 
         def build(prose: str) -> list[str]:
-            return [SYSTEM, _place(prose, PROBLEM.format(question=question), placement) + "\n\n" + REQUEST]
+            return [_SYSTEM, _place(prose, PROBLEM.format(question=question), placement) + "\n\n" + REQUEST]
 
         system, user = fit_prose(self.name, build, random.Random(origin), context_tokens, count_tokens)
         return Item(

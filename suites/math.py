@@ -29,8 +29,8 @@ QUESTIONS = (
     "Please add up the {unit}: {terms}.",
     "Tell me the {unit}: {terms}.",
 )
-SYSTEM = "You count the {unit}. Work in short steps. End with: Answer: number"
-PLACEMENTS = ("start", "middle", "end", "spread")  # of the facts that are needed
+_SYSTEM = "You count the {unit}. Work in short steps. End with: Answer: number"
+_PLACEMENTS = ("start", "middle", "end", "spread")  # of the facts that are needed
 _ANSWER = re.compile(r"answer\s*(?:is|:)?\s*\**\s*(-?\d+)", re.IGNORECASE)
 _HIGHEST = 6  # of one amount; totals then stay below 20
 
@@ -102,7 +102,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
         )
     draw.shuffle(needed)
     fact = FACTS[template.first]
-    placement = PLACEMENTS[place.turn % len(PLACEMENTS)]
+    placement = _PLACEMENTS[place.turn % len(_PLACEMENTS)]
     question = QUESTIONS[template.second].format(unit=unit, terms=spoken(terms))
     needed_lines, other_lines = (
         [fact.format(name=name, value=value, unit=what) for name, value, what in rows] for rows in (needed, others)
@@ -111,7 +111,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
 
     def build(lines: Sequence[str]) -> list[str]:
         woven = _weave(random.Random(weave_seed), lines, needed_lines, other_lines, placement=placement)
-        return [SYSTEM.format(unit=unit), "\n".join([*woven, question])]
+        return [_SYSTEM.format(unit=unit), "\n".join([*woven, question])]
 
     system, user = fit(build, draw, context_tokens, count_tokens)
     return Item(

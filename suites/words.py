@@ -16,7 +16,7 @@ ANIMALS = _words(
     "bear wolf fox owl crow hawk lion tiger deer goat horse sheep whale seal shark frog toad snake eagle robin "
     "mouse rabbit otter badger camel zebra panda koala beaver moose lynx duck"
 )
-CODES = _words(
+SECRET_CODES = _words(
     "amber ruby jade pearl coral ivory olive lemon mint plum cherry maple cedar birch willow lotus rose iris lily "
     "daisy river lake ocean island desert canyon valley forest storm thunder snow frost"
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from audit.policies import Evictor, softmax
 
-INF = float("inf")
+_INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
 
 
@@ -39,7 +39,7 @@ def attention_mass(
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
         visible = visibility(asked, positions, None)
-        shares = softmax(logits.masked_fill(~visible[:, :, None], -INF), sink_logits)
+        shares = softmax(logits.masked_fill(~visible[:, :, None], -_INF), sink_logits)
         total += (shares * (asked >= 0)[:, None, None, :, None]).sum((2, 3))
     return total
 
@@ -71,4 +71,4 @@ def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, 
     protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
     if pinned is not None:
         protected |= pinned
-    return importance.masked_fill(protected, INF).masked_fill(positions < 0, -INF)
+    return importance.masked_fill(protected, _INF).masked_fill(positions < 0, -_INF)

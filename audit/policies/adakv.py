@@ -11,8 +11,8 @@ from torch import Tensor
 from audit.core.errors import SpecError
 from audit.policies.snapkv import SnapKV
 
-INF = float("inf")
-DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
+_INF = float("inf")
+_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class AdaKV(SnapKV):
             raise SpecError(f"policy adakv: alpha={self.alpha}, wanted a share from 0 to 1")
 
     def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
-        protected = rank == INF
-        free, mean = rank.masked_fill(protected, -INF), budgets[:, None] - protected.sum(-1)  # [B, H]
+        protected = rank == _INF
+        free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
         total = mean.sum(1)
         best = _best(free, total).sum(-1)
-        shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=DIGITS)
-        up = _places((shares - shares.floor()).round(decimals=DIGITS)) < (total - shares.floor().sum(1))[:, None]
-        sure = torch.minimum(shares.floor().long() + up, (free > -INF).sum(-1))
-        others = free.masked_fill(_places(free) < sure[..., None], -INF)
+        shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_DIGITS)
+        up = _places((shares - shares.floor()).round(decimals=_DIGITS)) < (total - shares.floor().sum(1))[:, None]
+        sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))
+        others = free.masked_fill(_places(free) < sure[..., None], -_INF)
         return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)
 
 
@@ -55,7 +55,7 @@ def _best(rank: Tensor, count: Tensor) -> Tensor:
     """The ``count`` [B] highest of all heads: bool [B, H, K]; ties to the earlier slot, then to the lower head."""
     batch, heads, slots = rank.shape
     places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)
-    return (places < count[:, None, None]) & (rank > -INF)
+    return (places < count[:, None, None]) & (rank > -_INF)
 
 
 def _places(rank: Tensor) -> Tensor:

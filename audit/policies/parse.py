@@ -17,7 +17,7 @@ from audit.policies.evictor import Evictor
 from audit.policies.quantiser import Quantiser
 from audit.policies.selector import Selector
 
-KINDS = (Evictor, Quantiser, Selector)
+_KINDS = (Evictor, Quantiser, Selector)
 _PLAIN = (str, int, float, bool)
 
 
@@ -94,8 +94,8 @@ def _flat(value: Any) -> Any:
 
 def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     cls = POLICIES.get(name)
-    if not issubclass(cls, KINDS):
-        kinds = ", ".join(kind.__name__ for kind in KINDS)
+    if not issubclass(cls, _KINDS):
+        kinds = ", ".join(kind.__name__ for kind in _KINDS)
         raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
     known, types = cls.field_names(), get_type_hints(cls)
     for field in values:

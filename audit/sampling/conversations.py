@@ -14,7 +14,7 @@ from audit.sampling.degenerate import degenerate
 from audit.sampling.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
 from suites.base import Suite
 
-NOTHING = Rendered((), ())
+_NOTHING = Rendered((), ())
 OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
 
 
@@ -95,7 +95,7 @@ class _Conversation:
         self._prompt_tokens = len(prompt.ids)
         self._transcript = item.messages
         self._roles = list(prompt.roles)
-        self._pending = NOTHING
+        self._pending = _NOTHING
         self._turns = self._new_tokens = 0
         self._finish = ""
         self._broken: str | None = None  # why the answer is degenerate
@@ -119,7 +119,7 @@ class _Conversation:
 
     def take_pending(self) -> Rendered:
         """The tokens to append now, none when the row is over."""
-        chunk, self._pending = self._pending, NOTHING
+        chunk, self._pending = self._pending, _NOTHING
         return chunk
 
     def played(self, rollout: Rollout, seconds: float) -> Played:

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
-Reason = Literal["empty", "truncated", "non-text", "loop"]
+Fault = Literal["empty", "truncated", "non-text", "loop"]
 
 # A unit repeated in a row counts as a loop when it fills at least half of the answer. The least lengths keep tables,
 # codes and "no, no, no" out: checked on written answers in the tests.
@@ -16,7 +16,7 @@ _NGRAM, _NGRAM_WORDS, _DISTINCT_SHARE = 4, 40, 0.3
 _UNREADABLE_SHARE = 0.2
 
 
-def degenerate(text: str, finish_reason: str) -> Reason | None:
+def degenerate(text: str, finish_reason: str) -> Fault | None:
     """Why an answer cannot be read as behaviour, or None; ``finish_reason`` is the sampler's "stop" or "length"."""
     if not text.strip():
         return "empty"

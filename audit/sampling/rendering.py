@@ -2,7 +2,7 @@
 
 One such process serves every template of this one, so a conversation costs a message through a pipe. A template that
 takes more than SECONDS of processor time is ended by the kernel, one that wants more than MEMORY gets none (on Linux;
-elsewhere only time is limited), and a text of more than CHARACTERS is not handed over. Limits on single operations
+elsewhere only time is limited), and a text of more than _CHARACTERS is not handed over. Limits on single operations
 would not hold: nested loops, macros that call themselves twice, powers and widths each need their own.
 """
 
@@ -24,9 +24,9 @@ from audit.core.errors import RunError, SpecError
 
 SECONDS = 2  # of processor time for one conversation; templates in use take milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process starts with
-CHARACTERS = 16 << 20
+_CHARACTERS = 16 << 20
 _TOO_MUCH = (
-    f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {CHARACTERS >> 20} million characters for "
+    f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {_CHARACTERS >> 20} million characters for "
     "one conversation; mend it or take another model"
 )
 
@@ -133,7 +133,7 @@ def _rendered(render: Any, request: Mapping[str, Any]) -> dict[str, str]:
         return {}
     except Exception as error:  # a template can raise anything
         return {"refused": str(error).partition("\n")[0] or type(error).__name__}
-    return {"text": texts[0]} if len(texts[0]) <= CHARACTERS else {}
+    return {"text": texts[0]} if len(texts[0]) <= _CHARACTERS else {}
 
 
 def _limit_memory() -> None:

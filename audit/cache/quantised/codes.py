@@ -8,7 +8,7 @@ from torch import Tensor
 from audit.policies import Quantiser
 from audit.policies.quantiser import working
 
-INF = float("inf")
+_INF = float("inf")
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -70,8 +70,8 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
     wide = keys.to(working(keys.dtype))
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
     shape = (*keys.shape[:2], groups + 1, keys.shape[3])
-    low = wide.new_full(shape, INF).scatter_reduce(2, index, wide, "amin")[:, :, :groups]
-    high = wide.new_full(shape, -INF).scatter_reduce(2, index, wide, "amax")[:, :, :groups]
+    low = wide.new_full(shape, _INF).scatter_reduce(2, index, wide, "amin")[:, :, :groups]
+    high = wide.new_full(shape, -_INF).scatter_reduce(2, index, wide, "amax")[:, :, :groups]
     absent = low > high
     return codec.fit(low.masked_fill(absent, 0), high.masked_fill(absent, 0)).to(keys.dtype)
 
