@@ -41,6 +41,7 @@ HOSTILE = (
 )
 ARM = "na|ve<i>`"
 REMARK = "Let through by Ada."
+ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
 DECIDERS = {"reports.run", "reports.gate.decide", "reports.gate.cell", "reports.gate.family", "reports.stats.rule"}
 
@@ -115,7 +116,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def told(page: Page, status: Status) -> Page:
     """A short page with this status, whatever its rows say, and with a remark that must stand beside it."""
     verdict = replace(page.findings.verdict, status=status)
-    banner = replace(page.banner, status=status, asides=(REMARK,))
+    banner = replace(page.banner, status=status, asides=(REMARK,), alarm=ALARM)
     findings = replace(page.findings, verdict=verdict, examples=())
     return Hashed(findings, banner, page.sections[-1:], (REMARK,))
 
@@ -197,7 +198,9 @@ def test_every_status_is_said_as_it_was_decided(form: Format, page: Page) -> Non
 
 @HELD
 def test_what_must_stand_beside_the_verdict_does(form: Format, page: Page) -> None:
-    assert REMARK in spelled(form.render(told(page, Status.PASS)))
+    text = spelled(form.render(told(page, Status.PASS)))
+    assert REMARK in text
+    assert ALARM in text
 
 
 @HELD
@@ -256,6 +259,10 @@ def without_remarks(page: Page) -> str:
     return RIGHT["report.md"](Hashed(page.findings, replace(page.banner, asides=()), page.sections))
 
 
+def without_alarm(page: Page) -> str:
+    return RIGHT["report.md"](Hashed(page.findings, replace(page.banner, alarm=""), page.sections, page.remarks))
+
+
 def imports_the_rule(page: Page) -> str:
     from reports.gate.decide import decide
 
@@ -279,6 +286,7 @@ WRONG: list[tuple[str, Check, Format]] = [
     ("verdict dropped", test_every_status_is_said_as_it_was_decided, Format("a.txt", lambda page: page.banner.title)),
     ("verdict decided anew", test_every_status_is_said_as_it_was_decided, Format("report.md", decides)),
     ("remarks dropped", test_what_must_stand_beside_the_verdict_does, Format("report.md", without_remarks)),
+    ("alarm dropped", test_what_must_stand_beside_the_verdict_does, Format("report.md", without_alarm)),
     ("a clock", test_the_same_page_gives_the_same_bytes, Format("a.txt", lambda page: str(next(COUNT)))),
     ("no drift", test_no_format_says_no_drift, Format("a.txt", lambda page: "There is No\ndrift.")),
     ("imports the rule", test_a_format_decides_nothing, Format("a.txt", imports_the_rule)),

@@ -101,7 +101,7 @@ def test_a_bad_line_costs_its_block_not_the_file(tmp_path, monkeypatch):
     path = tmp_path / "unit.jsonl"
     good = json.dumps(BASE[0]) + "\n"
     path.write_text(good * 4 + "not json\n" + good)
-    monkeypatch.setattr(rows, "BLOCK", 2 * len(good) - 1)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 2 * len(good) - 1)
     _, frame, problems = read(path)
     assert frame["line"].tolist() == [1, 2, 3, 4, 6]
     assert [(p.file, p.line) for p in problems] == [("unit.jsonl", 5)]

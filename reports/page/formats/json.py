@@ -26,7 +26,7 @@ def render(page: Page) -> str:
     for name in ("waivers", "curves", "examples", "displacement"):
         body[name] = [asdict(entry) for entry in getattr(found, name)]
     body |= {"problems": found.problems, "provenance": found.provenance}
-    body["verdict"]["annotations"] = page.remarks
+    body["verdict"] |= {"annotations": page.remarks, "alarm": page.banner.alarm}
     return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
