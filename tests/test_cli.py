@@ -371,13 +371,15 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
     def interrupt(*_: Any) -> None:
         signal.raise_signal(stop)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     end_on_sigterm()
     monkeypatch.setattr("audit.runs.pipeline.Pipeline.train", interrupt)
     try:
         got, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert got == code
     assert err == f"{word}; continue with: kvaudit run {spec} --out {tmp_path / 'run'} --limit 2 --resume\n"
 
