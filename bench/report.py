@@ -53,13 +53,13 @@ def main() -> None:
 def measured(run: str) -> None:
     """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
     from reports import run as way
-    from reports.analysis import analyse, examples
+    from reports.analysis import analyse
     from reports.page import formats
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    timed = [(way, name) for name in ("load_run", "drift_of", "decide")]
-    for module, name in (*timed, (examples, "largest_losses"), (analyse, "analyse")):
+    timed = [(way, name) for name in ("load_run", "drift_of", "decide", "largest_losses")]
+    for module, name in (*timed, (analyse, "analyse")):
         setattr(module, name, _timed(name, getattr(module, name), stages))
     found = formats.formats()
     formats.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}

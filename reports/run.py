@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from audit.core.errors import DataError
+from reports.analysis.curves import curves
+from reports.analysis.displacement import load_displacement
+from reports.analysis.examples import largest_losses
 from reports.calibration.stamp import stamp
 from reports.drift.drift import drift_of
 from reports.drift.results import Drift
@@ -57,9 +60,6 @@ def with_details(data: RunData, found: Findings) -> Findings:
     A file of these that cannot be used decides nothing, so it is named among the problems and left out.
     """
     from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
-    from reports.analysis.curves import curves
-    from reports.analysis.displacement import load_displacement
-    from reports.analysis.examples import largest_losses
 
     problems = list(found.problems)
     return replace(

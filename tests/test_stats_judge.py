@@ -9,7 +9,7 @@ from scipy import special, stats
 from reports.stats.adjudication import Labelled, adjudicated, adjudicated_bounds
 from reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
 from reports.stats.clustered import cr3_variance, many_totals
-from reports.stats.judge_error import differential_bias, judge_error, judged_margin
+from reports.stats.judge_error import differential_bias, judge_error
 from reports.stats.kappa import kappa
 from reports.stats.tango import design_effects, ess_tango, tango_interval
 
@@ -71,7 +71,6 @@ def test_sensitivity_and_specificity_of_a_known_table():
     assert error.informedness == pytest.approx(0.7, abs=1e-12)
     below = math.hypot(0.9 - error.sensitivity.low, 0.8 - error.specificity.low)
     assert error.informedness_low == pytest.approx(0.7 - below, abs=1e-12)
-    assert judged_margin(0.05, error) == pytest.approx(0.05 * error.informedness_low)
 
 
 def test_bias_bound_is_the_gap_weighted_by_the_rate():

@@ -57,7 +57,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) 
 def write_whole(path: Path, text: str) -> None:
     """Write a text whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with partial.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -74,11 +74,9 @@ def _sync_folder(path: Path) -> None:
 
 def write_output(path: Path, text: str) -> None:
     """Write a file for a person, whole or not at all, with the folders above it; raises RunError where it cannot be."""
-    temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
+        write_whole(path, text)
     except OSError as error:
         raise RunError(
             f"cannot write {str(path)!r} ({error.strerror}); free the disk or make the folder writable"

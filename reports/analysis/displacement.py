@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
+from audit.core.yaml_file import one_line
 
 Array = npt.NDArray[np.float64]
 DISPLACEMENT_FILE = "displacement.json"
@@ -72,9 +73,7 @@ def load_displacement(run: Path) -> tuple[Displacement, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{DISPLACEMENT_FILE} cannot be read ({' '.join(str(error).split())[:120]}); measure it again"
-        ) from None
+        raise DataError(f"{DISPLACEMENT_FILE} cannot be read ({one_line(error)}); measure it again") from None
     if (
         not isinstance(body, dict)
         or body.get("format") != DISPLACEMENT_FORMAT

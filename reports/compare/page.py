@@ -14,6 +14,7 @@ from reports.page.about import churn_share
 from reports.page.advice import note
 from reports.page.page import Banner, Page, Section
 from reports.page.plain import drift, percent, points, pvalue
+from reports.page.remarks import remarks
 from reports.page.stamp import error_rates
 from reports.page.story import SENTENCES
 from reports.page.tables import Table, table_of
@@ -27,7 +28,7 @@ _FILES = ("compare.html", "compare.md", "compare.json")
 def comparison_banner(compared: Compared) -> Banner:
     """Verdict, the number that decides, and what must be read with it."""
     verdict = compared.verdict
-    head = verdict.decisions[verdict.headline] if verdict.headline is not None else None
+    head = verdict.head
     return Banner(
         title=f"Comparison of two result files: {inline(compared.findings.drift.run)}",
         status=verdict.status,
@@ -203,4 +204,5 @@ def pages(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
 
 def comparison_page(compared: Compared, two: TwoJudges | None = None) -> Page:
     """The page that every format renders."""
-    return Page(compared.findings, comparison_banner(compared), tuple(comparison_sections(compared, two)))
+    sections = tuple(comparison_sections(compared, two))
+    return Page(compared.findings, comparison_banner(compared), sections, tuple(remarks(compared.findings)))

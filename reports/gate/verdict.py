@@ -120,6 +120,11 @@ class Verdict:
     adjustment: Adjustment
     judged: Status | None = None  # by the judge's labels alone, where people labelled answers
 
+    @property
+    def head(self) -> Decision | None:
+        """The decision that the banner quotes, None where no cell has a number."""
+        return None if self.headline is None else self.decisions[self.headline]
+
 
 def worst(statuses: Iterable[Status]) -> Status:
     """The status that decides, by precedence."""

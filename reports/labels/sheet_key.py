@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError
+from audit.core.yaml_file import one_line
 
 KEY_FORMAT = 1
 
@@ -69,7 +70,7 @@ def read_key(sheet: Path) -> Key:
     except FileNotFoundError:
         raise DataError(f"{str(path)!r} is missing; keep the key beside the sheet, or write another sheet") from None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{str(path)!r} is not the key of a sheet ({' '.join(str(error).split())[:100]})") from None
+        raise DataError(f"{str(path)!r} is not the key of a sheet ({one_line(error)})") from None
 
 
 def _key(value: Any) -> Key:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError
+from audit.core.yaml_file import one_line
 
 LABELS_FORMAT = 2
 LABELS_FILE = "adjudication.json"
@@ -64,7 +65,7 @@ def load_labels(run: Path) -> Labels | None:
     try:
         return _parsed(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        text = " ".join(str(error).split())[:100]
+        text = one_line(error)
         raise DataError(f"{str(path)!r} cannot be used ({text}); {REMEDY}") from None
 
 

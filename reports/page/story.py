@@ -37,7 +37,7 @@ def page_of(findings: Findings) -> Page:
 def banner(findings: Findings) -> Banner:
     """Verdict, the number, and what they are about."""
     verdict = findings.verdict
-    head = verdict.decisions[verdict.headline] if verdict.headline is not None else None
+    head = verdict.head
     return Banner(
         title=f"KV-cache compression audit: {inline(findings.drift.run)}",
         status=verdict.status,

@@ -62,11 +62,6 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, *, level: float = L
     return JudgeError(sensitivity, specificity, both.estimate - 1, both.low - 1)
 
 
-def judged_margin(margin: float, error: JudgeError) -> float:
-    """The margin on the judge's own scale, which shrinks every drift by J; at the lower limit of J, at least 0."""
-    return margin * max(0.0, error.informedness_low)
-
-
 def differential_bias(reference: JudgeError, candidate: JudgeError, rate: float) -> DifferentialBias:
     """Bias at the true ``rate`` of desired behaviour; a cell cannot pass on judge labels when ``upper`` > margin/2."""
     assert 0 <= rate <= 1, rate

@@ -44,14 +44,6 @@ def design_effect(icc: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
     return effect
 
 
-def intraclass_correlation(deff: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
-    """The ICC that makes this design effect."""
-    size = np.asarray(cluster_size, dtype=np.float64)
-    assert np.all(size > 1), "clusters of one item have no correlation inside"
-    icc: Array = (np.asarray(deff, dtype=np.float64) - 1) / (size - 1)
-    return icc
-
-
 def items_needed(
     margin: npt.ArrayLike,
     variance: npt.ArrayLike,
@@ -115,22 +107,6 @@ def smallest_margin(
     wanted = minimal_detectable(standard_error(items, variance, deff=deff), df=df, alpha=alpha, power=power)
     margin: Array = np.maximum(0.0, wanted - np.asarray(drift, dtype=np.float64))
     return margin
-
-
-def largest_variance(
-    items: npt.ArrayLike,
-    margin: npt.ArrayLike,
-    *,
-    deff: npt.ArrayLike = 1.0,
-    drift: npt.ArrayLike = 0.0,
-    alpha: float = 0.05,
-    power: float = 0.8,
-    df: float = math.inf,
-) -> Array:
-    """Largest item variance (about the discordance) at which these items still have ``power`` for the margin."""
-    room = _room(margin, drift)
-    variance: Array = (room / _quantiles(alpha, power, df)) ** 2 * np.asarray(items) / np.asarray(deff)
-    return variance
 
 
 def minimal_detectable(error: npt.ArrayLike, *, df: float, alpha: float = 0.05, power: float = 0.8) -> Array:

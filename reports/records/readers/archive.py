@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError
+from audit.core.yaml_file import one_line
 
 LARGEST_MEMBER = 64 * 2**20  # bytes of JSON in one member
 LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; beyond it, at most ``LARGEST_RATIO`` times its size
@@ -72,7 +73,7 @@ class Archive:
         try:
             value = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON ({' '.join(str(error).split())[:100]})") from None
+            raise DataError(f"not JSON ({one_line(error)})") from None
         if not isinstance(value, dict):
             raise DataError("not a JSON object")
         return value
