@@ -35,13 +35,13 @@ def key_of(
 
 
 def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]) -> KeyCell:
-    d = pairs.contrast
+    c = pairs.contrast
     return KeyCell(
-        estimand=d.estimand,
-        arm=d.arm,
-        policy=d.policy,
-        suite=d.suite,
-        context_tokens=d.context_tokens,
+        estimand=c.estimand,
+        arm=c.arm,
+        policy=c.policy,
+        suite=c.suite,
+        context_tokens=c.context_tokens,
         pairs=tuple(
             KeyPair(
                 item=str(pairs.items[i]),
