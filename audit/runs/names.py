@@ -53,6 +53,7 @@ def _load(file: Path) -> str:
         raise DataError(f"plug-in {str(file)!r} fails on import: {type(error).__name__}: {error}") from error
     if not names:
         raise SpecError(
-            f"plug-in {str(file)!r} brings no policy and no suite; subclass Evictor, Quantiser, Selector or Suite with a name"
+            f"plug-in {str(file)!r} brings no policy and no suite; subclass Evictor, Quantiser, Selector or Suite "
+            "with a name"
         )
     return hashlib.sha256(file.read_bytes()).hexdigest()
