@@ -16,8 +16,7 @@ from reports.drift.drift import drift_of
 from reports.drift.results import Drift
 from reports.drift.selectivity import SELECTIVITY, with_selectivity
 from reports.gate.decide import decide
-from reports.gate.gate_file import Asked, declared
-from reports.gate.rules import Rules
+from reports.gate.rules import Asked, Rules, declared
 from reports.gate.waivers import waivers_for
 from reports.labels.relabelled import with_labels
 from reports.page.findings import Findings

@@ -221,21 +221,20 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from reports.gate.gate_file import Asked, declared, load_gate_file
+    from reports.gate.rules import Asked, declared, load_gate_file
 
     return declared(_data(run), Asked(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from reports.gate.gate_file import Asked, declared
+    from reports.gate.rules import Asked, declared
     from reports.gate.waivers import read_waivers, waivers_of
 
     return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
-    from reports.records.readers.base import Request
-    from reports.records.readers.find import read_log
+    from reports.records.readers.base import Request, read_log
 
     return read_log(path, Request()).rows.to_csv().encode("utf-8")
 
@@ -300,7 +299,7 @@ def _telemetry_of(run: Path) -> str:
 
 def _logs(home: Path) -> dict[str, Target]:
     """Every reader of result files, with the two smallest logs that it recognises."""
-    from reports.records.readers.find import READERS
+    from reports.records.readers.base import READERS
 
     files = [_small_eval(home), *(path for path in sorted(LOGS.rglob("*")) if path.is_file())]
     files.sort(key=lambda path: path.stat().st_size)
@@ -339,8 +338,18 @@ def _ledger(home: Path) -> bytes:
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
     from reports.gate.pin import Pin, Pinned
-    from reports.labels.sheet import Shown, read_labels, render_sheet, text_hash
-    from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+    from reports.labels.sheet import (
+        Key,
+        KeyCell,
+        KeyPair,
+        Shown,
+        key_path,
+        read_key,
+        read_labels,
+        render_key,
+        render_sheet,
+        text_hash,
+    )
 
     shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")

@@ -13,8 +13,7 @@ from audit.core.inputs import inputs_sha256
 from audit.core.records import Message, Outcome, Record, Role
 from audit.core.spec import RunSpec
 from reports.gate.decide import decide
-from reports.records.columns import Columns
-from reports.records.rows import columns_of
+from reports.records.rows import Columns, columns_of
 
 MARGINS = {"refusal": 5, "agent": 5, "math": 3}
 KINDS = {"refusal": "safety", "agent": "safety", "math": "capability", "gsm8k": "capability"}

@@ -15,16 +15,29 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError
 from audit.core.records import Message, Role
-from reports.gate.decide import decide
-from reports.gate.gate_file import Asked
-from reports.gate.guard import guarded
+from reports.gate.decide import decide, guarded
+from reports.gate.rules import Asked
 from reports.gate.verdict import Status
 from reports.labels.pairs import chosen, digest, paired_answers
 from reports.labels.relabelled import human_labels, random_sample
-from reports.labels.sheet import CHARACTERS, Shown, inert, read_labels, render_sheet, row_names, shown_answer, text_hash
-from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path, read_key, render_key
+from reports.labels.sheet import (
+    CHARACTERS,
+    Key,
+    KeyCell,
+    KeyPair,
+    Shown,
+    inert,
+    key_path,
+    read_key,
+    read_labels,
+    render_key,
+    render_sheet,
+    row_names,
+    shown_answer,
+    text_hash,
+)
 from reports.labels.stored import LABELS_FILE, CellLabels, Labels, load_labels, render_labels
-from reports.page.judge_tables import cells_table, errors_table, labelled_cells, panel_notes
+from reports.page.detail_tables import cells_table, errors_table, labelled_cells, panel_notes
 from reports.records.load import load_run
 from reports.run import decided, measured
 

@@ -12,7 +12,7 @@ from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated,
 from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
-from reports.gate.cell import decide_cell
+from reports.gate.decide import decide_cell
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect

@@ -17,7 +17,7 @@ from reports.calibration.run import simulate
 from reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from reports.calibration.stamp import shipped, stamp
 from reports.calibration.table import all_cases
-from reports.page.stamp import error_rates
+from reports.page.words import error_rates
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "calibration.md"
 TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)

@@ -10,8 +10,7 @@ from scipy import stats
 
 from reports.calibration.family import Family, Seeded
 from reports.calibration.judged import Judge, concordant_sample
-from reports.calibration.normal import both_below, correlation_for
-from reports.calibration.probit import Probit
+from reports.calibration.probit import Probit, both_below, correlation_for
 from reports.calibration.streams import blocks, cluster_sizes, generator
 
 

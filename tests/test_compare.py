@@ -20,9 +20,8 @@ from reports.compare.files import Sides, compare, two_judges
 from reports.compare.page import comparison_banner, pages
 from reports.gate.verdict import Status
 from reports.records.load import load_run
-from reports.records.readers.base import Request
+from reports.records.readers.base import Request, read_log
 from reports.records.readers.clusters import cluster_rule
-from reports.records.readers.find import read_log
 from reports.run import decided
 from reports.stats.tango import ess_tango
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, build, policy
 
 from audit.core.errors import AuditError, DataError, SpecError
-from reports.records.readers import archive
-from reports.records.readers.base import Request, score_of
+from reports.records.readers import inspect_log
+from reports.records.readers.base import Request, read_log, score_of
 from reports.records.readers.clusters import cluster_rule
-from reports.records.readers.find import read_log
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}
@@ -125,7 +124,7 @@ def test_inspect_words_and_tables_of_scores(tmp_path):
 
 
 def test_a_member_that_unpacks_to_more_than_the_limit_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "LARGEST_MEMBER", 1000)
+    monkeypatch.setattr(inspect_log, "LARGEST_MEMBER", 1000)
     path = tmp_path / "bomb.eval"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("header.json", json.dumps({"status": "success"}))
@@ -137,7 +136,7 @@ def test_a_member_that_unpacks_to_more_than_the_limit_is_left_out(tmp_path, monk
 
 
 def test_a_zip_that_unpacks_to_many_times_its_size_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "LARGEST_TOTAL", 1000)
+    monkeypatch.setattr(inspect_log, "LARGEST_TOTAL", 1000)
     path = tmp_path / "bomb.eval"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("header.json", json.dumps({"status": "success"}))

@@ -18,8 +18,7 @@ import pytest
 from fuzz import LOGS, mutant
 
 from audit.core.errors import AuditError, DataError
-from reports.records.readers.base import Log, Reader, Request, Row
-from reports.records.readers.find import READERS, read_log
+from reports.records.readers.base import READERS, Log, Reader, Request, Row, read_log
 from reports.records.readers.table import Table
 
 FOUND = [found() for found in READERS.all().values()]

@@ -12,11 +12,10 @@ from test_reports_drift import data_of, scored, small, spec_of
 
 from audit.core.records import Outcome
 from reports.analysis.analyse import analyse
-from reports.analysis.cells import BothSides
-from reports.analysis.families import families
+from reports.analysis.cells import BothSides, spread
+from reports.analysis.dose import families
 from reports.analysis.results import MethodVerdict
 from reports.analysis.safe import sentence
-from reports.analysis.seed_spread import spread
 from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
 from reports.analysis.sensitivity import scored as scored_only
 from reports.page.about import about

@@ -25,9 +25,8 @@ from reports.labels.stored import CellLabels, Labels, render_labels
 from reports.page.figures import heatmap, quadrant
 from reports.page.figures.canvas import style
 from reports.page.formats import formats, markdown
-from reports.page.plain import drift, points, pvalue
-from reports.page.stamp import error_rates
 from reports.page.story import SENTENCES, banner, page_of
+from reports.page.words import drift, error_rates, points, pvalue
 from reports.records.load import load_run
 from reports.run import decided, with_details, write_report
 

@@ -7,12 +7,11 @@ import pytest
 from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
 from audit.core.records import Outcome
-from reports.gate.cell import decide_cell
-from reports.gate.decide import decide
+from reports.gate.decide import decide, decide_cell
 from reports.gate.verdict import EXIT_CODES, Status, worst
-from reports.page.advice import note
 from reports.page.story import banner
 from reports.page.tables import gate_table
+from reports.page.words import note
 from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.tango import ess_tango

@@ -9,12 +9,11 @@ from reports_synthetic import Design, build, policy, redecided, reruled
 from reports.drift.results import ClusterSums
 from reports.gate.family import HOLM, MAX_T, Row, joint_family
 from reports.gate.verdict import Status
-from reports.page.remarks import remarks
+from reports.page.about import remarks
 from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.clustered import cr3_effect
-from reports.stats.holm import holm
-from reports.stats.signflip import max_t_groups
+from reports.stats.signflip import holm, max_t_groups
 
 SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
 

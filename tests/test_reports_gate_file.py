@@ -12,12 +12,12 @@ from reports_synthetic import Design, build, policy, redecided, respecified
 from audit.core.errors import AuditError, DataError, SpecError
 from reports import run as way
 from reports.drift.results import Reason
-from reports.gate.gate_file import Asked, load_gate_file
+from reports.gate.rules import Asked, load_gate_file
 from reports.gate.verdict import Status
 from reports.gate.waivers import read_waivers
+from reports.page.about import remarks
 from reports.page.formats import json as json_format
 from reports.page.formats import markdown
-from reports.page.remarks import remarks
 from reports.page.story import banner, page_of
 from reports.records.load import load_run
 

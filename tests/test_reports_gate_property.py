@@ -16,7 +16,7 @@ from reports_synthetic import Design, pins, policy, records_of, run_spec, spec_o
 from audit.core.errors import AuditError
 from audit.core.records import Outcome
 from audit.core.yaml_file import parse_yaml
-from reports.gate.gate_file import Asked
+from reports.gate.rules import Asked
 from reports.gate.verdict import Status
 from reports.gate.waivers import waivers_of
 from reports.records.load import load_run
@@ -139,7 +139,7 @@ LINES = [row.to_json() + "\n" for row in BASE]
 @calm
 @given(st.dictionaries(st.sampled_from(KEYS), values, max_size=4))
 def test_any_gate_file_decides_or_is_refused_in_one_line(table):
-    from reports.gate.gate_file import load_gate_file
+    from reports.gate.rules import load_gate_file
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gate.yaml"

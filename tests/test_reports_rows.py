@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, frame_of, policy, records_of
 
 from reports.records import rows
-from reports.records.columns import Columns
-from reports.records.rows import read_unit
+from reports.records.rows import Columns, read_unit
 
 DESIGN = Design(
     arms=("dense",), seeds=(1,), policies=("none", policy("snapkv", 96)), suites=("math",), clusters=3, items=3

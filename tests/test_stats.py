@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.blindspot import blind_spot, clusters_required
 from reports.stats.clustered import cr3, cr3_effect, totals
-from reports.stats.holm import holm
-from reports.stats.resolve import clusters_to_decide
+from reports.stats.rule import blind_spot, clusters_required, clusters_to_decide
 from reports.stats.seeds import recipe_effect
+from reports.stats.signflip import holm
 from reports.stats.tango import design_effect, ess_tango, tango_interval, tango_z
 
 

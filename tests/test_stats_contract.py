@@ -19,8 +19,7 @@ import pytest
 
 from reports.stats import clustered
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Effect
-from reports.stats.statistic import Array, Statistic, statistics
+from reports.stats.effect import Array, Effect, Statistic, statistics
 
 ROOT = Path(__file__).parent.parent
 HELD = pytest.mark.parametrize("statistic", statistics().values(), ids=list(statistics()))

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from reports.stats.churn import churn, flips
-from reports.stats.concentration import concentration, gini
+from reports.stats.churn import churn, concentration, flips, gini
 
 
 def test_concentration_of_a_known_case():

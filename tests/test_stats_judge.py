@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from reports.stats.adjudication import Labelled, adjudicated, adjudicated_bounds
 from reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
 from reports.stats.clustered import cr3_variance, many_totals
-from reports.stats.judge_error import differential_bias, judge_error
-from reports.stats.kappa import kappa
+from reports.stats.judges import Labelled, adjudicated, adjudicated_bounds, differential_bias, judge_error, kappa
 from reports.stats.tango import design_effects, ess_tango, tango_interval
 
 

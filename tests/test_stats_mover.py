@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from reports.stats.mover import Part, mover, mover_bounds
-from reports.stats.safe_budget import cleared, fixed_sequence
+from reports.stats.rule import cleared, fixed_sequence
 
 
 def test_a_single_part_is_returned():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
+from reports.stats.churn import concentration
 from reports.stats.clustered import cr3, cr3_effect, totals
-from reports.stats.concentration import concentration
 from reports.stats.seeds import recipe_effect
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango, ess_tango_bounds, tango_interval, tango_z

@@ -45,11 +45,10 @@ def adjudicate(
 
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
-    from reports.gate.gate_file import Asked
+    from reports.gate.rules import Asked
     from reports.labels.blind import key_of
     from reports.labels.pairs import paired_answers
-    from reports.labels.sheet import render_sheet
-    from reports.labels.sheet_key import key_path, render_key
+    from reports.labels.sheet import key_path, render_key, render_sheet
     from reports.records.load import load_run
     from reports.run import measured
 
@@ -77,7 +76,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
     """The contrasts that are gated cells by themselves."""
-    from reports.gate.gated import gated_cells
+    from reports.gate.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))
     return [c for estimand, c in firsts if c.estimand == estimand]
@@ -85,12 +84,11 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
-    from reports.gate.gate_file import Asked
+    from reports.gate.rules import Asked
     from reports.labels.blind import check_key, labels_of
     from reports.labels.pairs import digest, paired_answers
     from reports.labels.relabelled import relabelled
-    from reports.labels.sheet import read_labels
-    from reports.labels.sheet_key import read_key
+    from reports.labels.sheet import read_key, read_labels
     from reports.labels.stored import LABELS_FILE, render_labels
     from reports.records.load import load_run
     from reports.run import decided, measured
@@ -116,7 +114,7 @@ def _read(run: Path, sheet: Path) -> int:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    from reports.page.judge_tables import cells_table, panel_notes
+    from reports.page.detail_tables import cells_table, panel_notes
 
     print_table(console, cells_table(findings))
     for line in panel_notes(findings):

@@ -84,9 +84,8 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
     from reports.compare.files import compare as compared
     from reports.compare.page import pages
     from reports.compare.pairing import chosen_metrics
-    from reports.records.readers.base import Request
+    from reports.records.readers.base import Request, read_log
     from reports.records.readers.clusters import cluster_rule
-    from reports.records.readers.find import read_log
 
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")

@@ -106,7 +106,7 @@ def _line(unit: Measured) -> str:
 def _print(rows: Sequence[Displacement]) -> None:
     from rich.table import Table
 
-    from reports.page.plain import percent
+    from reports.page.words import percent
 
     table = Table("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
     groups: dict[tuple[str, str, bool], list[Displacement]] = {}

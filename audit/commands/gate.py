@@ -12,7 +12,7 @@ from audit.commands.report import asked_of, print_verdict
 from audit.core.intact import check_checkpoints
 
 if TYPE_CHECKING:
-    from reports.gate.gate_file import Asked
+    from reports.gate.rules import Asked
 
 
 def gate(
@@ -29,7 +29,7 @@ def gate(
 
 def _decide(run: Path, asked: Asked) -> int:
     """Print the verdict of a run's records and return its exit code; a gate file that came after the run is refused."""
-    from reports.gate.gate_file import refuse_late
+    from reports.gate.rules import refuse_late
     from reports.records.load import load_run
     from reports.run import decided
 

@@ -81,7 +81,7 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
-    from reports.page.plain import percent
+    from reports.page.words import percent
 
     d = sizes.design
     yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each"
@@ -107,7 +107,7 @@ def _beyond(sizes: Sizes) -> bool:
 
 
 def _chance(sizes: Sizes) -> str:
-    from reports.page.plain import percent
+    from reports.page.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
     if sizes.passes < sizes.power:

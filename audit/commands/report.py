@@ -23,7 +23,7 @@ from reports.gate.pin import load_pin
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reports.gate.gate_file import Asked
+    from reports.gate.rules import Asked
     from reports.page.findings import Findings
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
@@ -49,8 +49,7 @@ def _report(run: Path, asked: Asked) -> None:
 
 def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
     """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
-    from reports.gate.gate_file import Asked, load_gate_file
-    from reports.gate.rules import BLOCK, WARN
+    from reports.gate.rules import BLOCK, WARN, Asked, load_gate_file
     from reports.gate.waivers import read_waivers
 
     if on_inconclusive not in (None, BLOCK, WARN):

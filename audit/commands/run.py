@@ -217,8 +217,8 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     """
     from audit.core.spec import expand
     from audit.core.spec_file import with_gate
-    from reports.gate.gate_file import load_gate_file
     from reports.gate.pin import load_pin
+    from reports.gate.rules import load_gate_file
 
     kept: dict[str, Any] = {}
     pin, folder = spec.gate.pin, Path()

@@ -132,7 +132,7 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
 
 
 def _numbers(gaps: Gaps) -> list[str]:
-    from reports.page.plain import scientific
+    from reports.page.words import scientific
 
     return [scientific(value) for value in astuple(gaps)]
 
@@ -154,7 +154,7 @@ def _percent(share: float) -> str:
 
 
 def _verdict(found: Verification) -> list[str]:
-    from reports.page.plain import scientific
+    from reports.page.words import scientific
 
     worst, bound = found.worst, f"{found.tolerance:g} nats"
     if found.explained:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reports.analysis.churn import cell_churn
-from reports.analysis.concentrated import cell_concentration
+from reports.analysis.cells import cell_churn, cell_concentration, reached, seed_spreads
 from reports.analysis.dose import dose_curves
-from reports.analysis.reach import reached
 from reports.analysis.results import Analysis
 from reports.analysis.safe import safe_budgets
-from reports.analysis.seed_spread import seed_spreads
 from reports.analysis.sensitivity import sensitivity
 from reports.drift.results import Drift
 from reports.gate.rules import Rules

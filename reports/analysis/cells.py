@@ -1,18 +1,41 @@
-"""Both sides of a contrast, item by item: what the analyses beside the gate start from."""
+"""What stands beside the gate, cell by cell.
+
+Churn (E7): losses and gains cancel in the drift, a user meets both. Concentration: a drop spread over all templates and
+one template that broke are different failures. Seeds: the standard deviation of the drift over paired training seeds;
+its interval is that of chi-square with S - 1 degrees of freedom, wide enough at three seeds (.52 to 6.3 times) that it
+is printed beside the number. Reach: the smallest detectable drop, from the standard error that a cell's own one-sided
+bounds imply, (t_alpha + t_.80) * error; sizes for the next run come from ``kvaudit plan``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
-from reports.analysis.results import CellName
+from reports.analysis.results import (
+    CellChurn,
+    CellConcentration,
+    CellName,
+    ItemLoss,
+    Reach,
+    SeedSpread,
+    TemplateLoss,
+)
 from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS, broken_contract, two_sides
 from reports.drift.drift import seed_pairs
+from reports.drift.results import Contrast
 from reports.gate.verdict import Decision
 from reports.records.panel import CellKey, Panel
+from reports.stats.churn import churn, concentration, flips
+from reports.stats.effect import LEVEL
+from reports.stats.power import minimal_detectable
+from reports.stats.seeds import SEEDS_NEEDED
 
 Array = npt.NDArray[np.float64]
 
@@ -79,3 +102,98 @@ def name_of_cell(d: Decision) -> CellName:
 def two_sided(d: Decision) -> bool:
     """Whether a decision is about a single pair of cells that has a number."""
     return d.gated and d.estimand in ("E1", "E2", "E4") and d.effect is not None
+
+
+def cell_churn(
+    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
+) -> Iterator[CellChurn]:
+    """The churn of every gated cell that has a number."""
+    for d in decisions:
+        found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
+        if found is not None:
+            moved = flips(found.reference_pairs, found.candidate_pairs, samples=found.samples)
+            any_seed = churn(found.reference, found.candidate, samples=found.draws)
+            yield CellChurn(
+                cell=name_of_cell(d),
+                drift=_drift(found, d),
+                losses=moved.lost,
+                gains=moved.won,
+                churn=moved.churn,
+                draws=any_seed.draw_churn,
+                rerun=any_seed.rerun_churn,
+            )
+
+
+def _drift(found: BothSides, d: Decision) -> float:
+    """The gate's own number to the last bit, so that no tie is rounded two ways; not where people gave that number."""
+    own = float(found.difference.mean())
+    return d.effect.estimate if d.effect and math.isclose(own, d.effect.estimate, abs_tol=1e-9) else own
+
+
+MOST_ITEMS = 20
+MOST_TEMPLATES = 20
+
+
+def cell_concentration(
+    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
+) -> Iterator[CellConcentration]:
+    """Losses by template and by item of every gated cell that lost anything."""
+    for d in decisions:
+        found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
+        if found is not None and (found.difference < 0).any():
+            yield _cell(found, name_of_cell(d))
+
+
+def _cell(found: BothSides, name: CellName) -> CellConcentration:
+    z = found.difference
+    by_template = concentration(z, np.array(found.templates, dtype=object).astype(str))
+    worst = [i for i in np.argsort(z, kind="stable") if z[i] < 0][:MOST_ITEMS]
+    lost = [entry for entry in by_template.clusters if entry.losses > 0]
+    return CellConcentration(
+        cell=name,
+        losses=by_template.losses,
+        gini=by_template.gini,
+        carrying_half=by_template.carrying_half,
+        n_templates=len(by_template.clusters),
+        n_losing=len(lost),
+        templates=tuple(
+            TemplateLoss(str(t.label), int(t.items), t.losses, t.gains, t.share) for t in lost[:MOST_TEMPLATES]
+        ),
+        dominant=tuple(str(label) for label in by_template.dominant),
+        items=tuple(ItemLoss(found.items[i], found.templates[i], float(-z[i])) for i in worst),
+    )
+
+
+def seed_spreads(contrasts: Iterable[Contrast], decisions: Iterable[Decision]) -> Iterator[SeedSpread]:
+    """The drift of every gated cell seed by seed."""
+    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in contrasts}
+    for d in decisions:
+        c = known.get((d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
+        if d.gated and d.effect and c and c.seed_estimates:
+            low, sd, high = spread(c.seed_estimates)
+            yield SeedSpread(name_of_cell(d), c.seeds, c.seed_estimates, sd, low, high)
+
+
+def spread(estimates: tuple[float, ...]) -> tuple[float | None, float | None, float | None]:
+    """(low, standard deviation, high) of drifts [S]; all None with fewer than three seeds."""
+    df = len(estimates) - 1
+    if len(estimates) < SEEDS_NEEDED:
+        return None, None, None
+    sd = float(np.std(estimates, ddof=1))
+    tail = (1 - LEVEL) / 2
+    high, low = (sd * float(np.sqrt(df / special.chdtri(df, p))) for p in (1 - tail, tail))
+    return low, sd, high
+
+
+POWER = 0.8
+
+
+def reached(decisions: Iterable[Decision]) -> Iterator[Reach]:
+    """The reach of every gated cell that has a number and a margin."""
+    for d in decisions:
+        if d.gated and d.effect and d.margin is not None:
+            e = d.effect
+            df = e.n_clusters - 1
+            error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
+            found = float(minimal_detectable(error, df=df, alpha=e.alpha, power=POWER))
+            yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.clusters_to_decide)

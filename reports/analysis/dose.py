@@ -2,6 +2,7 @@
 
 The slope is the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or
 log2(length), one number per item, CR3-t over clusters; a training arm's slope is held against the reference's own.
+Policies that differ in their budget only are the doses of one curve.
 """
 
 from __future__ import annotations
@@ -15,16 +16,69 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.policy_names import DENSE_POLICY
-from reports.analysis.families import PolicyFamily, families
 from reports.analysis.results import Dose, DoseCurve
 from reports.drift.contrast import broken_contract
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Drift
 from reports.records.panel import CellKey, Panel
 from reports.stats.effect import LEVEL, Effect
-from reports.stats.floor import rate_lower
 from reports.stats.slope import dose_weights, isotonic, slope_effect
-from reports.stats.tango import ess_tango
+from reports.stats.tango import ess_tango, rate_lower
+
+
+@dataclass(frozen=True)
+class PolicyFamily:
+    """Policies of one kind by budget, smallest first."""
+
+    name: str
+    budgets: tuple[int, ...]
+    policies: tuple[str, ...]
+
+
+def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
+    """The families with two budgets or more.
+
+    Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
+    Where a name has a budget twice, only policies that agree in every other field do.
+    """
+    by_name: dict[str, list[tuple[int, str, str]]] = {}
+    for policy in policies:
+        known = _budget(policy)
+        if known:
+            name, budget, rest = known
+            by_name.setdefault(name, []).append((budget, policy, rest))
+    found = []
+    for name, members in by_name.items():
+        if len({budget for budget, *_ in members}) == len(members):
+            found.append(_family(name, members))
+            continue
+        for rest in dict.fromkeys(rest for *_, rest in members):
+            found.append(_family(f"{name} {rest}".strip(), [m for m in members if m[2] == rest]))
+    return tuple(family for family in found if len(set(family.budgets)) == len(family.budgets) > 1)
+
+
+def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
+    ordered = sorted(members)
+    return PolicyFamily(name, tuple(m[0] for m in ordered), tuple(m[1] for m in ordered))
+
+
+def _budget(policy: str) -> tuple[str, int, str] | None:
+    """(name, budget, the other fields) of a policy with one budget; None for any other, a draw of several included."""
+    if "|" in policy:
+        return None
+    names: list[str] = []
+    rest: list[str] = []
+    budgets: list[str] = []
+    for part in policy.split("+"):
+        name, _, text = part.partition(":")
+        names.append(name.strip())
+        for field in filter(None, text.split(",")):
+            key, _, value = (piece.strip() for piece in field.partition("="))
+            (budgets if key == "budget" else rest).append(value if key == "budget" else f"{key}={value}")
+    if len(budgets) != 1 or not budgets[0].isascii() or not budgets[0].isdigit() or not 0 < len(budgets[0]) < 12:
+        return None
+    return ("+".join(names), int(budgets[0]), ",".join(rest)) if int(budgets[0]) > 0 else None
+
 
 Array = npt.NDArray[np.float64]
 Tables = Mapping[tuple[str, int], Panel]

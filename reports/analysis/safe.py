@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from audit.core.policy_names import DENSE_POLICY
-from reports.analysis.families import families
+from reports.analysis.dose import families
 from reports.analysis.results import SafeBudget
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast, Drift
-from reports.gate.cell import decide_cell
+from reports.gate.decide import decide_cell
 from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
-from reports.stats.safe_budget import fixed_sequence
+from reports.stats.rule import fixed_sequence
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)

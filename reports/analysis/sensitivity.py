@@ -17,9 +17,9 @@ from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Status, Verdict, worst
 from reports.records.panel import Panel
-from reports.stats.blindspot import clusters_required
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
+from reports.stats.rule import clusters_required
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
 

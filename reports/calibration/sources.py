@@ -13,13 +13,11 @@ import tokenize
 from importlib.resources import files
 
 SOURCES = (
-    "adjudication.py",
-    "blindspot.py",
     "clustered.py",
     "effect.py",
+    "judges.py",
     "mover.py",
     "rule.py",
-    "safe_budget.py",
     "seeds.py",
     "signflip.py",
     "tango.py",

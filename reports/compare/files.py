@@ -25,7 +25,7 @@ from reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
 from reports.page.findings import Findings
 from reports.records.panel import panels
 from reports.records.readers.base import Log
-from reports.stats.kappa import Kappa, kappa
+from reports.stats.judges import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 

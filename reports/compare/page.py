@@ -10,17 +10,14 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import churn_share
-from reports.page.advice import note
+from reports.page.about import churn_share, remarks
 from reports.page.page import Banner, Page, Section
-from reports.page.plain import drift, percent, points, pvalue
-from reports.page.remarks import remarks
-from reports.page.stamp import error_rates
 from reports.page.story import SENTENCES
 from reports.page.tables import Table, table_of
+from reports.page.words import drift, error_rates, note, percent, points, pvalue
 from reports.records.readers.base import Log
-from reports.stats.blindspot import blind_spot
-from reports.stats.kappa import Kappa
+from reports.stats.judges import Kappa
+from reports.stats.rule import blind_spot
 
 _FILES = ("compare.html", "compare.md", "compare.json")
 

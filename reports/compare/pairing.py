@@ -14,7 +14,7 @@ from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import DENSE_POLICY
 from reports.drift.contrast import UNSCORED_LIMIT
 from reports.drift.results import Reason
-from reports.page.plain import percent
+from reports.page.words import percent
 from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"

@@ -15,10 +15,9 @@ from reports.records.panel import CellKey, Panel
 from reports.stats.churn import flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
-from reports.stats.floor import rate_lower
 from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
 from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.tango import ess_tango
+from reports.stats.tango import ess_tango, rate_lower
 
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]

@@ -19,9 +19,9 @@ from reports.drift.comparison import Comparison
 from reports.drift.contrast import SeedPair, contrast
 from reports.drift.results import Cell, Contrast, Drift
 from reports.drift.validity import run_reasons
-from reports.records.columns import ROLES
 from reports.records.load import RunData
 from reports.records.panel import CellKey, Panel
+from reports.records.rows import ROLES
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from reports.drift.comparison import Comparison
 from reports.stats.effect import Effect
-from reports.stats.judge_error import JudgeError
+from reports.stats.judges import JudgeError
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,35 @@
 """The decision: PASS, FAIL, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
 
-Per cell, margin D and one-sided level alpha (lower and upper bound L, U of ESS-Tango), ``stats.rule``:
-PASS          L > -D and the cell has C_min clusters ("non-inferior within D"); PASS* when also U < 0
-FAIL          U < 0 and the drop holds for the family of all gated cells (``family``), and L <= -D
-INCONCLUSIVE  everything else; also what would pass where the reference's own rate is not clearly above D (FLOOR)
-A PASS of several cells needs no correction: all must pass, each at the full level (intersection-union). ``gated`` says
-which cells there are. Where people labelled a cell, their interval decides it, with FAIL held to the family by Holm;
-all other cells stay as the judge has them. Waivers change what counts, never what was found.
+A cell is decided by the rule of its test and the floor of its reference. Where people found that the judge may err
+differently in the two arms (JUDGE_DIFF), its labels alone pass nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from reports.drift.results import Drift, Reason
+from reports.drift.results import Contrast, Drift, People, Reason
 from reports.drift.validity import some
-from reports.gate.cell import Judged, Pvalues, decision, judged
-from reports.gate.family import Row, drop_pvalue, holm_family, joint_family
-from reports.gate.gated import GatedCell, gated_cells, shown_cells
-from reports.gate.guard import held, uneven_cells
+from reports.gate.family import (
+    HOLM,
+    PARITY,
+    WORST_POLICY,
+    GatedCell,
+    Row,
+    drop_pvalue,
+    gated_cells,
+    holm_family,
+    joint_family,
+    shown_cells,
+)
 from reports.gate.rules import WARN, Rules
 from reports.gate.verdict import (
+    AT_FLOOR,
     EXIT_CODES,
+    FLOOR,
+    JUDGE_DIFF,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
@@ -33,6 +40,213 @@ from reports.gate.verdict import (
     worst_recipe,
 )
 from reports.gate.waivers import Waiver
+from reports.stats.effect import Effect
+from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide
+
+_STATUS = {
+    Call.PASS: Status.PASS,
+    Call.PASS_NOTED: Status.PASS_NOTED,
+    Call.FAIL: Status.FAIL,
+    Call.INCONCLUSIVE: Status.INCONCLUSIVE,
+    Call.CLUSTERS: Status.INCONCLUSIVE,
+}
+
+
+class Pvalues(NamedTuple):
+    """The p-values of one test, each adjusted for the family: of the checkpoints, by Holm beside, of the recipe.
+
+    ``judge`` is that of the judge's labels: another than ``adjusted`` where human labels decide.
+    """
+
+    adjusted: float
+    holm: float
+    recipe: float
+    judge: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One test of a cell, decided."""
+
+    row: Row
+    status: Status
+    recipe: Status | None
+    reasons: tuple[Reason, ...]
+    pvalue: float
+    holm: float
+    room: float
+    needed: int | None
+    judge: Status | None = None  # by the judge's labels, where human labels decide
+
+
+def decide_cell(
+    effect: Effect, margin: float, pvalue: float, what: str = "regression"
+) -> tuple[Status, tuple[Reason, ...]]:
+    """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family."""
+    have = effect.n_clusters
+    found = calls(effect.lower, effect.upper, pvalue, clusters=have, margin=margin, alpha=effect.alpha)
+    call = Call(int(found))
+    reasons = {
+        Call.CLUSTERS: Reason(
+            "CLUSTERS",
+            f"{have} clusters cannot show a {100 * margin:g} pp margin; "
+            f"{clusters_required(margin, effect.alpha)} are needed",
+        ),
+        Call.FAIL: Reason("MARGIN", f"{what} detected and not shown within the margin"),
+        Call.INCONCLUSIVE: Reason("MARGIN", "the interval reaches past the margin"),
+    }
+    return _STATUS[call], (reasons[call],) if call in reasons else ()
+
+
+def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
+    """One test held to its margin; a contrast without a number is INVALID for its own reasons.
+
+    Human labels correct the effect, not the seed variance: the recipe is decided where it agrees with the checkpoints.
+    """
+    c, what = row.contrast, "regression" if row.sign > 0 else "gain"
+    status, reasons, recipe, needed, room = Status.INVALID, c.reasons, None, None, 0.0
+    if c.effect:
+        effect = _toward(c.effect, row.sign)
+        status, reasons = decide_cell(effect, margin, pvalues.adjusted, what)
+        recipe = decide_cell(_toward(c.recipe, row.sign), margin, pvalues.recipe)[0] if c.recipe else None
+        if c.rates and c.rates.reference_lower <= margin:
+            status, reasons, recipe = _at_floor(status, reasons, recipe)
+        needed = clusters_to_decide(effect, margin) if status is Status.INCONCLUSIVE else None
+        room = effect.lower + margin
+    judge = None
+    if c.judged:
+        alone = Row(replace(c, effect=c.judged, judged=None), row.sign)
+        judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
+        recipe = None if recipe is None else _agreed(recipe, status)
+    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
+
+
+def _agreed(recipe: Status, status: Status) -> Status:
+    """The recipe by the judge's labels where human labels say the same of the checkpoints; else it is open."""
+    passed = (Status.PASS, Status.PASS_NOTED)
+    return worst([recipe, status]) if recipe is status or {recipe, status} <= {*passed} else Status.INCONCLUSIVE
+
+
+def _toward(effect: Effect, sign: int) -> Effect:
+    """The effect itself for a test of a drop; seen in a mirror for a test of a gain."""
+    if sign > 0:
+        return effect
+    return replace(
+        effect,
+        estimate=-effect.estimate,
+        low=-effect.high,
+        high=-effect.low,
+        lower=-effect.upper,
+        upper=-effect.lower,
+        pvalue_drop=1 - effect.pvalue_drop,
+        losses=effect.gains,
+        gains=effect.losses,
+    )
+
+
+def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[Row, float], Judged]) -> Decision:
+    """A cell passes when all its tests do; the worst of them is the one that is shown."""
+    first = cell.rows[0].contrast
+    if cell.margin is None:
+        missing = Reason("NOMARGIN", f"no margin declared for suite {first.suite!r}; add it to gate.margins")
+        judged = [
+            Judged(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
+        ]
+    else:
+        judged = [judge(row, cell.margin) for row in cell.rows]
+    shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
+    open_needs = [j.needed for j in judged if j.status is Status.INCONCLUSIVE]
+    known_needs = [need for need in open_needs if need is not None]
+    c = shown.row.contrast
+    return Decision(
+        estimand=cell.estimand,
+        arm=c.arm,
+        policy=c.policy,
+        suite=c.suite,
+        context_tokens=c.context_tokens,
+        gated=cell.gated,
+        status=shown.status,
+        recipe=worst_recipe([j.recipe for j in judged]),
+        reasons=shown.reasons,
+        margin=cell.margin,
+        pvalue_drop=shown.pvalue if c.effect else None,
+        pvalue_holm=shown.holm if c.effect else None,
+        adjusted_by=HOLM if c.judged else adjustment.method,
+        pvalue_floor=0.0 if c.judged else adjustment.floor,
+        clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
+        clusters_to_decide=max(known_needs) if known_needs and len(known_needs) == len(open_needs) else None,
+        blind_spot=blind_spot(c.effect.n_clusters, alpha) if c.effect else None,
+        effect=c.effect,
+        rates=c.rates,
+        worst=c.worst,
+        best=c.best,
+        policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST_POLICY else (),
+        statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
+        judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
+    )
+
+
+def _parity(judged: Sequence[Judged], margin: float) -> str:
+    """The statement of parity: both sides within the margin, or which side is not shown."""
+    sides = {"non-inferior": judged[0].status, "non-superior": judged[1].status}
+    shown = [f"{word}: {'shown' if s in (Status.PASS, Status.PASS_NOTED) else s.value}" for word, s in sides.items()]
+    return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
+
+
+def _at_floor(
+    status: Status, reasons: tuple[Reason, ...], recipe: Status | None
+) -> tuple[Status, tuple[Reason, ...], Status | None]:
+    """A loss that is shown stays shown; everything else says nothing, because nothing could be lost."""
+    capped = None if recipe is None else worst([recipe, Status.INCONCLUSIVE])
+    if status is Status.FAIL:
+        return status, reasons, capped
+    return Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons), capped
+
+
+PASSED = (Status.PASS, Status.PASS_NOTED)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A decided cell in which the judge by itself could have made more than half the margin."""
+
+    contrast: Contrast
+    bias_upper: float
+
+
+def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
+    """Those of the cells at hand whose answers people labelled."""
+    own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
+    return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not guarded(c.people, m)]
+
+
+def guarded(people: People, margin: float) -> bool:
+    """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
+    return people.bias_upper <= margin / 2
+
+
+def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:
+    """The decision; INCONCLUSIVE instead of a PASS on judge labels of answers that the judge may have told apart.
+
+    That is so for every test without human labels whose candidate, policy, suite and length are those of an uneven
+    cell.
+    """
+    alone = [row.contrast for row in cell.rows if row.contrast.judged is None]
+    biased = [u.bias_upper for u in uneven if any(_same_answers(u.contrast, c) for c in alone)]
+    if not biased or (d.status not in PASSED and d.recipe not in PASSED):
+        return d
+    recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
+    if d.status not in PASSED:
+        return replace(d, recipe=recipe)
+    most = 100 * max(biased)
+    reason = Reason(JUDGE_DIFF, f"judge labels alone cannot pass: the judge may have made up to {most:.1f} pp")
+    return replace(d, status=Status.INCONCLUSIVE, recipe=recipe, reasons=(reason, *d.reasons), clusters_to_decide=None)
+
+
+def _same_answers(labelled: Contrast, c: Contrast) -> bool:
+    suites = {part.suite for part in c.sums} or {c.suite}
+    here = (labelled.arm, labelled.policy, labelled.context_tokens) == (c.arm, c.policy, c.context_tokens)
+    return here and labelled.suite in suites
 
 
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:

@@ -1,22 +1,30 @@
-"""How a verdict is taken: which cells, against which margins, at which level, declared where.
+"""How a verdict is taken, declared before it: cells, margins, level, and the file they stand in.
 
-Profiles: ``pr`` has alpha .05 and lets an INCONCLUSIVE verdict through with a warning, ``release`` has alpha .025 and
-blocks it. A section without a profile has alpha .05 and blocks.
+A gate file holds what the gate section of a spec holds, versioned on its own and known by its sha256; what it leaves
+out is taken from the spec. A spec may name one (``gate.gate_file``); its bytes are then kept in the run's provenance
+when the run begins. Any other gate file, also one that says the same, was declared after the run: no exit code is taken
+from it (``refuse_late``), and a report made with it says so in red, with what it changes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
 from typing import Any
 
-from audit.core.errors import SpecError
+from audit.core.errors import DataError, SpecError
 from audit.core.numbers import LEAST_MARGIN
 from audit.core.policy_names import match_policies
 from audit.core.spec import CODES, GateSpec, RunSpec
-from audit.core.yaml_file import clipped, shown
-from reports.drift.comparison import Comparison
-from reports.gate.pin import Pin
+from audit.core.spec_file import with_gate
+from audit.core.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
+from reports.drift.comparison import Comparison, comparison_of
+from reports.gate.pin import Pin, pin_from
+from reports.records.load import RunData
 
 DEFAULT_ESTIMANDS = ("E1", "E2")
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
@@ -91,3 +99,112 @@ def margin_of(points: Any, name: str) -> float:
     if points < LEAST_MARGIN or not math.isfinite(points):
         raise SpecError(f"{name} is {points:g}, wanted at least {LEAST_MARGIN} (percentage points)")
     return float(points) / 100
+
+
+GATE_FORMAT = 1
+WHAT = "gate file"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a run beyond its spec. ``pin`` is the one that ``gate`` names; ``today`` ends waivers."""
+
+    gate: YamlFile | None = None
+    pin: Pin | None = None
+    waivers: YamlFile | None = None
+    on_inconclusive: str | None = None
+    today: date | None = None
+
+
+def load_gate_file(path: Path) -> YamlFile:
+    """A gate file whose keys are known; its values are checked against a run by ``declared``."""
+    return _checked(read_yaml(path, WHAT))
+
+
+def kept_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
+    """The gate file that was kept when the run began; raises DataError where its text is not the one hashed."""
+    kept = provenance.get("gate_file")
+    if kept is None:
+        return None
+    text, wanted = (kept.get("text"), kept.get("sha256")) if isinstance(kept, Mapping) else (None, None)
+    if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != wanted:
+        raise DataError("provenance.json: the text of gate_file does not have the sha256 it was kept with")
+    return _checked(parse_yaml(text, str(kept.get("name")), WHAT))
+
+
+def declared(data: RunData, asked: Asked) -> tuple[Comparison, Rules]:
+    """What decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
+    kept = kept_gate_file(data.provenance)
+    if kept is None and data.spec.gate.gate_file is not None:
+        raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
+    comparison, rules = own = _taken(data, kept, None)
+    if asked.gate is not None:
+        comparison, rules = _taken(data, asked.gate, asked.pin)
+        if kept is None or kept.sha256 != asked.gate.sha256:
+            rules = replace(rules, declared=AFTER_RUN, changes=tuple(changes(*own, comparison, rules)))
+    return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
+
+
+def refuse_late(rules: Rules) -> None:
+    """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
+    if rules.declared == AFTER_RUN:
+        raise SpecError(
+            f"{rules.source} (sha256 {(rules.sha256 or '')[:12]}) was not declared with the run and changes "
+            f"{'; '.join(rules.changes) or 'nothing that decides'}; leave --gate out, look at what it would say with "
+            "kvaudit report --gate, or start a run whose gate.gate_file names it"
+        )
+
+
+def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
+    """What rules decide differently from the run's own, in words."""
+    for name, old, new in (
+        ("alpha", before.alpha, rules.alpha),
+        ("reference", own.reference, comparison.reference),
+        ("estimands", before.estimands, rules.estimands),
+        ("gated policies", _short(own, before.primary), _short(comparison, rules.primary)),
+        ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
+        ("gated lengths", before.contexts, rules.contexts),
+        ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
+    ):
+        if old != new:
+            yield f"{name} {_text(old)} -> {_text(new)}"
+    pairs = (
+        ("margin", before.margins, rules.margins),
+        ("margin of", before.estimand_margins, rules.estimand_margins),
+    )
+    for word, older, newer in pairs:
+        for key in sorted({*older, *newer}):
+            if older.get(key) != newer.get(key):
+                yield f"{word} {key} {_points(older.get(key))} -> {_points(newer.get(key))}"
+
+
+def _checked(file: YamlFile) -> YamlFile:
+    known_keys(file.table, ("format", *(key for key in GateSpec.model_fields if key != "gate_file")), file.name)
+    if file.table.get("format") != GATE_FORMAT:
+        raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {GATE_FORMAT}")
+    return file
+
+
+def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
+    """Comparison and rules of the spec, with a gate file's in place of its own; ``pin`` is the one that it names."""
+    spec = data.spec if file is None else with_gate(data.spec, file)
+    comparison = comparison_of(spec, data.records, data.provenance)
+    try:
+        rules = rules_of(spec, comparison)
+    except SpecError as error:
+        raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
+    if spec.gate.pin is not None:
+        rules = replace(rules, pin=pin or pin_from(data.provenance))
+    return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
+
+
+def _short(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
+    return tuple(comparison.labels[policy] for policy in policies)
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _points(value: float | None) -> str:
+    return "none" if value is None else f"{100 * value:g} pp"

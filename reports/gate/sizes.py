@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from audit.core.errors import SpecError
 from reports.gate.rules import margin_of
 from reports.stats import power as kernels
-from reports.stats.blindspot import blind_spot, clusters_required
+from reports.stats.rule import blind_spot, clusters_required
 
 DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
 DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1

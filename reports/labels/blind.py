@@ -7,8 +7,7 @@ from pathlib import Path
 
 from audit.core.errors import DataError
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, texts_of
-from reports.labels.sheet import Shown, row_names, text_hash
-from reports.labels.sheet_key import Key, KeyCell, KeyPair, key_path
+from reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
 from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, LabelKey, Labels, load_labels
 from reports.records.load import RunData
 

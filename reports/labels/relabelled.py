@@ -20,9 +20,8 @@ from reports.labels.sheet import text_hash
 from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, load_labels
 from reports.labels.stored import Labels as StoredLabels
 from reports.records.load import RunData
-from reports.stats.adjudication import adjudicated
 from reports.stats.effect import Effect
-from reports.stats.judge_error import differential_bias, judge_error
+from reports.stats.judges import adjudicated, differential_bias, judge_error
 
 _Labels = npt.NDArray[np.float64]
 

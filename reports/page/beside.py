@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from reports.analysis.safe import sentence
 from reports.gate.verdict import Status
-from reports.page import analysis_tables as tables
+from reports.page import detail_tables as tables
+from reports.page.detail_tables import cells_table, errors_table, panel_notes
 from reports.page.findings import Findings
-from reports.page.judge_tables import cells_table, errors_table, panel_notes
 from reports.page.page import Section
-from reports.page.stamp import error_rates
+from reports.page.words import error_rates
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences of the banner; the table has all

@@ -5,12 +5,11 @@ from __future__ import annotations
 from audit.core.text import inline
 from reports.gate.rules import AFTER_RUN
 from reports.gate.verdict import Status
-from reports.page import beside, run_tables, tables
-from reports.page.about import about, asides
+from reports.page import beside, detail_tables, tables
+from reports.page.about import about, asides, late, remarks
 from reports.page.findings import Findings
 from reports.page.page import Banner, Page, Section
-from reports.page.plain import drift
-from reports.page.remarks import late, remarks
+from reports.page.words import drift
 
 SENTENCES = {
     Status.PASS: "Non-inferior within the declared margin in every gated cell.",
@@ -159,7 +158,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
             "(lines: mean over seeds, bands: lowest to highest).",
             figures=("training",) if findings.curves else (),
-            tables=(run_tables.training(findings), run_tables.mismatch(findings)),
+            tables=(detail_tables.training(findings), detail_tables.mismatch(findings)),
             notes=(
                 "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
                 "arm's own gap is what rounding alone does.",
@@ -172,7 +171,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "KV cache",
             "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
             figures=("cache",),
-            tables=(run_tables.cache(findings),),
+            tables=(detail_tables.cache(findings),),
         ),
     ]
 

@@ -11,11 +11,9 @@ from audit.core.text import clip, inline
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
 from reports.gate.verdict import Decision, Status
-from reports.page.advice import note
 from reports.page.findings import Findings
-from reports.page.plain import drift, percent, points, pvalue
-from reports.page.stamp import error_rates
-from reports.stats.blindspot import blind_spot, clusters_required
+from reports.page.words import drift, error_rates, note, percent, points, pvalue
+from reports.stats.rule import blind_spot, clusters_required
 
 
 @dataclass(frozen=True)

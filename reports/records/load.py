@@ -24,9 +24,8 @@ from audit.core.records import Message, Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.core.yaml_file import one_line, read_text
-from reports.records.columns import Columns
 from reports.records.panel import Panel, panels
-from reports.records.rows import Problem, read_unit
+from reports.records.rows import Columns, Problem, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
 MOST_PROBLEMS = 1000  # that are named

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import LEVEL, Bounds, Effect
-from reports.stats.statistic import Statistic
+from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 Array = npt.NDArray[np.float64]
 

@@ -1,15 +1,23 @@
-"""The result of every statistic that has an interval.
+"""What a statistic is and returns, and where the tests find every one: a ``Statistic`` in the file it stands in.
 
-No statistic: what one returns.
+A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
+p-value and the names of its method and source; an ``Effect`` where the gate could read it. Every other file of this
+folder begins a paragraph of its docstring with "No statistic:" and says what it is instead.
+No statistic: the declaration of one.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+import reports.stats
 
 LEVEL = 0.95  # of every two-sided interval that is printed
 
@@ -50,3 +58,52 @@ class Effect:
     gains: float
     deff: float
     df: float
+
+
+Array = npt.NDArray[np.float64]
+
+
+class Result(Protocol):
+    """What every statistic returns; one with an interval has ``low`` and ``high`` besides."""
+
+    @property
+    def estimate(self) -> float:
+        """In score units, candidate - reference."""
+
+    @property
+    def pvalue(self) -> float:
+        """Two-sided, against no difference."""
+
+    @property
+    def pvalue_drop(self) -> float:
+        """One-sided, for a drop."""
+
+    @property
+    def method(self) -> str:
+        """What was done, in words for a table."""
+
+    @property
+    def source(self) -> str:
+        """Who says that it may be done."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic as ``tests/test_stats_contract.py`` calls it, and the test that holds it to numbers from outside."""
+
+    function: Callable[..., Result]
+    oracle: str  # tests/FILE.py::TEST
+    of: Callable[[Array, npt.NDArray[np.int64]], Result] | None = None  # where ``function`` takes more than these two
+
+    def __call__(self, z: Array, clusters: npt.NDArray[np.int64]) -> Result:
+        """The statistic of item differences z [N] in clusters [N]."""
+        return (self.of or self.function)(z, clusters)
+
+
+def statistics() -> dict[str, Statistic]:
+    """Every statistic by the name of its function."""
+    found: dict[str, Statistic] = {}
+    for entry in pkgutil.iter_modules(reports.stats.__path__, reports.stats.__name__ + "."):
+        declared = [v for v in vars(importlib.import_module(entry.name)).values() if isinstance(v, Statistic)]
+        found |= {statistic.function.__name__: statistic for statistic in declared}
+    return found

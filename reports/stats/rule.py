@@ -1,17 +1,35 @@
-"""The rule of one gated cell, for any number of cells at once: what the gate decides and the calibration simulates.
+"""When a cell passes: the three-valued rule, the templates a PASS takes, and a sequence of doses.
 
-Non-inferiority within a declared margin, three-valued: Piaggio et al. 2012, JAMA 308:2594, and C_min of ``blindspot``.
+Non-inferiority within a declared margin is PASS, FAIL or INCONCLUSIVE (Piaggio et al. 2012, JAMA 308:2594); the
+calibration simulates what the gate decides, by the same functions. If a share D of templates breaks totally, C
+independent templates miss all of them with probability (1-D)^C, so a PASS takes C_min templates. Doses are tested in
+a fixed order from the mildest, until the first that fails: no level is spent, however well a later dose looks (Maurer,
+Hothorn & Lehmacher 1995).
 No statistic: what bounds come to.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.blindspot import clusters_required
+from reports.stats.effect import Effect
+
+
+def clusters_required(margin: float, alpha: float) -> int:
+    """C_min: fewest clusters with which a total failure of a share ``margin`` is missed at most ``alpha`` often."""
+    assert 0 < margin < 1, margin
+    assert 0 < alpha < 1, alpha
+    return math.ceil(math.log(alpha) / math.log1p(-margin) - 1e-12)
+
+
+def blind_spot(clusters: int, alpha: float) -> float:
+    """Largest share of templates that could be totally broken and still be unsampled ``alpha`` of the time."""
+    return 1.0 - float(alpha ** (1.0 / clusters)) if clusters > 0 else 1.0
 
 
 class Call(IntEnum):
@@ -40,3 +58,29 @@ def calls(
     if clusters < clusters_required(margin, alpha):
         passed = np.full_like(passed, Call.CLUSTERS)
     return np.where(within, passed, np.where(failed, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
+
+
+def clusters_to_decide(effect: Effect, margin: float) -> int | None:
+    """Clusters that would bring the one-sided lower bound to -margin if the estimate stayed where it is.
+
+    The half-width shrinks with the root of the clusters: C * (half-width / (estimate + margin))^2, at least C_min.
+    None when the estimate itself is at or below the margin: more data are unlikely to pass.
+    """
+    room = effect.estimate + margin
+    if room <= 0:
+        return None
+    half = effect.estimate - effect.lower
+    wanted = math.ceil(effect.n_clusters * (half / room) ** 2)
+    return max(wanted, clusters_required(margin, effect.alpha))
+
+
+def fixed_sequence(passes: Sequence[bool]) -> int | None:
+    """Index of the last cleared dose, mildest first (largest budget or shortest context); None when the first fails."""
+    count = int(cleared(np.asarray(passes, dtype=np.bool_)))
+    return count - 1 if count else None
+
+
+def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """How many doses are cleared in each of many sequences [..., D]."""
+    count: npt.NDArray[np.int64] = np.cumprod(passes, axis=-1, dtype=np.int64).sum(axis=-1)
+    return count

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.stats.clustered import Array, ManyTotals, cr3, cr3_variance, many_totals, t_bounds, t_effect, totals
-from reports.stats.effect import Bounds, Effect
-from reports.stats.statistic import Statistic
+from reports.stats.effect import Bounds, Effect, Statistic
 
 SEEDS_NEEDED = 3  # with two seeds the interval is too narrow (7.7 % false alarms at 5 % in simulation)
 

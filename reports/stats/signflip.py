@@ -5,6 +5,7 @@ one observed. The CR3 t statistic is flipped instead of the mean, which keeps th
 (Canay, Santos & Shaikh 2021). For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed
 (Cameron, Gelbach & Miller 2008). Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down:
 Romano & Wolf 2005), so the family-wise error holds whatever the cells have in common.
+Holm's step-down adjustment (1979) stands in where signs cannot be flipped together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.statistic import Statistic
+from reports.stats.effect import Statistic
 
 Array = npt.NDArray[np.float64]
 
@@ -249,3 +250,14 @@ STATISTIC = Statistic(
     sign_flip,
     oracle="tests/test_stats_signflip.py::test_exhaustive_sign_flip_is_the_permutation_test_of_scipy",
 )
+
+
+def holm(pvalues: Sequence[float]) -> tuple[float, ...]:
+    """Adjusted p-values in the order given: family-wise error holds under any dependence."""
+    order = sorted(range(len(pvalues)), key=lambda i: pvalues[i])
+    adjusted = [0.0] * len(pvalues)
+    running = 0.0
+    for rank, index in enumerate(order):
+        running = max(running, min(1.0, (len(pvalues) - rank) * pvalues[index]))
+        adjusted[index] = running
+    return tuple(adjusted)

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Effect
-from reports.stats.statistic import Statistic
+from reports.stats.effect import Effect, Statistic
 
 Array = npt.NDArray[np.float64]
 

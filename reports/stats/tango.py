@@ -3,10 +3,12 @@
 Tango 1998, Statistics in Medicine 17:891 (score interval). ESS-Tango divides the sample and both discordant counts by
 the design effect and takes t_{C-1} quantiles; it is this project's composition, checked by simulation
 (``kvaudit calibrate``). The arithmetic takes any number of samples at once; the functions for one sample wrap it.
+Wilson's score interval (1927, JASA 22:209) at the same effective size says how sure a rate is above nothing.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +16,7 @@ import numpy.typing as npt
 from scipy import special
 
 from reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
-from reports.stats.effect import LEVEL, Bounds, Effect
-from reports.stats.statistic import Statistic
+from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant
 SOURCE = "Tango 1998 at the CR3 effective sample size"
@@ -194,3 +195,14 @@ STATISTIC = Statistic(
     ess_tango,
     oracle="tests/test_stats.py::test_one_item_per_cluster_with_deff_one_is_plain_tango_at_a_t_quantile",
 )
+
+
+def rate_lower(scores: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05) -> float:
+    """One-sided lower bound of a mean of item scores [N] in [0, 1], averaged over ``samples`` draws per item."""
+    values = np.asarray(scores, dtype=np.float64)
+    t = totals(values, clusters)
+    n = t.items / design_effect(t, floor=deff_floor(values, samples))
+    square = float(special.stdtrit(t.clusters - 1, 1 - alpha)) ** 2
+    middle = t.mean + square / (2 * n)
+    spread = math.sqrt(square * (t.mean * (1 - t.mean) / n + square / (4 * n**2)))
+    return max(0.0, (middle - spread) / (1 + square / n))

@@ -11,7 +11,7 @@ from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, 
 from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
 from reports.calibration.family import Family
 from reports.calibration.streams import blocks
-from reports.stats.safe_budget import cleared
+from reports.stats.rule import cleared
 from reports.stats.tango import many_ess_tango
 
 DRAWS, CLUSTERS, ITEMS = 3_000, 60, 5

@@ -14,8 +14,7 @@ from reports.calibration.family import Family
 from reports.calibration.probit import Floats
 from reports.calibration.streams import blocks
 from reports.stats.clustered import many_totals
-from reports.stats.holm import holm
-from reports.stats.signflip import flip_statistics, max_t_pvalues, signs, studentised
+from reports.stats.signflip import flip_statistics, holm, max_t_pvalues, signs, studentised
 from reports.stats.tango import many_ess_tango
 
 DRAWS, FLIPS = 4_000, 999  # the report flips 9,999 times

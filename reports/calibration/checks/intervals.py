@@ -22,10 +22,9 @@ from reports.calibration.case import (
 )
 from reports.calibration.probit import Floats, Probit
 from reports.calibration.streams import blocks
-from reports.stats.blindspot import clusters_required
 from reports.stats.clustered import cr3_variance, many_totals, t_bounds
 from reports.stats.effect import Bounds
-from reports.stats.rule import Call, calls
+from reports.stats.rule import Call, calls, clusters_required
 from reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, RELEASE = 0.05, 0.05, 0.025

@@ -13,8 +13,8 @@ from reports.calibration.checks.intervals import ALPHA, MARGIN
 from reports.calibration.judged import Judge, concordant_sample
 from reports.calibration.probit import Floats, Probit
 from reports.calibration.streams import blocks
-from reports.stats.adjudication import Labelled, adjudicated_bounds
 from reports.stats.clustered import cr3_variance, many_totals
+from reports.stats.judges import Labelled, adjudicated_bounds
 from reports.stats.tango import design_effects
 
 _DRAWS = 4_000

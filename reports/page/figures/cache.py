@@ -6,7 +6,7 @@ from audit.core.text import inline
 from reports.analysis.cache_use import cache_use
 from reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
 from reports.page.findings import Findings
-from reports.page.plain import size
+from reports.page.words import size
 
 
 def draw(findings: Findings) -> Drawing | None:

@@ -6,7 +6,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from audit.core.text import inline
-from reports.page.analysis_tables import place_name
+from reports.page.detail_tables import place_name
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
 from reports.page.findings import Findings
 

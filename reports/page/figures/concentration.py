@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from audit.core.text import clip, inline
 from reports.analysis.results import CellConcentration
-from reports.page.analysis_tables import FEWEST_LOST, place_name
+from reports.page.detail_tables import FEWEST_LOST, place_name
 from reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
 from reports.page.findings import Findings
 

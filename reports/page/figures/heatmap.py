@@ -9,11 +9,11 @@ from matplotlib.patches import Patch, Rectangle
 
 from audit.core.text import inline
 from reports.drift.results import Contrast
-from reports.gate.cell import decide_cell
+from reports.gate.decide import decide_cell
 from reports.gate.verdict import Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
-from reports.page.plain import points
+from reports.page.words import points
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _FULL = 0.20  # drift with the strongest colour

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
-from reports.page.analysis_tables import place_name
+from reports.page.detail_tables import place_name
 from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from reports.page.findings import Findings
 

@@ -10,7 +10,7 @@ from audit.core.text import clip, visible
 from reports.gate.verdict import Status
 from reports.page.figures import figures
 from reports.page.page import Page
-from reports.page.plain import points
+from reports.page.words import points
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}

@@ -9,8 +9,8 @@ from audit.core.text import clip, inline, visible
 from reports.analysis.examples import Example
 from reports.page.findings import Findings
 from reports.page.page import Page, Section
-from reports.page.plain import points
 from reports.page.tables import Table
+from reports.page.words import points
 
 FILE = "report.md"
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading

@@ -1,4 +1,7 @@
-"""What a reader of result files provides: rows of scores, what was kept out, and what must agree between two files."""
+"""What a reader of result files provides: rows of scores, what was kept out, and what must agree between two files.
+
+A file goes to the one reader that recognises it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from audit.core.errors import DataError
+from audit.core.registry import Registry
 from audit.core.text import clip, inline, is_text
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
@@ -192,3 +196,28 @@ def repeat_of(value: Any) -> int | None:
     """A number of a repeat, None where it is not one."""
     whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SEED
     return int(value) if whole else None
+
+
+READERS: Registry[Reader] = Registry("reader", "reports.records.readers", Reader)
+
+
+def read_log(path: Path, request: Request) -> Log:
+    """The rows of a result file. Raises DataError for one that is missing, unreadable or of no known kind."""
+    try:
+        reader = _reader_of(path)
+        if request.select and reader.name != "kvaudit":
+            raise DataError(f"{str(path)!r} is a {reader.reads}; selectors choose cells of a kvaudit run only")
+        return reader.read(path, request)
+    except OSError as error:
+        raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
+
+
+def _reader_of(path: Path) -> Reader:
+    if not path.exists():
+        raise DataError(f"{str(path)!r} does not exist; give a result file or the folder of a run")
+    readers = [found() for found in READERS.all().values()]
+    for reader in readers:
+        if reader.recognises(path):
+            return reader
+    known = "; ".join(reader.reads for reader in readers)
+    raise DataError(f"{str(path)!r} is no result file that is known: {known}")

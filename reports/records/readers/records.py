@@ -12,10 +12,9 @@ from audit.core.errors import DataError, SpecError, UnknownName
 from audit.core.policy_names import match_policies
 from audit.core.records import FORMAT, Outcome
 from audit.core.text import inline
-from reports.records.columns import Columns
 from reports.records.load import check_seal, load_run
 from reports.records.readers.base import Cluster, Log, Reader, Request, Row, first_objects
-from reports.records.rows import Problem, read_unit
+from reports.records.rows import Columns, Problem, read_unit
 
 METRIC = "score"
 SELECTORS = {

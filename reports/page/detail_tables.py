@@ -1,12 +1,182 @@
-"""The tables of what stands beside the gate: safe budgets, slopes, churn, concentration, seeds, other methods."""
+"""The tables behind the verdict: what a run cost and how it trained, the judge held against people, the analyses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from audit.core.policy_names import short_names
 from audit.core.text import clip, inline
+from reports.analysis.cache_use import cache_use
+from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
+from reports.drift.results import Contrast, People
+from reports.gate.decide import PASSED, guarded
+from reports.gate.verdict import JUDGE_DIFF, Decision, Status
 from reports.page.findings import Findings
-from reports.page.plain import drift, percent, points, pvalue
 from reports.page.tables import Table, table_of
+from reports.page.words import drift, percent, points, pvalue, scientific, size
+from reports.stats.binomial import Proportion
+from reports.stats.effect import Effect
+
+
+def training(findings: Findings) -> Table:
+    """Reward and mismatch of every arm."""
+    headers = ["arm", "seeds", "reward, first to last"]
+    headers += ["effective sample share", "overlap p5", "rejected", "tokens saved"]
+    return table_of(headers, [_training_row(curve) for curve in findings.curves])
+
+
+def _training_row(curve: Curve) -> list[str]:
+    reward = f"{scientific(curve.first.get('reward_mean'))} to {scientific(curve.last.get('reward_mean'))}"
+    return [
+        curve.arm,
+        str(len(curve.seeds)),
+        reward,
+        scientific(curve.last.get("mismatch/ess")),
+        scientific(curve.last.get("mismatch/overlap_p5")),
+        percent(curve.last.get("mismatch/rejection_rate")),
+        percent(curve.last.get("token_savings")),
+    ]
+
+
+def mismatch(findings: Findings) -> Table:
+    """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
+    reference = findings.comparison.reference
+    floors = [curve.largest.get("mismatch/max_abs_gap") for curve in findings.curves if curve.arm == reference]
+    floor = scientific(floors[0] if floors else None)
+    headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
+    headers += ["k3 KL, mean", "k3 KL, largest"]
+    rows = [
+        [
+            curve.arm,
+            str(curve.steps[-1]) if curve.steps else "0",
+            scientific(curve.largest.get("mismatch/max_abs_gap")),
+            floor,
+            scientific(curve.mean.get("mismatch/k3_kl")),
+            scientific(curve.largest.get("mismatch/k3_kl")),
+        ]
+        for curve in findings.curves
+    ]
+    return table_of(headers, rows)
+
+
+def cache(findings: Findings) -> Table:
+    """Bytes, retention and survival by role of every policy."""
+    roles = list(dict.fromkeys(role for c in findings.drift.cells for role in c.survival))
+    rows = []
+    for use in cache_use(findings.drift):
+        own = [c for c in findings.drift.cells if c.policy == use.policy]
+        ratio = f"{use.peak / use.dense:.2f}x" if use.dense > 0 else "-"
+        row = [
+            findings.comparison.labels.get(use.policy, use.policy),
+            size(use.peak),
+            size(use.dense),
+            ratio,
+            percent(use.retention),
+        ]
+        for role in roles:
+            known = [(c.survival[role], c.n_samples) for c in own if role in c.survival]
+            total = sum(n for _, n in known)
+            row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
+        rows.append(row)
+    kept = [f"{role} kept" for role in roles]
+    return table_of(["policy", "peak bytes per row", "uncompressed", "ratio", "entries kept", *kept], rows)
+
+
+_NAMED = 3  # cells that a sentence spells out
+
+
+class LabelledCell(NamedTuple):
+    """A decided cell whose answers people labelled, by a name for the reader."""
+
+    name: str
+    decision: Decision
+    margin: float
+    people: People
+    raw: Effect  # by the judge's labels
+    corrected: Effect
+    judged: Status
+
+    @property
+    def alone(self) -> Status:
+        """The verdict on judge labels alone: no PASS where the judge could have made half the margin itself."""
+        held = not guarded(self.people, self.margin) and self.judged in PASSED
+        return Status.INCONCLUSIVE if held else self.judged
+
+
+def labelled_cells(findings: Findings) -> list[LabelledCell]:
+    """In the order of the contrasts."""
+    decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in findings.verdict.decisions}
+    found = [
+        (c, d)
+        for c in findings.drift.contrasts
+        if c.people and (d := decisions.get((c.estimand, c.arm, c.policy, c.suite, c.context_tokens)))
+    ]
+    labels = short_names(list(dict.fromkeys(c.policy for c, _ in found)))
+    return [cell for c, d in found for cell in _labelled(c, d, labels[c.policy])]
+
+
+def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
+    if c.people and c.effect and c.judged and d.judged and d.margin:
+        name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {c.context_tokens}"
+        yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
+
+
+def cells_table(findings: Findings) -> Table:
+    """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
+    headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
+    headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
+    return table_of(headers, [_row(cell) for cell in labelled_cells(findings)])
+
+
+def _row(cell: LabelledCell) -> list[str]:
+    people = cell.people
+    bias = "-" if people.bias is None else f"{100 * people.bias:.1f}"
+    return [
+        cell.name,
+        drift(cell.raw),
+        cell.judged.value,
+        drift(cell.corrected),
+        f"{points(cell.corrected.lower)} {100 * cell.margin:g}",
+        cell.decision.status.value,
+        f"{people.discordant} + {people.concordant} of {people.pairs}",
+        f"{bias}, {100 * people.bias_upper:.1f} pp",
+        cell.alone.value,
+    ]
+
+
+def errors_table(findings: Findings) -> Table:
+    """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
+    rows = []
+    for cell in labelled_cells(findings):
+        for side, arm in (("reference", cell.people.reference), ("candidate", cell.people.candidate)):
+            rows.append([cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)])
+    return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
+
+
+def panel_notes(findings: Findings) -> tuple[str, ...]:
+    """How to read both tables, and the cells that judge labels alone cannot pass."""
+    cells = labelled_cells(findings)
+    everyone = [c.people for c in findings.drift.contrasts if c.people]
+    held = [cell.name for cell in cells if cell.alone is not cell.judged]
+    more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+    return (
+        f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "
+        "tells apart, and a random sample of the others. The corrected interval adds both parts by MOVER.",
+        "Sensitivity: share of answers that people call desired and the judge too; specificity: of those that people "
+        "call undesired. From a random sample of pairs; intervals are Clopper-Pearson.",
+        "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
+        "upper limit, judge labels alone cannot pass a cell.",
+        *([f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."] if held else []),
+    )
+
+
+def _rate(rate: Proportion) -> str:
+    if rate.estimate is None:
+        return "no label"
+    return f"{percent(rate.estimate)} [{100 * rate.low:.1f}, {100 * rate.high:.1f}] of {rate.trials}"
+
 
 MOST_ROWS = 20
 FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone

@@ -1,0 +1,161 @@
+"""Words every format shares: numbers, the calibration's error rates, and what an undecided cell needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reports.calibration.stamp import Stamp
+from reports.gate.verdict import AT_FLOOR, Decision, Status
+from reports.page.findings import Findings
+from reports.stats.effect import Effect
+from reports.stats.rule import clusters_required
+
+
+def points(value: float) -> str:
+    """Score units as signed percentage points: +1.8."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def drift(effect: Effect) -> str:
+    """-1.8 pp [-4.6, +0.9]."""
+    return _drift_of(effect.estimate, effect.low, effect.high)
+
+
+def _drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
+    """The same from three numbers, "no number" without them."""
+    if estimate is None or low is None or high is None:
+        return "no number"
+    return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+
+
+def percent(value: float | None) -> str:
+    """A share as 12.3 %."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def pvalue(value: float | None) -> str:
+    """A p-value with two digits; the least that 9,999 draws can give is printed as a bound."""
+    if value is None:
+        return "-"
+    return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+
+
+def size(count: float) -> str:
+    """Bytes as KB, MB or GB (powers of 1000)."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def scientific(value: float | None) -> str:
+    """1.2e-07 for small and large numbers, plain otherwise."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+
+
+def error_rates(stamp: Stamp, alpha: float, margins: Iterable[float]) -> str:
+    """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
+    others = sorted({margin for margin in margins if not _same(margin, stamp.margin)})
+    lines = [_foreign(stamp, alpha, others), _release(stamp) if _same(alpha, stamp.release_level) else _level(stamp)]
+    return " ".join(line for line in (*lines, _worse(stamp, alpha)) if line)
+
+
+def _foreign(stamp: Stamp, alpha: float, margins: list[float]) -> str:
+    """What of this gate the figures are not about."""
+    parts = []
+    if not _same(alpha, stamp.level) and not _same(alpha, stamp.release_level):
+        parts.append(f"at this level ({alpha:g})")
+    if margins:
+        parts.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in margins)} pp")
+    return f"The gate was not simulated {' or '.join(parts)}." if parts else ""
+
+
+def _setting(stamp: Stamp, level: float) -> str:
+    return f"level {level:g}, a margin of {_points(stamp.margin)} and a reference at {_whole(stamp.reference_rate)}"
+
+
+def _level(stamp: Stamp) -> str:
+    return (
+        f"At {_setting(stamp, stamp.level)}, the gate falsely passes {percent(stamp.false_pass_mean)} of "
+        f"{stamp.false_pass_simulations:,} simulated audits whose drift is exactly the margin (at most "
+        f"{percent(stamp.false_pass_max)} in any of {stamp.false_pass_designs} designs)."
+    )
+
+
+def _release(stamp: Stamp) -> str:
+    return (
+        f"At {_setting(stamp, stamp.release_level)}, the gate's interval falsely clears a drift of exactly the "
+        f"margin in at most {percent(stamp.release_max)} of the simulated audits of any of {stamp.release_designs} "
+        "designs."
+    )
+
+
+def _worse(stamp: Stamp, alpha: float) -> str:
+    release = _same(alpha, stamp.release_level)
+    broken = stamp.broken_templates_release_max if release else stamp.broken_templates_max
+    return (
+        f"Worse: up to {percent(broken)} where 5 % of templates break altogether (uneven templates or several "
+        f"samples), and up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}) with a reference at "
+        f"{_whole(stamp.beyond_rate)} and a margin of {_points(stamp.beyond_margin)}."
+    )
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) < 1e-9
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:g} pp"
+
+
+def _whole(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+MORE_UNLIKELY = "more data unlikely to pass"
+
+
+def note(d: Decision) -> str:
+    """Why a cell is open, and what would decide it; empty for any other."""
+    if d.status is not Status.INCONCLUSIVE or d.effect is None:
+        return ""
+    codes = ", ".join(reason.code for reason in d.reasons)
+    return f"{codes}: {AT_FLOOR if d.at_floor else _advice(d, d.effect.n_clusters)}"
+
+
+def _advice(d: Decision, have: int) -> str:
+    """What would decide an open cell, measured against the templates that the run has."""
+    if d.clusters_to_decide is None:
+        return MORE_UNLIKELY
+    if d.clusters_required and have < d.clusters_required == d.clusters_to_decide:
+        return too_few(d.clusters_required, d.margin or 0, have)
+    more = ", more templates than were asked" if d.clusters_to_decide > have else ""
+    return f"about {d.clusters_to_decide} templates would decide{more} ({have})"
+
+
+def too_few(required: int, margin: float, have: int) -> str:
+    """Why a cell could not pass whatever came out, and what to do."""
+    return (
+        f"needs {required} templates for {100 * margin:g} pp, the run has {have}: raise the margin before a run or add "
+        "templates"
+    )
+
+
+def short_suites(findings: Findings) -> tuple[str, ...]:
+    """The suites with fewer templates than their margin takes, one sentence each."""
+    have: dict[str, int] = {}
+    for c in findings.drift.cells:
+        have[c.suite] = min(c.n_clusters, have.get(c.suite, c.n_clusters))
+    need = {
+        s: clusters_required(findings.rules.margins[s], findings.rules.alpha)
+        for s in have
+        if s in findings.rules.margins
+    }
+    return tuple(
+        f"{suite} {too_few(required, findings.rules.margins[suite], have[suite])}."
+        for suite, required in need.items()
+        if have[suite] < required
+    )
