@@ -310,6 +310,7 @@ def contrast_of(lower, upper, pvalue=0.5, reference_lower=0.5):
         (-0.08, -0.01, 0.01, 0.5, None, Status.FAIL),
         (-0.08, 0.02, 0.3, 0.5, None, Status.INCONCLUSIVE),
         (-0.04, 0.02, 0.5, 0.03, None, Status.INCONCLUSIVE),  # nothing to lose
+        (0.01, 0.02, 0.5, 0.03, None, Status.PASS),  # little to lose, and a gain is shown
         (-0.08, -0.01, 0.01, 0.5, Status.INCONCLUSIVE, Status.INCONCLUSIVE),  # the family does not let it stand
         (-0.08, 0.02, 0.3, 0.5, Status.PASS, Status.PASS),
     ],

@@ -175,6 +175,16 @@ def test_a_recipe_at_the_floor_does_not_pass_either(tmp_path):
     assert {d.recipe for d in verdict.decisions if d.gated} == {Status.INCONCLUSIVE}
 
 
+def test_a_gain_that_is_shown_passes_at_the_floor(tmp_path):
+    """dense answers one in fifty as desired, naive nine in ten: nothing is lost, however little there was to lose."""
+    options = {"serving": {SNAP: 0.84}, "primary": (SNAP,), "estimands": ("E1",), "seeds": (1, 2, 3)}
+    verdict = report_of(tmp_path, drops={("naive", "refusal"): -0.86}, **options).verdict
+    found = {d.arm: d for d in verdict.decisions if d.gated}
+    assert found["naive"].rates.reference_lower < 0.05
+    assert (found["naive"].status, found["naive"].recipe) == (Status.PASS, Status.PASS)
+    assert (found["smd"].status, found["smd"].recipe) == (Status.INCONCLUSIVE, Status.INCONCLUSIVE)
+
+
 def test_a_loss_that_is_shown_fails_at_the_floor_too(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.4}, primary=("none",), margins={"refusal": 95})
     [d] = [d for d in report.verdict.decisions if d.arm == "naive"]

@@ -14,7 +14,7 @@ from reports.analysis.dose import families
 from reports.analysis.results import SafeBudget
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast, Drift
-from reports.gate.decide import decide_cell
+from reports.gate.decide import at_floor, decide_cell
 from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
 from reports.stats.rule import fixed_sequence
@@ -88,7 +88,7 @@ def _sequence(margin: float, axis: str, family: str, amounts: list[int], cells: 
 def _status(c: Contrast, margin: float) -> str:
     if c.effect is None:
         return Status.INVALID.value
-    if c.rates and c.rates.reference_lower <= margin:
+    if at_floor(c.effect, c.rates, margin):
         return FLOOR
     return decide_cell(c.effect, margin, c.effect.pvalue_drop)[0].value
 

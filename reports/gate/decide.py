@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reports.drift.results import Contrast, Drift, People, Reason
+from reports.drift.results import Contrast, Drift, People, Rates, Reason
 from reports.drift.validity import some
 from reports.gate.family import (
     HOLM,
@@ -108,9 +108,9 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     if c.effect:
         effect = _toward(c.effect, row.sign)
         status, reasons = decide_cell(effect, margin, pvalues.adjusted, what)
-        recipe = decide_cell(_toward(c.recipe, row.sign), margin, pvalues.recipe)[0] if c.recipe else None
-        if c.rates and c.rates.reference_lower <= margin:
-            status, reasons, recipe = _at_floor(status, reasons, recipe)
+        if at_floor(effect, c.rates, margin) and status is not Status.FAIL:  # a loss that is shown stays shown
+            status, reasons = Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons)
+        recipe = _recipe(row, margin, pvalues.recipe)
         needed = clusters_to_decide(effect, margin) if status is Status.INCONCLUSIVE else None
         room = effect.lower + margin
     judge = None
@@ -119,6 +119,20 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
         judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
+
+
+def _recipe(row: Row, margin: float, pvalue: float) -> Status | None:
+    """The test with seed variance added; at the floor the most it can be is open."""
+    if row.contrast.recipe is None:
+        return None
+    effect = _toward(row.contrast.recipe, row.sign)
+    status = decide_cell(effect, margin, pvalue)[0]
+    return worst([status, Status.INCONCLUSIVE]) if at_floor(effect, row.contrast.rates, margin) else status
+
+
+def at_floor(effect: Effect, rates: Rates | None, margin: float) -> bool:
+    """Whether the reference has too little to lose for a cell to say anything by holding still; a shown gain does."""
+    return rates is not None and rates.reference_lower <= margin and effect.lower <= 0
 
 
 def _agreed(recipe: Status, status: Status) -> Status:
@@ -191,16 +205,6 @@ def _parity(judged: Sequence[Judged], margin: float) -> str:
     sides = {"non-inferior": judged[0].status, "non-superior": judged[1].status}
     shown = [f"{word}: {'shown' if s in (Status.PASS, Status.PASS_NOTED) else s.value}" for word, s in sides.items()]
     return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
-
-
-def _at_floor(
-    status: Status, reasons: tuple[Reason, ...], recipe: Status | None
-) -> tuple[Status, tuple[Reason, ...], Status | None]:
-    """A loss that is shown stays shown; everything else says nothing, because nothing could be lost."""
-    capped = None if recipe is None else worst([recipe, Status.INCONCLUSIVE])
-    if status is Status.FAIL:
-        return status, reasons, capped
-    return Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons), capped
 
 
 PASSED = (Status.PASS, Status.PASS_NOTED)
