@@ -189,7 +189,7 @@ def test_churn_shows_what_a_drift_of_zero_hides():
     [churn] = found.churn
     assert churn.drift == 0
     assert (churn.losses, churn.gains, churn.churn, churn.draws) == (0.25, 0.25, 0.5, 0.5)
-    assert churn.rerun is None
+    assert (churn.rerun, churn.draws_rerun) == (None, None)
     effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
     assert (effect.losses / 16, effect.gains / 16) == (churn.losses, churn.gains)
 
@@ -224,6 +224,35 @@ def test_one_broken_template_is_named_with_its_items():
     ]
     assert {i.item_id for i in where.items} == {f"refusal-{n:04d}" for n in (0, 3, 11, 19, 27)}
     assert where.gini == pytest.approx(1 - (2 * (0.2 * 1.5 + 0.8 * 0.5)) / 8)  # area under the Lorenz curve, by hand
+    assert where.chance < 0.65 < where.gini
+
+
+def test_the_design_effect_is_that_of_templates_and_not_of_averaged_seeds():
+    """One item of every template lost in one seed of three spreads evenly; a template that broke clusters."""
+    design = small(policies=("none",), clusters=8, items=32, seeds=(11, 12, 13))
+    found, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and s == 11 and i < 8))
+    [spread] = found.concentration
+    broken, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and i % 8 == 3))
+    z = np.where(np.arange(32) % 8 == 3, -1.0, 0.0)
+    residuals = np.array([z[np.arange(32) % 8 == c].sum() - 4 * z.mean() for c in range(8)])
+    assert broken.concentration[0].deff == pytest.approx(7 / 8 * np.sum((residuals / 28) ** 2) / (z.var() / 32))
+    assert spread.deff == pytest.approx(0)
+
+
+def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
+    """naive answers every other item right once in two draws: two of its answers disagree there, dense's never."""
+    design = small(policies=("none",), clusters=8, items=16, samples=2)
+    rows = scored(design, lambda *_: True)
+    flipped = [
+        dataclasses.replace(r, score=0.0, outcome=Outcome.UNDESIRED)
+        if r.arm == "naive" and r.sample_index == 1 and int(r.item_id[-4:]) % 2
+        else r
+        for r in rows
+    ]
+    report = decided(data_of(flipped, spec_of(design)))
+    [c] = [c for c in report.drift.contrasts if c.estimand == "E1"]
+    assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
+    assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
 
 
 def test_nothing_lost_is_nowhere():

@@ -14,6 +14,7 @@ from reports.page.tables import gate_table
 from reports.page.words import note
 from reports.records.load import load_run
 from reports.run import decided
+from reports.stats.rule import effective_clusters
 from reports.stats.tango import ess_tango
 
 SNAP = policy("snapkv", 96)
@@ -305,6 +306,20 @@ def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
     for report in (unscored(tmp_path / "a", 0.02), unscored(tmp_path / "b", 0.0)):
         lines = banner(report).asides
         assert sum("Blind spot: a failure confined to 3.0 % of the templates" in line for line in lines) == 1
+
+
+def test_uneven_templates_leave_a_larger_blind_spot(tmp_path):
+    """60 templates of 1 item and 20 of 3: 120^2 / (60 + 180) = 60 say as much."""
+    from reports.drift.results import ClusterSums
+
+    report = report_of(tmp_path, items=160, clusters=80, primary=("none",))
+    counts = np.array([1.0] * 60 + [3.0] * 20)
+    uneven = (ClusterSums("refusal", 1.0, tuple(map(str, range(80))), np.zeros(80), counts),)
+    contrasts = tuple(dataclasses.replace(c, sums=uneven) for c in report.drift.contrasts)
+    verdict = decide(dataclasses.replace(report.drift, contrasts=contrasts), report.rules)
+    assert verdict.decisions[0].blind_spot == pytest.approx(1 - 0.05 ** (1 / 60))
+    assert report.verdict.decisions[0].blind_spot == pytest.approx(1 - 0.05 ** (1 / 80))
+    assert effective_clusters(counts) == 60
 
 
 def test_a_pvalue_at_its_floor_says_so(tmp_path):

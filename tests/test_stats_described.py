@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from reports.stats.churn import churn, concentration, flips, gini
+from reports.stats.churn import chance_gini, churn, concentration, flips, gini
 
 
 def test_concentration_of_a_known_case():
@@ -27,6 +27,21 @@ def test_gini_is_half_the_mean_difference_over_the_mean():
     assert gini(x) == pytest.approx(np.abs(x[:, None] - x).mean() / 2 / x.mean(), abs=1e-12)
     assert gini([2, 2, 2]) == 0
     assert gini([0, 0, 0, 7]) == pytest.approx(0.75)
+
+
+def test_one_lost_item_has_the_gini_of_chance():
+    found = concentration([-1.0] + [0.0] * 71, np.arange(72) // 2)
+    assert (found.gini, found.chance) == pytest.approx((1 - 1 / 36, 1 - 1 / 36))
+
+
+def test_two_losses_fall_on_one_of_four_pairs_by_chance_once_in_seven():
+    """Two losses in 8 items of 4 clusters: 4 of 28 pairs share a cluster (Gini 3/4), the others do not (1/2)."""
+    assert chance_gini([1, 1, 0, 0, 0, 0, 0, 0], [2, 2, 2, 2]) == pytest.approx(4 / 28 * 0.75 + 24 / 28 * 0.5, abs=0.01)
+
+
+def test_a_template_that_broke_is_further_from_even_than_chance():
+    found = concentration([-1.0] * 4 + [0.0] * 28, np.arange(32) // 4)
+    assert found.chance < 0.65 < found.gini == pytest.approx(1 - 1 / 8)
 
 
 def test_no_loss_is_concentrated_nowhere():
@@ -75,6 +90,7 @@ def test_flips_of_single_draws_are_counted_in_each_pair_of_seeds():
     old, new = [[1, 1, 0, 0], [1, 0, 0, 1]], [[0, 1, 0, 1], [1, 1, 0, 1]]
     found = flips(old, new)
     assert (found.lost, found.won, found.churn) == (1 / 8, 2 / 8, 3 / 8)
+    assert found.rerun is None
 
 
 def test_flips_of_several_draws_are_those_of_every_pair_of_draws_of_the_same_seeds():
@@ -84,6 +100,10 @@ def test_flips_of_several_draws_are_those_of_every_pair_of_draws_of_the_same_see
     found = flips(old.mean(axis=2), new.mean(axis=2), samples=4)
     assert found.churn == pytest.approx(np.mean([(a != b).mean() for a, b in pairs]), abs=1e-12)
     assert found.won - found.lost == pytest.approx(new.mean() - old.mean(), abs=1e-12)
+    reruns = [
+        (x[s, :, i], x[s, :, j]) for x in (old, new) for s in range(3) for i in range(4) for j in range(4) if i != j
+    ]
+    assert found.rerun == pytest.approx(np.mean([(a != b).mean() for a, b in reruns]), abs=1e-12)
 
 
 def test_copies_of_one_draw_churn_like_the_draw():

@@ -33,6 +33,7 @@ from reports.drift.results import Contrast
 from reports.gate.verdict import Decision
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import churn, concentration, flips
+from reports.stats.clustered import cr3_effect
 from reports.stats.effect import LEVEL
 from reports.stats.power import minimal_detectable
 from reports.stats.seeds import SEEDS_NEEDED
@@ -119,8 +120,9 @@ def cell_churn(
                 losses=moved.lost,
                 gains=moved.won,
                 churn=moved.churn,
+                rerun=moved.rerun,
                 draws=any_seed.draw_churn,
-                rerun=any_seed.rerun_churn,
+                draws_rerun=any_seed.rerun_churn,
             )
 
 
@@ -153,6 +155,8 @@ def _cell(found: BothSides, name: CellName) -> CellConcentration:
         cell=name,
         losses=by_template.losses,
         gini=by_template.gini,
+        chance=by_template.chance,
+        deff=cr3_effect(z, found.clusters).deff,
         carrying_half=by_template.carrying_half,
         n_templates=len(by_template.clusters),
         n_losing=len(lost),

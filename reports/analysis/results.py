@@ -81,9 +81,9 @@ class CellChurn:
     """E7: what moved in a cell, beside what is left of it after losses and gains cancel. Shares of all items.
 
     Losses, gains and churn are of answers against the reference's of the same pair of seeds: gains - losses is the
-    drift, churn P(candidate's answer is not the reference's). ``draws`` is the churn over any two seeds and ``rerun``
-    what two draws of one arm disagree on (over samples and seeds): only what ``draws`` has beyond it is change.
-    ``rerun`` is None with a single draw per item.
+    drift, churn P(candidate's answer is not the reference's), ``rerun`` the A/A churn of two answers of one checkpoint:
+    only what churn has beyond it is change. ``draws`` is the churn over any two seeds and ``draws_rerun`` what two
+    draws of one arm disagree on, over samples and seeds. Each rerun is None without a second draw.
     """
 
     cell: CellName
@@ -91,8 +91,9 @@ class CellChurn:
     losses: float
     gains: float
     churn: float
-    draws: float
     rerun: float | None
+    draws: float
+    draws_rerun: float | None
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,17 @@ class ItemLoss:
 
 @dataclass(frozen=True)
 class CellConcentration:
-    """Where the losses of a cell sit. ``carrying_half`` is how many templates carry half of them."""
+    """Where the losses of a cell sit. ``carrying_half`` is how many templates carry half of them.
+
+    ``chance`` is the Gini of the same losses fallen at random. ``deff`` is what the templates do to the variance of the
+    drift: CR3 over the variance of as many independent items, both of differences averaged over samples and seeds.
+    """
 
     cell: CellName
     losses: float
     gini: float
+    chance: float
+    deff: float
     carrying_half: int
     n_templates: int
     n_losing: int

@@ -10,7 +10,7 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import churn_share, remarks
+from reports.page.about import churn_words, remarks
 from reports.page.page import Banner, Page, Section
 from reports.page.story import SENTENCES
 from reports.page.tables import Table, table_of
@@ -41,8 +41,8 @@ def _about(compared: Compared, d: Decision) -> str:
     effect, sides = d.effect, compared.sides
     return inline(
         f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
-        f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, churn "
-        f"{churn_share(compared.findings, d)}."
+        f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, "
+        f"{churn_words(compared.findings, d)}."
     )
 
 

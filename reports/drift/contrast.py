@@ -12,7 +12,7 @@ from audit.core.policy_names import DENSE_POLICY
 from audit.core.spec import BASE_ARM
 from reports.drift.results import ClusterSums, Contrast, Rates, Reason
 from reports.records.panel import CellKey, Panel
-from reports.stats.churn import flips
+from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
 from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
@@ -102,6 +102,7 @@ def _with_numbers(
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
+    moved = None if blank.estimand == "E5" else _moved(panel, weights, present)
     return replace(
         blank,
         effect=effect,
@@ -111,7 +112,8 @@ def _with_numbers(
         worst=float(np.mean([_combine(panel, w, present, 0.0, 1.0) for w in weights])),
         best=float(np.mean([_combine(panel, w, present, 1.0, 0.0) for w in weights])),
         sums=(_cluster_sums(panel, mean, clusters),),
-        churn=None if blank.estimand == "E5" else _churn(panel, weights, present),
+        churn=moved.churn if moved else None,
+        rerun=moved.rerun if moved else None,
     )
 
 
@@ -149,9 +151,9 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
     return positive, negative
 
 
-def _churn(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> float:
+def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
     candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
-    return flips(reference, candidate, samples=panel.samples).churn
+    return flips(reference, candidate, samples=panel.samples)
 
 
 def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:

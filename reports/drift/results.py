@@ -115,6 +115,7 @@ class Contrast:
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect``
     people: People | None = None  # the judge held against those human labels
     churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
+    rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample
 
 
 @dataclass(frozen=True)

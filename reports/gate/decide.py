@@ -41,7 +41,7 @@ from reports.gate.verdict import (
 )
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
-from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide
+from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide, effective_clusters
 
 _STATUS = {
     Call.PASS: Status.PASS,
@@ -189,7 +189,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
         clusters_to_decide=max(known_needs) if known_needs and len(known_needs) == len(open_needs) else None,
-        blind_spot=blind_spot(c.effect.n_clusters, alpha) if c.effect else None,
+        blind_spot=blind_spot(_effective(c, c.effect), alpha) if c.effect else None,
         effect=c.effect,
         rates=c.rates,
         worst=c.worst,
@@ -198,6 +198,11 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
     )
+
+
+def _effective(c: Contrast, effect: Effect) -> float:
+    """The templates of a contrast, fewer where sizes are uneven; of several suites the fewest."""
+    return min((effective_clusters(part.counts) for part in c.sums), default=effect.n_clusters)
 
 
 def _parity(judged: Sequence[Judged], margin: float) -> str:

@@ -119,7 +119,7 @@ def about(findings: Findings, d: Decision) -> str:
         deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
     return inline(
         f"{named(findings, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % "
-        f"interval, {effect.n_items} items in {effect.n_clusters} templates, churn {churn_share(findings, d)}. "
+        f"interval, {effect.n_items} items in {effect.n_clusters} templates, {churn_words(findings, d)}. "
         f"{deciding}"
     )
 
@@ -149,12 +149,16 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     return [inline(line) for line in lines]
 
 
-def churn_share(findings: Findings, d: Decision) -> str:
-    """E7 of a decision's cell, of the worst policy's for E3: the share of answers that are not the reference's."""
+def churn_words(findings: Findings, d: Decision) -> str:
+    """E7 of a decision's cell, of the worst policy's for E3, beside what a rerun of one checkpoint changes (A/A)."""
     place = (d.arm, d.policy, d.suite, d.context_tokens)
     here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
-    found = {c.estimand: c.churn for c in here}
-    return percent(found.get(d.estimand, found.get(findings.comparison.base)))
+    found = {c.estimand: c for c in here}
+    own = found.get(d.estimand, found.get(findings.comparison.base))
+    if own is None or own.churn is None:
+        return "churn -"
+    again = "" if own.rerun is None else f", {percent(own.rerun)} between two answers of one checkpoint (A/A)"
+    return f"churn {percent(own.churn)}{again}"
 
 
 def _unscored(head: Decision) -> list[str]:

@@ -60,8 +60,9 @@ def loss_sections(findings: Findings) -> list[Section]:
             figures=("churn",) if findings.analysis.churn else (),
             tables=(tables.churn_table(findings),),
             notes=(
-                "Lost, gained, churn: of answers against the reference's of the same pair of seeds. One draw against "
-                "one: the same over any two seeds; only what it has beyond two draws of one arm is change.",
+                "Lost, gained, churn: of answers against the reference's of the same pair of seeds. A/A churn: two "
+                "answers of one checkpoint; only churn beyond it is change, and one sample has none. Any two seeds: "
+                "the same without pairing, beside two seeds of one arm.",
             )
             if findings.analysis.churn
             else (),

@@ -236,7 +236,8 @@ def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
 
 def churn_table(findings: Findings) -> Table:
     """Net drift beside what moved."""
-    headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", "one draw against one", "two draws of one arm"]
+    headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", "A/A churn", "any two seeds"]
+    headers += ["two seeds of one arm"]
     rows = [
         [
             place_name(findings, c.cell),
@@ -244,8 +245,9 @@ def churn_table(findings: Findings) -> Table:
             f"{100 * c.losses:.1f}",
             f"{100 * c.gains:.1f}",
             percent(c.churn),
-            percent(c.draws),
             percent(c.rerun),
+            percent(c.draws),
+            percent(c.draws_rerun),
         ]
         for c in findings.analysis.churn
     ]
@@ -255,14 +257,24 @@ def churn_table(findings: Findings) -> Table:
 def concentration_table(findings: Findings) -> Table:
     """Where the losses of every cell sit, the most concentrated loss first."""
     found = sorted(findings.analysis.concentration, key=lambda c: -c.losses)
-    headers = ["cell", "items lost", "templates that lost", "carry half", "Gini", "worst template", "its share"]
+    headers = [
+        "cell",
+        "items lost",
+        "templates that lost",
+        "carry half",
+        "Gini (by chance)",
+        "design effect",
+        "worst template",
+        "its share",
+    ]
     rows = [
         [
             place_name(findings, c.cell),
             f"{c.losses:.3g}",
             f"{c.n_losing} of {c.n_templates}",
             str(c.carrying_half),
-            f"{c.gini:.2f}",
+            f"{c.gini:.2f} ({c.chance:.2f})",
+            f"{c.deff:.2f}",
             c.templates[0].template,
             percent(c.templates[0].share) + (" (over half)" if c.dominant and c.losses >= FEWEST_LOST else ""),
         ]
@@ -287,8 +299,19 @@ def losing_items(findings: Findings) -> Table:
 
 
 def concentration_notes(findings: Findings) -> tuple[str, ...]:
-    """The templates that carry more than half of a cell's losses, named; not where next to nothing was lost."""
-    return tuple(
+    """How to read the table; the templates that carry more than half of a cell's losses, unless next to none."""
+    if not findings.analysis.concentration:
+        return ()
+    return (
+        "Gini: 0 where templates lose alike, near 1 where one loses all. By chance: the mean Gini of the same losses "
+        "fallen at random; only what is beyond it is concentration. Design effect: how many times the templates raise "
+        "the variance of the drift, samples and seeds averaged before.",
+        *_dominant(findings),
+    )
+
+
+def _dominant(findings: Findings) -> Iterator[str]:
+    return (
         inline(
             f"{place_name(findings, c.cell)}: more than half of the losses sit in one template, "
             f"{clip(c.dominant[0], 80)}."

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class Churn:
@@ -37,10 +39,15 @@ class Churn:
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """Shares of the answers; won - lost is the drift."""
+    """Shares of the answers; won - lost is the drift.
+
+    ``rerun`` is the A/A churn: what two answers of one and the same checkpoint disagree on, mean of both sides; None
+    with a single sample, which has no second answer.
+    """
 
     lost: float
     won: float
+    rerun: float | None = None
 
     @property
     def churn(self) -> float:
@@ -59,7 +66,12 @@ def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
     assert old.size, "flips need an item"
     if samples == 1:
         return Flips(float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean()))
-    return Flips(float((old * (1 - new)).mean()), float(((1 - old) * new).mean()))
+    return Flips(float((old * (1 - new)).mean()), float(((1 - old) * new).mean()), _rerun(old, new, samples))
+
+
+def _rerun(old: Array, new: Array, samples: int) -> float:
+    """Share of pairs of draws that disagree inside an item, without bias, mean of both sides."""
+    return float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
 
 
 def churn(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
@@ -70,9 +82,7 @@ def churn(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
     assert np.all((old >= 0) & (old <= 1) & (new >= 0) & (new <= 1)), "item means lie in [0, 1]"
     losses, gains = float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean())
     lost, won = float((old * (1 - new)).mean()), float(((1 - old) * new).mean())
-    rerun = None
-    if samples > 1:
-        rerun = float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
+    rerun = _rerun(old, new, samples) if samples > 1 else None
     return Churn(losses, gains, losses + gains, lost, won, lost + won, rerun, old.size, samples)
 
 
@@ -95,13 +105,15 @@ class ClusterLoss:
 class Concentration:
     """Losses by cluster, worst first.
 
-    ``gini`` is 0 when every cluster loses alike and near 1 when one loses all; ``carrying_half`` the fewest clusters
-    with at least half of the losses. ``dominant`` holds the cluster with more than half of all losses, if there is one;
+    ``gini`` is 0 when every cluster loses alike and near 1 when one loses all; ``chance`` what it would be on average
+    had the same losses fallen on items at random. ``carrying_half`` is the fewest clusters with at least half of the
+    losses. ``dominant`` holds the cluster with more than half of all losses, if there is one;
     ``broken`` those that lost more than half of their own items.
     """
 
     losses: float
     gini: float
+    chance: float
     carrying_half: int
     dominant: tuple[str, ...]
     broken: tuple[str, ...]
@@ -135,7 +147,8 @@ def concentration(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration:
     running = np.cumsum(losses[order])
     return Concentration(
         losses=total,
-        gini=gini(losses),
+        gini=float(gini(losses)),
+        chance=chance_gini(np.maximum(-values, 0.0), items),
         carrying_half=int(np.searchsorted(running, total * HALF * (1 - 1e-12)) + 1) if total else 0,
         dominant=tuple(row.label for row in rows if row.share > HALF),
         broken=tuple(row.label for row in rows if row.rate > HALF),
@@ -143,12 +156,29 @@ def concentration(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration:
     )
 
 
-def gini(values: npt.ArrayLike) -> float:
-    """Gini coefficient of values [C] that are not negative; 0 when all are 0."""
-    x = np.sort(np.asarray(values, dtype=np.float64))
+def gini(values: npt.ArrayLike) -> Array:
+    """Gini coefficients [...] of values [..., C] that are not negative; 0 where all are 0."""
+    x: Array = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
     assert np.all(x >= 0), "losses are not negative"
-    total = float(x.sum())
-    if total == 0:
-        return 0.0
-    ranks = np.arange(1, len(x) + 1)
-    return float((2 * ranks - len(x) - 1) @ x / (len(x) * total))
+    total = x.sum(axis=-1)
+    clusters = x.shape[-1]
+    ranks = np.arange(1, clusters + 1)
+    found: Array = x @ (2.0 * ranks - clusters - 1) / (clusters * np.where(total > 0, total, 1.0))
+    return found
+
+
+_SHUFFLES = 400  # give the mean to about .002
+_MOST_CELLS = 4_000_000  # losses shuffled at once
+
+
+def chance_gini(losses: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """Mean Gini by cluster of item losses [N] that fall at random on clusters of ``counts`` [C] items.
+
+    One lost item gives 1 - 1/C whatever happened, so a Gini says something only beside this one. Sorted values and
+    sizes go in and the seed is fixed: neither the order of items nor the names of clusters change the mean.
+    """
+    values, sizes = np.sort(np.asarray(losses, dtype=np.float64)), np.sort(np.asarray(counts))
+    assert len(values) == sizes.sum(), (len(values), int(sizes.sum()))
+    shuffles = max(1, min(_SHUFFLES, _MOST_CELLS // len(values)))
+    shuffled = np.random.default_rng(0).permuted(np.tile(values, (shuffles, 1)), axis=1)
+    return float(gini(np.add.reduceat(shuffled, np.cumsum(sizes) - sizes, axis=1)).mean())

@@ -27,7 +27,13 @@ def clusters_required(margin: float, alpha: float) -> int:
     return math.ceil(math.log(alpha) / math.log1p(-margin) - 1e-12)
 
 
-def blind_spot(clusters: int, alpha: float) -> float:
+def effective_clusters(counts: npt.ArrayLike) -> float:
+    """N^2 / sum n_c^2: how many clusters of one size say as much as clusters of ``counts`` [C] items (Kish 1965)."""
+    sizes = np.asarray(counts, dtype=np.float64)
+    return float(sizes.sum() ** 2 / np.square(sizes).sum())
+
+
+def blind_spot(clusters: float, alpha: float) -> float:
     """Largest share of templates that could be totally broken and still be unsampled ``alpha`` of the time."""
     return 1.0 - float(alpha ** (1.0 / clusters)) if clusters > 0 else 1.0
 
