@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.core.errors import AuditError, SpecError
+from audit.core.errors import AuditError, DataError, SpecError
 from reports.compare.files import Sides, compare, two_judges
 from reports.compare.page import comparison_banner, pages
 from reports.gate.verdict import Status
@@ -153,6 +153,44 @@ def test_repeats_are_averaged_inside_the_item(tmp_path):
     assert (found.low, found.high) == (wanted.low, wanted.high)
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ([1, 7, 10], "from 7 to 10 (first b.csv:3)"),  # 1 to 10
+        ([0, 55.5, 1, 100], "from 55.5 to 100 (first b.csv:3)"),
+        ([-3.5, -0.25, 0], "from -3.5 to -0.25 (first b.csv:2)"),  # log-likelihoods
+        ([1, 1, 1, 1.5], "has 75 scores outside [0, 1], from 1.5 to 1.5 (first b.csv:5)"),
+    ],
+)
+def test_scores_on_another_scale_are_refused_in_one_line(tmp_path, scores, said):
+    b = (scores * 300)[:300]
+    pair(tmp_path, [1] * 300, b)
+    done = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert said in done.output
+    assert "rescale both files alike" in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_score_on_another_scale_is_enough(tmp_path):
+    with pytest.raises(DataError, match="metric score has 1 scores outside"):
+        compare(pair(tmp_path, [1] * 299 + [2], [1] * 300), "score")
+
+
+def test_a_metric_on_another_scale_is_refused_and_no_other_is_taken_unasked(tmp_path):
+    rows = [(f"i{i}", f"t{i // 5}", m, s) for m, s in (("judge", 8), ("right", 1)) for i in range(300)]
+    paths = [table(tmp_path / name, rows, "item,cluster,metric,score") for name in ("a.csv", "b.csv")]
+    unasked = run_command(*paths)
+    assert unasked.exit_code == 2
+    assert "choose one with --metric: judge, right" in unasked.output
+    assert run_command(*paths, "--metric", "right").exit_code == 0
+    for both in (["judge"], ["right", "judge"]):
+        refused = run_command(*paths, *(word for name in both for word in ("--metric", name)))
+        assert refused.exit_code == 2
+        assert "a.csv: metric judge has 300 scores outside [0, 1]" in refused.output
+
+
 def test_copies_of_a_repeat_change_nothing(tmp_path):
     rng = np.random.default_rng(8)
     a, b = (rng.random((2, 300)) < 0.8).astype(int)
@@ -176,14 +214,95 @@ def test_lower_is_better_turns_the_score_round(tmp_path):
     assert any("taken as 1 - score" in note for note in turned.notes)
 
 
-def test_without_clusters_every_item_is_its_own_template_and_the_page_says_so(tmp_path):
-    plain = [(f"i{i}", 1) for i in range(70)]
-    both = sides(*(table(tmp_path / name, plain, "item,score") for name in ("a.csv", "b.csv")))
-    done = compare(both, "score")
-    assert done.verdict.decisions[0].effect.n_clusters == 70
-    said = "every item is treated as its own"
-    assert any(said in line for line in comparison_banner(done).asides)
-    assert all(said in pages(done)[name] for name in ("compare.html", "compare.md", "compare.json"))
+def unclustered(tmp_path, a, b):
+    """Two tables in which nothing says which items belong together."""
+    found = {"a.csv": a, "b.csv": b}
+    return [table(tmp_path / n, [(f"i{i}", s) for i, s in enumerate(x)], "item,score") for n, x in found.items()]
+
+
+def test_without_clusters_nothing_passes_and_the_reason_says_what_to_do(tmp_path):
+    done = compare(sides(*unclustered(tmp_path, [1] * 300, [1] * 300)), "score")
+    assert (done.verdict.status, done.verdict.exit_code) == (Status.INCONCLUSIVE, 4)
+    (reason,) = done.verdict.decisions[0].reasons
+    assert reason.code == "NOCLUSTERS"
+    assert "give --cluster what items share" in reason.text
+    assert "or say --items-are-independent" in reason.text
+    said = f"NOCLUSTERS: {reason.text}. Each item counts as its own template"
+    assert all(said in " ".join(text.split()) for text in pages(done).values())
+
+
+def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):
+    b = [0] * 20 + [1] * 1980
+    both = sides(*unclustered(tmp_path, [1] * 2000, b))
+    assert compare(both, "score", items_are_independent=True).verdict.status is Status.PASS_NOTED
+    assert compare(both, "score").verdict.status is Status.INCONCLUSIVE
+
+
+def test_without_clusters_a_fail_stays_a_fail(tmp_path):
+    done = compare(sides(*unclustered(tmp_path, [1] * 300, [0] * 60 + [1] * 240)), "score")
+    assert done.verdict.status is Status.FAIL
+    assert [reason.code for reason in done.verdict.decisions[0].reasons] == ["MARGIN"]
+
+
+def test_without_clusters_no_recipe_passes(tmp_path):
+    paths = [
+        table(tmp_path / n, [(f"i{i}", s, 1) for i in range(300) for s in range(3)], "item,seed,score")
+        for n in ("a.csv", "b.csv")
+    ]
+    recipes = [compare(sides(*paths), "score", items_are_independent=said).verdict.recipe for said in (True, False)]
+    assert recipes == [Status.PASS, Status.INCONCLUSIVE]
+
+
+def test_items_that_are_declared_independent_may_pass_and_every_page_says_who_said_so(tmp_path):
+    paths = unclustered(tmp_path, [1] * 300, [1] * 300)
+    shown = run_command(*paths, "--items-are-independent", "--out", tmp_path / "out")
+    assert shown.exit_code == 0
+    texts = [path.read_text() for path in (tmp_path / "out").iterdir()]
+    said = "Items were declared independent by the user (--items-are-independent)"
+    assert all(said in " ".join(text.split()) for text in [shown.output, *texts])
+    assert "300 items declared independent by the user" in " ".join(shown.output.split())
+    assert run_command(*paths).exit_code == 4
+
+
+@pytest.mark.parametrize("rule", ["item", "re:.*"])
+def test_the_items_own_name_is_no_cluster(tmp_path, rule):
+    done = compare(sides(*unclustered(tmp_path, [1] * 300, [1] * 300), rule), "score")
+    assert codes(done) == {"NOCLUSTERS"}
+
+
+@pytest.mark.parametrize("cluster", [["--cluster", "cluster"], []])
+def test_items_are_not_independent_where_clusters_are_named(tmp_path, cluster):
+    pair(tmp_path, [1] * 300, [1] * 300)
+    done = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--items-are-independent", *cluster)
+    assert done.exit_code == 2
+    assert "--items-are-independent" in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "metric", "field", "clusters"),
+    [(LM_EVAL[0], "exact_match,strict", "doc.kind", 8), (INSPECT[0], "match", "metadata.template", 6)],
+)
+def test_fields_that_items_share_are_proposed_as_clusters(path, metric, field, clusters):
+    done = compare(sides(path, path), metric, margin=60)
+    assert codes(done) == {"NOCLUSTERS"}
+    assert f"what items share (such as {field})" in done.verdict.decisions[0].reasons[0].text
+    assert compare(sides(path, path, field), metric).verdict.decisions[0].effect.n_clusters == clusters
+
+
+def test_a_field_that_tells_items_apart_or_is_the_same_for_most_is_not_proposed(tmp_path):
+    header = "item,subject,question,language,score"
+    rows = [(f"i{i}", f"s{i // 10}", f"q{i}", "en" if i < 290 else "de", 1) for i in range(300)]
+    done = compare(sides(*(table(tmp_path / n, rows, header) for n in ("a.csv", "b.csv"))), "score")
+    assert "what items share (such as subject)" in done.verdict.decisions[0].reasons[0].text
+
+
+def test_two_judges_without_clusters_pass_under_neither(tmp_path):
+    rows = [(f"i{i}", m, 1) for m in ("kind", "strict") for i in range(300)]
+    paths = [table(tmp_path / name, rows, "item,metric,score") for name in ("a.csv", "b.csv")]
+    both = ["--metric", "kind", "--metric", "strict"]
+    assert run_command(*paths, *both).exit_code == 4
+    assert run_command(*paths, *both, "--items-are-independent").exit_code == 0
 
 
 def test_clusters_of_one_file_serve_both(tmp_path):
@@ -215,10 +334,10 @@ def test_items_of_one_file_only_are_invalid_and_named(tmp_path):
 
 def test_a_lost_line_matters_where_the_other_file_has_the_item(tmp_path):
     a = table(tmp_path / "a.csv", rows_of([1] * 300))
-    b = table(tmp_path / "b.csv", [*rows_of([1] * 299), ("i299", "t59", 1.5)])
+    b = table(tmp_path / "b.csv", [*rows_of([1] * 299), ("i299", "t59", "inf")])
     done = compare(sides(a, b), "score")
     assert done.verdict.exit_code == 5
-    assert any("b.csv:301: score 1.5 is outside [0, 1]" in note for note in done.notes)
+    assert any("b.csv:301: score inf is not finite" in note for note in done.notes)
 
 
 def test_a_lost_line_of_both_files_does_not_matter_and_is_counted(tmp_path):
@@ -228,7 +347,7 @@ def test_a_lost_line_of_both_files_does_not_matter_and_is_counted(tmp_path):
     assert len(done.findings.problems) == 2
 
 
-@pytest.mark.parametrize("broken", ["x", "2.0", "-0.5"])
+@pytest.mark.parametrize("broken", ["x", "-inf", "0_1"])
 def test_lost_lines_of_both_files_are_missing_beyond_one_percent(tmp_path, broken):
     scores = [broken] * 4 + [1] * 296
     done = compare(pair(tmp_path, scores, scores), "score")

@@ -14,7 +14,7 @@ from reports_synthetic import Design, build, policy
 
 from audit.core.errors import AuditError, DataError, SpecError
 from reports.records.readers import inspect_log
-from reports.records.readers.base import Request, read_log, score_of
+from reports.records.readers.base import Request, Scale, read_log, score_of
 from reports.records.readers.clusters import cluster_rule
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
@@ -229,10 +229,12 @@ def test_a_table_with_epochs_reads_repeats(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("x,t,2", "outside [0, 1]"),
-        ("x,t,-0.1", "outside [0, 1]"),
-        ("x,t,inf", "outside [0, 1]"),
+        ("x,t,inf", "inf is not finite"),
+        ("x,t,-1e999", "-inf is not finite"),
         ("x,t,good", "'good' is not a number"),
+        ("x,t,50%", "'50%' is not a number"),
+        ("x,t,0_1", "'0_1' is not a number"),  # a number to Python alone
+        ("x,t,١", "'١' is not a number"),
         (",t,1", "no item"),
         ("x,t", "2 fields, the header has 3"),
         ("x,t,1,1", "4 fields, the header has 3"),
@@ -261,24 +263,71 @@ def test_half_a_line_is_named_and_the_rest_kept(tmp_path):
     assert log.problems == ("samples_sums.jsonl:48: half-written last line, not a JSON object",)
 
 
-def test_a_metric_without_a_score_in_the_unit_interval_is_no_metric(tmp_path):
-    lines = [
-        json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc", "bits"], "acc": 1.0, "bits": 3.5})
-        for i in range(3)
-    ]
-    log = read(written(tmp_path, "s.jsonl", "\n".join(lines) + "\n"))
-    assert set(log.rows["metric"]) == {"acc"}
+def lm_eval_log(tmp_path, **metrics):
+    """A log of one line for each value of the metrics."""
+    values = zip(*metrics.values(), strict=True)
+    rows = (dict(zip(metrics, row, strict=True)) for row in values)
+    lines = (
+        json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": list(metrics), **row}) for i, row in enumerate(rows)
+    )
+    return written(tmp_path, "s.jsonl", "\n".join(lines) + "\n")
+
+
+def inspect_log_of(tmp_path, *values):
+    """A log of one sample for each value of a scorer."""
+    path = tmp_path / "s.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", json.dumps({"status": "success"}))
+        for i, value in enumerate(values):
+            sample = {"id": i, "epoch": 1, "scores": {"acc": {"value": value}}}
+            file.writestr(f"samples/{i}.json", json.dumps(sample))
+    return path
+
+
+def test_scores_on_another_scale_are_told_from_those_of_other_metrics(tmp_path):
+    log = read(lm_eval_log(tmp_path, acc=[1.0, 0.0, 1.0], bits=[3.5, 1.0, -4]))
+    assert log.scales == {"bits": Scale(2, -4, 3.5, "s.jsonl:1")}
+    assert log.metrics == {"acc", "bits"}
     assert log.problems == ()
 
 
-def test_a_score_out_of_range_in_a_metric_that_has_scores_is_a_problem(tmp_path):
-    lines = [
-        json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc"], "acc": score})
-        for i, score in enumerate((1.0, 7.0, float("nan")))
-    ]
-    log = read(written(tmp_path, "s.jsonl", "\n".join(lines) + "\n"))
-    assert list(log.rows["score"].isna()) == [False, True]
-    assert log.problems == ("s.jsonl:2: acc: score 7.0 is outside [0, 1]",)
+def test_a_scale_is_seen_in_an_inspect_log_as_well(tmp_path):
+    log = read(inspect_log_of(tmp_path, "C", 7, "8.5", 0.5))
+    assert log.scales == {"acc": Scale(2, 7, 8.5, "s.eval:samples/1.json")}
+
+
+def test_a_scale_is_seen_in_our_own_records_as_well(run, tmp_path):
+    unit = next((run / "records").glob("naive-seed12--*--math--*.jsonl"))
+    lines = [json.loads(line) for line in unit.read_text().splitlines()]
+    desired = [row for row in lines if row["outcome"] == "desired"]
+    for row in desired[:2]:
+        row["score"] = 7
+    path = written(tmp_path, unit.name, "".join(json.dumps(row) + "\n" for row in lines))
+    assert read(path).scales == {"score": Scale(2, 7, 7, f"{unit.name}:{lines.index(desired[0]) + 1}")}
+    path.write_text("".join(json.dumps(row) + "\n" for row in desired[:2]))
+    with pytest.raises(DataError, match="metric score has 2 scores outside"):
+        read(path)
+
+
+@pytest.mark.parametrize("reads", [lambda f, *v: lm_eval_log(f, acc=v), inspect_log_of], ids=["lm-eval", "inspect"])
+def test_a_log_with_scores_of_another_scale_alone_is_refused_in_words(tmp_path, reads):
+    with pytest.raises(DataError, match=r"metric acc has 3 scores outside \[0, 1\], from 2 to 5 .*rescale both"):
+        read(reads(tmp_path, 2, 3, 5))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 10**400, [1, 2], "good", "0_1"])
+@pytest.mark.parametrize("reads", [lambda f, *v: lm_eval_log(f, acc=v), inspect_log_of], ids=["lm-eval", "inspect"])
+def test_what_is_no_number_is_a_problem_and_no_scale(tmp_path, reads, value):
+    log = read(reads(tmp_path, 1.0, value, float("nan"), True))
+    assert list(log.rows["score"].fillna(-1)) == [1, -1, 1]
+    assert len(log.problems) == 1
+    assert log.scales == {}
+
+
+def test_a_mean_that_is_above_one_by_rounding_is_one(tmp_path):
+    log = read(lm_eval_log(tmp_path, acc=[1 + 1e-15, -1e-17, 0.5]))
+    assert list(log.rows["score"]) == [1, 0, 0.5]
+    assert log.scales == {}
 
 
 def test_a_missing_file_is_one_line(tmp_path):

@@ -94,7 +94,18 @@ def test_json_carries_report_and_verdict(written):
     assert len(body["contrasts"]) == len(report.drift.contrasts)
     assert len(body["cells"]) == 3 * 2 * 2
     assert list(body) == [
-        *("format", "run", "comparison", "alpha", "cells", "contrasts", "reasons", "n_records", "weights"),
+        *(
+            "format",
+            "run",
+            "comparison",
+            "alpha",
+            "cells",
+            "contrasts",
+            "reasons",
+            "n_records",
+            "weights",
+            "unclustered",
+        ),
         *("rules", "analysis", "calibration", "verdict", "waivers", "curves", "examples", "displacement"),
         *("problems", "provenance"),
     ]

@@ -34,6 +34,7 @@ class Asked:
     select_reference: tuple[str, ...] = ()
     select_candidate: tuple[str, ...] = ()
     lower_is_better: bool = False
+    items_are_independent: bool = False
     out: Path | None = None
 
 
@@ -51,6 +52,10 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    items_are_independent: Annotated[
+        bool,
+        typer.Option("--items-are-independent", help="No items share a template; without --cluster this lets PASS be."),
+    ] = False,
     metric: Annotated[
         list[str] | None,
         typer.Option(help="The metric, where there are several; twice for two judges.", show_default=False),
@@ -73,6 +78,7 @@ def compare(
             select_reference=tuple(select_a or ()),
             select_candidate=tuple(select_b or ()),
             lower_is_better=lower_is_better,
+            items_are_independent=items_are_independent,
             out=out,
         )
         raise typer.Exit(_compare(reference, candidate, asked))
@@ -89,6 +95,8 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
 
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
+    if asked.cluster is not None and asked.items_are_independent:
+        raise SpecError("--cluster says that items share clusters, --items-are-independent that none do; give one")
     for path in (reference, candidate):
         check_checkpoints(path)  # a file, or another tool's folder, has none
     rule = cluster_rule(asked.cluster) if asked.cluster is not None else None
@@ -99,7 +107,10 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
         own_clusters=rule is not None,
     )
     names = chosen_metrics(sides.reference, sides.candidate, asked.metrics)
-    found = [compared(sides, name, margin=asked.margin, alpha=asked.alpha) for name in names]
+    found = [
+        compared(sides, name, margin=asked.margin, alpha=asked.alpha, items_are_independent=asked.items_are_independent)
+        for name in names
+    ]
     two = two_judges(*found) if len(found) == MOST_METRICS else None
     shown = next(c for c in found if two is None or c.verdict.status is two.status)
     console = wide_console()

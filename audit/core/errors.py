@@ -4,6 +4,7 @@ AuditError
 ├── SpecError       the user's specification or option is wrong            exit 2
 │   └── UnknownName a name that no plug-in answers to, with a suggestion   exit 2
 ├── DataError       a checkpoint, record, ledger or data file is missing or corrupt   exit 2
+│   └── OffScale    a score on another scale than [0, 1]                               exit 2
 └── RunError        the run cannot go on here (folder of another spec, full disk)     exit 2
 """
 
@@ -34,6 +35,14 @@ class UnknownName(SpecError):
 
 class DataError(AuditError):
     """A file that should hold data is missing, truncated, tampered with or of another format."""
+
+
+class OffScale(DataError):
+    """A finite score outside [0, 1]: made on another scale, which no damage to a file explains."""
+
+    def __init__(self, score: float) -> None:
+        super().__init__(f"score {score:g} is outside [0, 1]")
+        self.score = score
 
 
 class RunError(AuditError):

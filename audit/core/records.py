@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, OffScale
 
 FORMAT = 1
 
@@ -149,8 +149,10 @@ class Record:
         score = row["score"]
         if (score is None) != (row["outcome"] is Outcome.UNSCORED):
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
-        if score is not None and not (isinstance(score, int | float) and math.isfinite(score) and 0 <= score <= 1):
+        if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
             raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+        if score is not None and not 0 <= score <= 1:
+            raise OffScale(score)
         if score is not None and score == CONTRADICTED.get(row["outcome"]):
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
         return cls(**row)

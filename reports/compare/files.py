@@ -97,8 +97,18 @@ class TwoJudges:
         return EXIT_CODES[self.status]
 
 
-def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha: float = DEFAULT_ALPHA) -> Compared:
-    """Compare one metric; ``margin`` in pp. Raises SpecError for a margin or level that cannot be."""
+def compare(
+    sides: Sides,
+    metric: str,
+    *,
+    margin: float = DEFAULT_MARGIN,
+    alpha: float = DEFAULT_ALPHA,
+    items_are_independent: bool = False,
+) -> Compared:
+    """Compare one metric; ``margin`` in pp. Where no cluster is named, nothing passes but ``items_are_independent``.
+
+    Raises SpecError for a margin or level that cannot be, or clusters declared away; DataError for another scale.
+    """
     margin_of(margin, "--margin")
     _check("--alpha", alpha, 0.5)
     pairs = paired(
@@ -108,6 +118,8 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         lower_is_better=sides.lower_is_better,
         own_clusters=sides.own_clusters,
     )
+    if items_are_independent and pairs.unclustered is None:
+        raise SpecError("--items-are-independent: the files name which items share a cluster; leave the option out")
     records, seeds = _seeds(pairs.records)
     comparison = _comparison(sides.title, records, seeds)
     drift = Drift(
@@ -118,6 +130,7 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         contrasts=tuple(contrasts(comparison, panels(records), alpha)),
         reasons=pairs.reasons,
         n_records=len(records),
+        unclustered=pairs.unclustered,
     )
     rules = Rules(
         alpha=alpha,
@@ -126,6 +139,7 @@ def compare(sides: Sides, metric: str, *, margin: float = DEFAULT_MARGIN, alpha:
         contexts=comparison.contexts,
         estimands=("E1",),
         source="the command line",
+        items_are_independent=items_are_independent,
     )
     problems = (*sides.reference.problems, *sides.candidate.problems)
     found = Findings(drift, rules, decide(drift, rules), calibration=stamp(), problems=problems)

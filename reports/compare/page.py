@@ -39,21 +39,31 @@ def comparison_banner(compared: Compared) -> Banner:
 def _about(compared: Compared, d: Decision) -> str:
     assert d.effect is not None
     effect, sides = d.effect, compared.sides
+    items = f"{effect.n_items} items {_grouped(compared, effect.n_clusters)}"
     return inline(
         f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
-        f"{100 * (d.margin or 0):g} pp, 95 % interval, {effect.n_items} items in {effect.n_clusters} templates, "
-        f"{churn_words(compared.findings, d)}."
+        f"{100 * (d.margin or 0):g} pp, 95 % interval, {items}, {churn_words(compared.findings, d)}."
     )
+
+
+def _grouped(compared: Compared, clusters: int) -> str:
+    """What the items stand in; nobody is told of templates where none was named."""
+    if compared.findings.drift.unclustered is None:
+        return f"in {clusters} templates"
+    declared = compared.findings.rules.items_are_independent
+    return "declared independent by the user" if declared else "without a named cluster"
 
 
 def _asides(compared: Compared, head: Decision | None) -> list[str]:
     lines = [f"{reason.code}: {reason.text}" for reason in compared.verdict.reasons]
+    lines += remarks(compared.findings)
     for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
             lines += [f"{_cell(compared, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
     findings = compared.findings
     spot = percent(blind_spot(_clusters(compared, head), findings.rules.alpha))
-    lines.append(f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled.")
+    units = "templates" if findings.drift.unclustered is None else "items"
+    lines.append(f"Blind spot: a failure confined to {spot} of the {units} or fewer could be entirely unsampled.")
     lines += compared.notes
     if findings.calibration and compared.verdict.status is not Status.INVALID:
         lines.append(error_rates(findings.calibration, findings.rules.alpha, findings.rules.margins.values()))
@@ -90,7 +100,7 @@ def _row(compared: Compared, d: Decision) -> list[str]:
         *row,
         drift(e),
         f"[{points(e.lower)}, {points(e.upper)}] {margin}",
-        f"{e.n_items} / {e.n_clusters}",
+        f"{e.n_items} / {'none named' if compared.findings.drift.unclustered else e.n_clusters}",
         f"{e.losses:.3g}/{e.gains:.3g}",
         f"{e.deff:.2f}",
         pvalue(d.pvalue_drop),

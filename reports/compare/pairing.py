@@ -14,6 +14,7 @@ from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import DENSE_POLICY
 from reports.drift.contrast import UNSCORED_LIMIT
 from reports.drift.results import Reason
+from reports.gate.verdict import NO_CLUSTERS
 from reports.page.words import percent
 from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
@@ -25,26 +26,31 @@ _SHOWN = 3  # names that a reason spells out
 
 @dataclass(frozen=True)
 class Paired:
-    """``records`` has the columns that the score panels of a run's report are made of, one arm per file."""
+    """``records`` has the columns that the score panels of a run's report are made of, one arm per file.
+
+    ``unclustered`` says what to do where no cluster is named and every item stands for itself.
+    """
 
     records: pd.DataFrame
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...]
+    unclustered: Reason | None
 
 
 def metrics(a: Log, b: Log) -> list[str]:
     """The metrics that both files score, sorted."""
-    return sorted(set(a.rows["metric"]) & set(b.rows["metric"]))
+    return sorted(a.metrics & b.metrics)
 
 
 def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
     """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known.
 
-    A metric that one file alone has is never passed over unasked: it may be the one that was lost.
+    A metric that one file alone has is never passed over unasked: it may be the one that was lost. DataError for one
+    on another scale.
     """
     known = metrics(a, b)
     if not known:
-        own = (", ".join(sorted(set(log.rows["metric"]))) for log in (a, b))
+        own = (", ".join(sorted(log.metrics)) for log in (a, b))
         raise SpecError("the files share no metric: {} against {}".format(*own))
     if not asked and len(known) > 1:
         raise SpecError(f"the files hold {len(known)} metrics, choose one with --metric: {', '.join(known)}")
@@ -54,22 +60,37 @@ def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
     for name in asked:
         if name not in known:
             raise UnknownName("metric", name, known)
-    return list(dict.fromkeys(asked)) or known
+    chosen = list(dict.fromkeys(asked)) or known
+    for name in chosen:
+        check_scale(a, b, name)
+    return chosen
+
+
+def check_scale(a: Log, b: Log, metric: str) -> None:
+    """Raise DataError where a file has scores of the metric outside [0, 1]."""
+    for log in (a, b):
+        if metric in log.scales:
+            raise log.scales[metric].refused(log.path, metric)
 
 
 def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
     """Side and metrics that it alone has."""
-    own = set(a.rows["metric"]), set(b.rows["metric"])
+    own = a.metrics, b.metrics
     found = ((REFERENCE, sorted(own[0] - own[1])), (CANDIDATE, sorted(own[1] - own[0])))
     return [(side, names) for side, names in found if names]
 
 
 def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False) -> Paired:
-    """The rows of one metric of both files. ``own_clusters``: the files were told where their clusters are."""
+    """The rows of one metric of both files. ``own_clusters``: the files were told where their clusters are.
+
+    Raises DataError for scores on another scale, SpecError for clusters that are not where they were said to be.
+    """
+    check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
     reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b))
     tables = _one_suite(tables, a)
     tables, said = _clustered(tables, own_clusters=own_clusters)
+    alone = all(table["cluster"].equals(table["item"]) for table in tables)
     for log, table in zip((a, b), tables, strict=True):
         reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
     tables = [table.drop_duplicates(_KEY) for table in tables]
@@ -80,7 +101,8 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
         notes.append(f"Lower is better for {metric}: every score was taken as 1 - score.")
     names = {"item": "item_id", "cluster": "cluster_id", "sample": "sample_index", "seed": "train_seed"}
     records = both.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
-    return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said))
+    unclustered = _unclustered(a, b) if alone else None
+    return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
 
 
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
@@ -123,12 +145,7 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
     if own_clusters and not all(has):
         raise SpecError("--cluster names nothing in any row of a file; give a field of its rows, re: or file:")
     if not any(has):
-        text = (
-            "No file says which items share a template, so every item is treated as its own: if items do share "
-            "templates, documents or scenarios, the interval is too narrow and the blind spot too small. Name them "
-            "with --cluster."
-        )
-        return [table.assign(cluster=table["item"]) for table in tables], [text]
+        return [table.assign(cluster=table["item"]) for table in tables], []
     if all(has):
         return tables, []
     known = tables[has.index(True)]
@@ -138,6 +155,17 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
         for table, own in zip(tables, has, strict=True)
     ]
     return filled, ["Only one file names clusters; its own are used for the items of the other."]
+
+
+def _unclustered(a: Log, b: Log) -> Reason:
+    """What to do where nothing says which items belong together; fields that both files have are proposed."""
+    fields = [name for name in a.shared_fields if name in b.shared_fields]
+    where = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
+    return Reason(
+        NO_CLUSTERS,
+        f"no cluster is named, so nothing passes: give --cluster what items share ({where}), or say "
+        "--items-are-independent",
+    )
 
 
 def _places(table: pd.DataFrame) -> list[tuple[str, str]]:

@@ -124,6 +124,7 @@ class Drift:
 
     ``reasons`` are run-wide breaches of the data contract: any of them makes a verdict INVALID. ``alpha`` is the level
     of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as the records name them.
+    ``unclustered`` is there where nothing says which items share a template, so that each stands for itself.
     """
 
     run: str
@@ -134,3 +135,4 @@ class Drift:
     reasons: tuple[Reason, ...]
     n_records: int
     weights: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    unclustered: Reason | None = None

@@ -1,7 +1,8 @@
 """The decision: PASS, FAIL, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
 
 A cell is decided by the rule of its test and the floor of its reference. Where people found that the judge may err
-differently in the two arms (JUDGE_DIFF), its labels alone pass nothing.
+differently in the two arms (JUDGE_DIFF), its labels alone pass nothing. Where no cluster is named (NOCLUSTERS), nothing
+passes unless items were declared independent.
 """
 
 from __future__ import annotations
@@ -242,13 +243,20 @@ def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:
     """
     alone = [row.contrast for row in cell.rows if row.contrast.judged is None]
     biased = [u.bias_upper for u in uneven if any(_same_answers(u.contrast, c) for c in alone)]
-    if not biased or (d.status not in PASSED and d.recipe not in PASSED):
+    if not biased:
+        return d
+    most = 100 * max(biased)
+    text = f"judge labels alone cannot pass: the judge may have made up to {most:.1f} pp"
+    return without_pass(d, Reason(JUDGE_DIFF, text))
+
+
+def without_pass(d: Decision, reason: Reason | None) -> Decision:
+    """The decision; INCONCLUSIVE for this reason, if there is one, where checkpoints or recipe would pass."""
+    if reason is None or (d.status not in PASSED and d.recipe not in PASSED):
         return d
     recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
     if d.status not in PASSED:
         return replace(d, recipe=recipe)
-    most = 100 * max(biased)
-    reason = Reason(JUDGE_DIFF, f"judge labels alone cannot pass: the judge may have made up to {most:.1f} pp")
     return replace(d, status=Status.INCONCLUSIVE, recipe=recipe, reasons=(reason, *d.reasons), clusters_to_decide=None)
 
 
@@ -262,10 +270,15 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
     uneven = uneven_cells([*cells, *beside])
+    unclustered = None if rules.items_are_independent else drift.unclustered
+
+    def open_where_unknown(d: Decision, cell: GatedCell) -> Decision:
+        return without_pass(held(d, cell, uneven), unclustered)
+
     found, adjustment = _decisions(cells, rules.alpha)
     shown, _ = _decisions(beside, rules.alpha)
-    gated = [_waived(held(d, cell, uneven), waivers) for d, cell in zip(found, cells, strict=True)]
-    decisions = (*gated, *(held(d, cell, uneven) for d, cell in zip(shown, beside, strict=True)))
+    gated = [_waived(open_where_unknown(d, cell), waivers) for d, cell in zip(found, cells, strict=True)]
+    decisions = (*gated, *map(open_where_unknown, shown, beside))
     reasons = (*drift.reasons, *_pin_reasons(drift, rules), *_reasons(gated))
     arms = _arm_verdicts(gated)
     start = Status.INVALID if reasons else Status.PASS

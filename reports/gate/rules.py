@@ -38,7 +38,8 @@ class Rules:
     """The declared rules; margins are in score units (0.05 = 5 pp), ``alpha`` is one-sided.
 
     ``sha256`` is the gate file's, None where the spec's own section decides; ``changes`` says what a gate file that
-    came after the run decides differently from it. ``pin`` holds the weights that the reference must have.
+    came after the run decides differently from it. ``pin`` holds the weights that the reference must have. Where no
+    cluster is named, nothing passes unless somebody declares that ``items_are_independent``.
     """
 
     alpha: float
@@ -55,6 +56,7 @@ class Rules:
     sha256: str | None = None
     declared: str = WITH_RUN
     changes: tuple[str, ...] = ()
+    items_are_independent: bool = False
 
     def margin(self, estimand: str, suite: str) -> float | None:
         """The margin of an estimand on a suite, None where none is declared."""

@@ -32,6 +32,7 @@ EXIT_CODES = {
 }
 PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
 JUDGE_DIFF = "JUDGE_DIFF"
+NO_CLUSTERS = "NOCLUSTERS"
 FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from audit.core.inputs import WORKED_WITH
 from audit.core.text import inline
+from reports.drift.results import Reason
 from reports.gate.rules import AFTER_RUN, DEFAULT_ESTIMANDS, WARN, Rules
 from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, Decision, Status
 from reports.page.findings import Findings
@@ -19,6 +20,8 @@ _NAMED = 3  # cells that a line spells out
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
     rules = findings.rules
+    if findings.drift.unclustered is not None:
+        yield _unclustered(findings.drift.unclustered, rules)
     if rules.sha256 is not None:
         yield _gate(rules)
     if rules.profile:
@@ -30,6 +33,17 @@ def remarks(findings: Findings) -> Iterator[str]:
     yield from _versions(findings)
     if findings.verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
+
+
+def _unclustered(reason: Reason, rules: Rules) -> str:
+    """What holds where nothing says which items share a template: the user's word for it, or what to do."""
+    said = f"{reason.code}: {reason.text}."
+    if rules.items_are_independent:
+        said = "Items were declared independent by the user (--items-are-independent): no cluster is named."
+    return (
+        f"{said} Each item counts as its own template: if items do share templates, documents or scenarios, the "
+        "interval is too narrow and the blind spot too small."
+    )
 
 
 def late(rules: Rules) -> str:

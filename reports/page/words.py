@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reports.calibration.stamp import Stamp
-from reports.gate.verdict import AT_FLOOR, Decision, Status
+from reports.gate.verdict import AT_FLOOR, NO_CLUSTERS, Decision, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect
 from reports.stats.rule import clusters_required
@@ -123,6 +123,8 @@ def note(d: Decision) -> str:
     if d.status is not Status.INCONCLUSIVE or d.effect is None:
         return ""
     codes = ", ".join(reason.code for reason in d.reasons)
+    if d.reasons[0].code == NO_CLUSTERS:
+        return f"{codes}: name what items share"
     return f"{codes}: {AT_FLOOR if d.at_floor else _advice(d, d.effect.n_clusters)}"
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, OffScale
 from audit.core.records import CONTRADICTED, FORMAT, Outcome, Record, Role
 from audit.core.text import is_text
 from audit.core.yaml_file import one_line
@@ -99,11 +99,15 @@ _SPEAKERS = {role.value for role in Role}
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in a file that was kept out; ``line`` counts from 1, 0 for the whole file."""
+    """Something in a file that was kept out; ``line`` counts from 1, 0 for the whole file.
+
+    ``score`` is the one that it was kept out for, where that was on another scale.
+    """
 
     file: str
     line: int
     reason: str
+    score: float | None = None
 
 
 def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
@@ -222,7 +226,8 @@ def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Proble
             yield number, checked(Record.from_json(raw.decode()))
         except (DataError, UnicodeDecodeError, RecursionError, TypeError, OverflowError) as error:
             half = "" if raw.endswith(b"\n") else "half-written last line: "
-            problems.append(Problem(file, number, half + one_line(error)))
+            score = error.score if isinstance(error, OffScale) else None
+            problems.append(Problem(file, number, half + one_line(error), score))
 
 
 def checked(record: Record) -> Record:

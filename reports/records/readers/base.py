@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pandas as pd
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, OffScale
 from audit.core.registry import Registry
 from audit.core.text import clip, inline, is_text
 
@@ -26,6 +26,7 @@ LONGEST_LINE = 64 * 2**20  # bytes
 LARGEST_SEED = 2**62
 _LINES_TO_LOOK_AT = 20
 _LONGEST_METRIC = 120  # characters
+_ROUNDING = 1e-9  # a mean of scores in [0, 1] may end so far outside
 Cluster = Callable[[Mapping[str, Any], str], str | None]
 
 
@@ -59,6 +60,25 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """The scores of a metric that are outside [0, 1]: how many, from where to where, and where the first stands."""
+
+    count: int
+    low: float
+    high: float
+    first: str
+
+    def refused(self, path: Path, metric: str) -> DataError:
+        """What to say of a file with such scores: no margin in points means anything on their scale."""
+        ends = "; a log-likelihood or a reward has no ends, score right or wrong instead" if self.low < 0 else ""
+        return DataError(
+            f"{path.name}: metric {metric} has {self.count} scores outside [0, 1], from {self.low:g} to {self.high:g} "
+            f"(first {self.first}), wanted 1 as desired and 0 as not; rescale both files alike by the ends of the "
+            f"scale, (score - lowest) / (highest - lowest), which is score / 100 for percent{ends}"
+        )
+
+
+@dataclass(frozen=True)
 class Log:
     """A result file. ``rows`` has the columns of ``Row``; ``settings`` must agree between two compared files.
 
@@ -74,19 +94,32 @@ class Log:
     unfinished: str = ""  # why the file does not hold all that it set out to
     duplicates: int = 0  # rows that stood twice and that reading has left out already
     kept_out: Mapping[str, int] = field(default_factory=dict)
+    scales: Mapping[str, Scale] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
+    shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
+
+    @property
+    def metrics(self) -> set[str]:
+        """All that the file scores, those on another scale too."""
+        return {*self.rows["metric"], *self.scales}
 
 
 @dataclass
 class Problems:
-    """What is kept out while a file is read: a text for each, and how many by metric."""
+    """What is kept out while a file is read: a text for each, and how many by metric; scores on another scale."""
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    scales: dict[str, Scale] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
         """One answer that is kept out."""
         self.texts.append(text)
         self.counts[metric] += 1
+
+    def outside(self, score: float, where: str, metric: str) -> None:
+        """One score on another scale."""
+        known = self.scales.get(metric, Scale(0, score, score, where))
+        self.scales[metric] = Scale(known.count + 1, min(known.low, score), max(known.high, score), known.first)
 
 
 class Reader:
@@ -105,12 +138,15 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **parts: Any) -> Log:
-    """A log from its rows; raises DataError where there is none, which names the first problem."""
+    """A log from its rows; raises DataError where there is none, which names the scale or the first problem."""
     if not rows:
+        for metric, scale in problems.scales.items():
+            raise scale.refused(path, metric)
         first = f"; first problem: {problems.texts[0]}" if problems.texts else ""
         raise DataError(f"{str(path)!r} holds no row of a {reader.reads}{first}")
     frame = pd.DataFrame(rows, columns=list(Row._fields))
-    return Log(path, reader.name, frame, tuple(problems.texts), kept_out=dict(problems.counts), **parts)
+    texts, counts = tuple(problems.texts), dict(problems.counts)
+    return Log(path, reader.name, frame, texts, kept_out=counts, scales=problems.scales, **parts)
 
 
 def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -156,24 +192,41 @@ def metric_name(text: str) -> str:
 
 
 def score_of(value: Any) -> float:
-    """A score as a float, NaN for none; raises DataError for what is no score in [0, 1]."""
+    """A score as a float, NaN for none; raises OffScale for a number outside [0, 1], DataError for what is none."""
     if value is None:
         return math.nan
     if isinstance(value, bool):
         return float(value)
     if not isinstance(value, int | float):
         raise DataError(f"score {str(value)[:40]!r} is not a number")
-    if isinstance(value, float) and math.isnan(value):
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf
+    if math.isnan(score):
         return math.nan
-    if not 0 <= value <= 1:
-        raise DataError(f"score {str(value)[:40]} is outside [0, 1]")
-    return float(value)
+    if math.isinf(score):
+        raise DataError(f"score {str(value)[:40]} is not finite")
+    if not -_ROUNDING <= score <= 1 + _ROUNDING:
+        raise OffScale(score)
+    return min(max(score, 0.0), 1.0)
+
+
+def number_in_words(text: str) -> float:
+    """A score that a file holds as text; raises DataError for what is no number, or one to Python alone (1_0)."""
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise DataError(f"score {text[:40]!r} is not a number") from None
 
 
 @dataclass
 class Scores:
-    """Scores by metric while a file is read; a metric without any score in [0, 1] is left out."""
+    """Scores by metric while a file is read; a metric without any number is left out."""
 
+    problems: Problems
     rows: list[Row] = field(default_factory=list)
     _refused: list[tuple[str, str]] = field(default_factory=list)
 
@@ -181,15 +234,17 @@ class Scores:
         """Add ``row`` with the score that ``value`` is, or remember that it is none."""
         try:
             self.rows.append(row._replace(score=score_of(value)))
+        except OffScale as error:
+            self.problems.outside(error.score, where, row.metric)
         except DataError as error:
             self._refused.append((row.metric, f"{where}: {row.metric}: {error}"))
 
-    def report(self, problems: Problems) -> None:
-        """Add what was refused of the metrics that have scores, or of all where none has any."""
+    def report(self) -> None:
+        """Add what was refused to the problems: of the metrics that have scores, or of all where none has any."""
         known = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._refused:
             if not known or metric in known:
-                problems.add(text, metric)
+                self.problems.add(text, metric)
 
 
 def repeat_of(value: Any) -> int | None:

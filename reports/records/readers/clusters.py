@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError, SpecError
+from audit.core.text import clip, inline
 from reports.records.readers.base import Cluster, name_of
 
 _LONGEST_NAME = 500  # characters of an item's name that a pattern is tried on
+_ITEMS_LOOKED_AT = 2000
+_LONGEST_FIELD = 60  # characters of a field's name that is proposed
+_FEWEST = 6  # values: fewer clusters decide nothing
 
 
 def cluster_rule(text: str) -> Cluster:
@@ -63,3 +67,33 @@ def _by_table(path: Path) -> Cluster:
         raise DataError(f"--cluster file:{path} needs the columns item and cluster")
     table = {str(row["item"]): str(row["cluster"]) for row in rows if row["cluster"]}
     return lambda _row, item: table.get(item)
+
+
+class SharedFields:
+    """Which fields of a file's rows several items share: what could name their clusters, where nobody has said."""
+
+    def __init__(self, prefix: str = "") -> None:
+        """``prefix`` is what ``--cluster`` needs before the name of such a field."""
+        self._prefix = prefix
+        self._items: set[str] = set()
+        self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value
+
+    def add(self, item: str, fields: Any, target: Any = None) -> None:
+        """The fields beside one score of an item; what is no table has none, and the answer key is no origin."""
+        if not isinstance(fields, Mapping) or (len(self._items) >= _ITEMS_LOOKED_AT and item not in self._items):
+            return
+        self._items.add(item)
+        for field, value in fields.items():
+            name = name_of(value)
+            if name is not None and name != name_of(target):
+                self._values.setdefault(field, {})[item] = hash(name)
+
+    def names(self) -> tuple[str, ...]:
+        """Those that every item has, with values that on average two items share."""
+        found = []
+        for field, values in self._values.items():
+            distinct = len(set(values.values()))
+            plain = inline(clip(field, _LONGEST_FIELD)) == field
+            if plain and len(values) == len(self._items) and _FEWEST <= distinct <= len(values) / 2:
+                found.append(self._prefix + field)
+        return tuple(found)

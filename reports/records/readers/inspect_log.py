@@ -32,8 +32,10 @@ from reports.records.readers.base import (
     log_of,
     metric_name,
     name_of,
+    number_in_words,
     repeat_of,
 )
+from reports.records.readers.clusters import SharedFields
 
 LARGEST_MEMBER = 64 * 2**20  # bytes of JSON in one member
 LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; beyond it, at most ``LARGEST_RATIO`` times its size
@@ -164,18 +166,20 @@ class Inspect(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Every scorer of every sample; a sample that failed has no score under any of them."""
-        problems = Problems()
-        scores, failed = Scores(), list[Row]()
+        problems, shared = Problems(), SharedFields("metadata.")
+        scores, failed = Scores(problems), list[Row]()
         with Archive(path) as archive:
             header = archive.json(HEADER if HEADER in archive else START)  # one of them is what it was recognised by
             for name in filter(_SAMPLE.match, archive):
                 try:
-                    _add(archive.json(name), request, scores, failed, f"{path.name}:{name}")
+                    sample = archive.json(name)
+                    item = _add(sample, request, scores, failed, f"{path.name}:{name}")
+                    shared.add(item, sample.get("metadata"), sample.get("target"))
                 except (MissingPackage, TooLarge):
                     raise
                 except DataError as error:
                     problems.add(f"{path.name}:{name}: {error}")
-        scores.report(problems)
+        scores.report()
         metrics = sorted({row.metric for row in scores.rows})
         status, about = str(header.get("status", "started"))[:40], header.get("eval")
         known = about if isinstance(about, dict) else {}
@@ -187,6 +191,7 @@ class Inspect(Reader):
             settings={name: json.dumps(known.get(name), sort_keys=True) for name in SETTINGS},
             facts={name: str(known[name])[:200] for name in ("task", "model", "created") if name in known},
             unfinished="" if status == "success" else f"Inspect's status is {status!r}",
+            shared_fields=shared.names(),
         )
 
 
@@ -195,7 +200,8 @@ def _starts_as_zip(path: Path) -> bool:
         return handle.read(4) == b"PK\x03\x04"
 
 
-def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: list[Row], where: str) -> None:
+def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: list[Row], where: str) -> str:
+    """Every score of a sample; returns the item's name."""
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:
         raise DataError("no id or no epoch")
@@ -212,10 +218,11 @@ def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: li
     found = sample.get("scores")
     if sample.get("error") or not isinstance(found, dict) or not found:
         failed.append(row)
-        return
+        return item
     for scorer, score in found.items():
         for metric, value in _values(scorer, score):
             scores.add(row._replace(metric=metric_name(metric)), value, where)
+    return item
 
 
 def _values(scorer: str, score: Any) -> Iterator[tuple[str, Any]]:
@@ -236,8 +243,8 @@ def _number(value: Any) -> Any:
     if word in _YES_OR_NO:
         return _YES_OR_NO[word]
     try:
-        return float(word)
-    except ValueError:
+        return number_in_words(word)
+    except DataError:
         return value
 
 

@@ -27,6 +27,7 @@ from reports.records.readers.base import (
     metric_name,
     name_of,
 )
+from reports.records.readers.clusters import SharedFields
 
 _FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
@@ -44,15 +45,16 @@ class LmEval(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Every metric of every line."""
-        problems = Problems()
-        scores, decoding = Scores(), set[str]()
+        problems, shared = Problems(), SharedFields("doc.")
+        scores, decoding = Scores(problems), set[str]()
         for number, row in json_lines(path, problems):
             try:
-                _add(row, request, number, scores, f"{path.name}:{number}")
+                item = _add(row, request, number, scores, f"{path.name}:{number}")
+                shared.add(item, row.get("doc"), row.get("target"))
             except DataError as error:
                 problems.add(f"{path.name}:{number}: {error}")
             decoding |= _decoding(row.get("arguments"))
-        scores.report(problems)
+        scores.report()
         named = _FILE.match(path.stem)
         return log_of(
             self,
@@ -61,10 +63,12 @@ class LmEval(Reader):
             problems,
             settings={"decoding": "; ".join(sorted(decoding))},
             facts={"task": named["task"] if named else path.stem},
+            shared_fields=shared.names(),
         )
 
 
-def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, where: str) -> None:
+def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, where: str) -> str:
+    """Every metric of a line; returns the item's name."""
     item = name_of(row.get("doc_id"))
     if item is None:
         raise DataError(f"doc_id {str(row.get('doc_id'))[:40]!r} is no name")
@@ -82,6 +86,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, wh
     for metric in metrics:
         name = metric_name(metric if own == "none" else f"{metric},{own}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
+    return item
 
 
 def _decoding(arguments: Any) -> set[str]:

@@ -13,7 +13,7 @@ from audit.core.policy_names import match_policies
 from audit.core.records import FORMAT, Outcome
 from audit.core.text import inline
 from reports.records.load import check_seal, load_run
-from reports.records.readers.base import Cluster, Log, Reader, Request, Row, first_objects
+from reports.records.readers.base import Cluster, Log, Problems, Reader, Request, Row, Scale, first_objects
 from reports.records.rows import Columns, Problem, read_unit
 
 METRIC = "score"
@@ -47,6 +47,7 @@ class Records(Reader):
         frame = _selected(path, frame, request.select)
         units = set(frame["file"].astype(str))
         unsealed = sorted(units & set(incomplete))
+        kept_out = list(_kept_out(files, units, problems))
         return Log(
             path,
             self.name,
@@ -56,7 +57,8 @@ class Records(Reader):
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
             duplicates=sum(p.file in units and _twice(p) for p in problems),
-            kept_out={METRIC: len(list(_kept_out(files, units, problems)))},
+            kept_out={METRIC: len(kept_out)},
+            scales=_scales(kept_out),
         )
 
 
@@ -72,6 +74,14 @@ def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> 
             yield problem
 
 
+def _scales(problems: Iterable[Problem]) -> dict[str, Scale]:
+    found = Problems()
+    for problem in problems:
+        if problem.score is not None:
+            found.outside(problem.score, f"{problem.file}:{problem.line}", METRIC)
+    return found.scales
+
+
 def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
     data = load_run(path)
     return data.records, data.problems, data.incomplete
@@ -81,6 +91,8 @@ def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...
     columns, problems = Columns(), list[Problem]()
     check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
+        for scale in _scales(problems).values():
+            raise scale.refused(path, METRIC)
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
     return columns.frame(), tuple(problems), ()
 

@@ -6,9 +6,8 @@ import csv
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, OffScale
 from reports.records.readers.base import (
     ONE_SUITE,
     Log,
@@ -19,12 +18,15 @@ from reports.records.readers.base import (
     log_of,
     metric_name,
     name_of,
+    number_in_words,
     repeat_of,
     score_of,
 )
+from reports.records.readers.clusters import SharedFields
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")
+KNOWN = {*NEEDED, *SAMPLES, "cluster", "suite", "seed", "metric"}
 UNSCORED = ("", "na", "n/a", "nan", "none", "null")  # no score was given
 _LONGEST_HEADER = 65536  # characters
 
@@ -48,15 +50,15 @@ class Table(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of the table; a row that does not fit is named and kept out."""
-        problems = Problems()
+        problems, shared = Problems(), SharedFields()
         try:
-            rows = list(self._rows(path, request, problems))
+            rows = list(self._rows(path, request, problems, shared))
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{str(path)!r} cannot be read as CSV ({error}); save it as UTF-8") from None
-        return log_of(self, path, rows, problems)
+        return log_of(self, path, rows, problems, shared_fields=shared.names())
 
     @staticmethod
-    def _rows(path: Path, request: Request, problems: Problems) -> Iterator[Row]:
+    def _rows(path: Path, request: Request, problems: Problems, shared: SharedFields) -> Iterator[Row]:
         with path.open(newline="", encoding="utf-8-sig") as handle:
             reader = csv.reader(handle)
             header = [name.strip() for name in next(reader)]
@@ -70,10 +72,14 @@ class Table(Reader):
                 if len(fields) != len(header):
                     problems.add(f"{path.name}:{reader.line_num}: {len(fields)} fields, the header has {len(header)}")
                     continue
+                where = f"{path.name}:{reader.line_num}"
+                shared.add(row["item"].strip(), {name: value for name, value in row.items() if name not in KNOWN})
                 try:
                     yield _row(row, request, reader.line_num)
+                except OffScale as error:
+                    problems.outside(error.score, where, _metric(row))
                 except DataError as error:
-                    problems.add(f"{path.name}:{reader.line_num}: {error}", _metric(row))
+                    problems.add(f"{where}: {error}", _metric(row))
 
 
 def _row(row: Mapping[str, str], request: Request, line: int) -> Row:
@@ -102,11 +108,7 @@ def _score(text: str) -> float:
         return math.nan
     if word in ("true", "false"):
         return float(word == "true")
-    try:
-        value: Any = float(word)
-    except ValueError:
-        raise DataError(f"score {text[:40]!r} is not a number") from None
-    return score_of(value)
+    return score_of(number_in_words(word))
 
 
 def _whole(text: str, name: str) -> int:
