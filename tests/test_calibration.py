@@ -82,7 +82,7 @@ def test_a_sequence_that_goes_on_after_a_failure_is_found_out(monkeypatch):
 
 def test_a_recipe_without_seed_variance_is_found_out(monkeypatch):
     monkeypatch.setattr(
-        "reports.stats.seeds.recipe_variance", lambda item, means, clusters: Recipe(item, np.float64(clusters - 1))
+        "reports.stats.seeds.recipe_variance", lambda item, _m, _n, clusters: Recipe(item, np.float64(clusters - 1))
     )
     assert missed(recipes.figures(simulated(recipes.cases(SMALL)), SMALL))
 

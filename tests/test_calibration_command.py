@@ -42,7 +42,7 @@ def test_it_prints_the_table_and_writes_the_figures(tiny, tmp_path):
     assert {figure["row"] for figure in held["figures"]} == set(range(1, 10))
     assert held["sources"] == source_hashes()
     assert "every figure keeps to what was asked" in done.output
-    assert "calibrate 62/62" in done.stderr
+    assert "calibrate 65/65" in done.stderr
     assert str(out) in done.stdout.replace("\n", "")
 
 

@@ -44,7 +44,16 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {"safety": 5.0, "capability": 3.0}
 _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
 # left out of the written spec where nothing is declared, so that specs from before they existed keep their hash
-_OPTIONAL = ("profile", "estimand_margins", "contexts", "deployable", "on_inconclusive", "pin", "gate_file")
+_OPTIONAL = (
+    "profile",
+    "estimand_margins",
+    "contexts",
+    "deployable",
+    "on_inconclusive",
+    "worst_seed",
+    "pin",
+    "gate_file",
+)
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -213,6 +222,7 @@ class GateSpec(Part):
     deployable: tuple[str, ...] = ()
     estimands: tuple[_Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
+    worst_seed: bool = False  # no training seed may FAIL by itself
     pin: Text | None = None
     gate_file: Text | None = None
 

@@ -1,10 +1,10 @@
 """What stands beside the gate, cell by cell.
 
 Churn (E7): losses and gains cancel in the drift, a user meets both. Concentration: a drop spread over all templates and
-one template that broke are different failures. Seeds: the standard deviation of the drift over paired training seeds;
-its interval is that of chi-square with S - 1 degrees of freedom, wide enough at three seeds (.52 to 6.3 times) that it
-is printed beside the number. Reach: the smallest detectable drop, from the standard error that a cell's own one-sided
-bounds imply, (t_alpha + t_.80) * error; sizes for the next run come from ``kvaudit plan``.
+one template that broke are different failures. Seeds: how far the drift of paired training seeds lies apart beyond what
+their items do to it; at three seeds the interval is so wide that it is printed beside the number. Reach: the smallest
+detectable drop, from the standard error that a cell's own one-sided bounds imply, (t_alpha + t_.80) * error; sizes for
+the next run come from ``kvaudit plan``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from reports.gate.verdict import Decision
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import churn, concentration, flips
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import LEVEL
 from reports.stats.power import minimal_detectable
-from reports.stats.seeds import SEEDS_NEEDED
+from reports.stats.seeds import seed_spread
 
 Array = npt.NDArray[np.float64]
 
@@ -174,19 +173,9 @@ def seed_spreads(contrasts: Iterable[Contrast], decisions: Iterable[Decision]) -
     for d in decisions:
         c = known.get((d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
         if d.gated and d.effect and c and c.seed_estimates:
-            low, sd, high = spread(c.seed_estimates)
+            found = seed_spread(c.seed_estimates, c.seed_noise)
+            low, sd, high = found or (None, None, None)
             yield SeedSpread(name_of_cell(d), c.seeds, c.seed_estimates, sd, low, high)
-
-
-def spread(estimates: tuple[float, ...]) -> tuple[float | None, float | None, float | None]:
-    """(low, standard deviation, high) of drifts [S]; all None with fewer than three seeds."""
-    df = len(estimates) - 1
-    if len(estimates) < SEEDS_NEEDED:
-        return None, None, None
-    sd = float(np.std(estimates, ddof=1))
-    tail = (1 - LEVEL) / 2
-    high, low = (sd * float(np.sqrt(df / special.chdtri(df, p))) for p in (1 - tail, tail))
-    return low, sd, high
 
 
 POWER = 0.8

@@ -169,7 +169,10 @@ class MethodVerdict:
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """The drift of a gated cell by paired training seed; ``sd`` with its 95 % interval, None below three seeds."""
+    """The drift of a gated cell by paired training seed.
+
+    ``sd`` is how far the seeds lie apart beyond what their items do, with its 95 % interval; None below three seeds.
+    """
 
     cell: CellName
     seeds: tuple[int, ...]

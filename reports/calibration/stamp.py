@@ -16,7 +16,8 @@ class Stamp:
     ``false_pass_*`` are about a drift of exactly ``margin`` at ``level`` with a reference at ``reference_rate``, and
     ``release_max`` about the gate's interval at ``release_level``, else alike. What was not asked of the gate and went
     worse: ``broken_*`` with 5 % of templates lost altogether, in the hardest design tried, and ``beyond_max`` for the
-    interval at ``level`` with a reference at ``beyond_rate`` and ``beyond_margin``.
+    interval at ``level`` with a reference at ``beyond_rate`` and ``beyond_margin``. ``recipe_three_seeds_max`` is the
+    two-sided type I error of a recipe's 95 % interval from three seeds.
     """
 
     scale: str
@@ -39,6 +40,7 @@ class Stamp:
     beyond_max: float
     beyond_rate: float
     beyond_margin: float
+    recipe_three_seeds_max: float
 
 
 @cache

@@ -131,6 +131,7 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
         "beyond_max": round(max(beyond.value, beyond.first), 7),
         "beyond_rate": hardest.model.reference,
         "beyond_margin": hardest.margin,
+        "recipe_three_seeds_max": round(by_name[recipes.THREE_SEEDS].value, 7),
     }
 
 

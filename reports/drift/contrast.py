@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.spec import BASE_ARM
-from reports.drift.results import ClusterSums, Contrast, Rates, Reason
+from reports.drift.results import ClusterSums, Contrast, Rates, Reason, SeedDrift
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Effect
-from reports.stats.seeds import SEEDS_NEEDED, recipe_effect
+from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
 from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.tango import ess_tango, rate_lower
+from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
@@ -103,7 +103,7 @@ def _with_numbers(
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
     moved = None if blank.estimand == "E5" else _moved(panel, weights, present)
-    return replace(
+    found = replace(
         blank,
         effect=effect,
         recipe=recipe,
@@ -114,6 +114,26 @@ def _with_numbers(
         sums=(_cluster_sums(panel, mean, clusters),),
         churn=moved.churn if moved else None,
         rerun=moved.rerun if moved else None,
+    )
+    return _with_seeds(found, panel, z, clusters, alpha) if len(weights) > 1 else found
+
+
+def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
+    """The contrast with every seed of z [S, N] by itself, and what the items alone do to one seed's drift."""
+    ordered, counts = by_cluster(z, clusters)
+    noise = float(seed_noise(ordered, counts))
+    if c.estimand == "E5":
+        return replace(c, seed_noise=noise)
+    b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha)
+    bounds = zip(b.low, b.high, b.lower, b.upper, b.pvalue_drop, strict=True)
+    return replace(
+        c,
+        seed_noise=noise,
+        by_seed=tuple(
+            SeedDrift(seed, estimate, *map(float, own))
+            for seed, estimate, own in zip(c.seeds, c.seed_estimates, bounds, strict=True)
+        ),
+        seed_sums=tuple((_cluster_sums(panel, own, clusters),) for own in z),
     )
 
 

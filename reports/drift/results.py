@@ -73,6 +73,19 @@ class ClusterSums:
 
 
 @dataclass(frozen=True)
+class SeedDrift:
+    """The drift of one paired training seed by itself, with the bounds that the gate's interval gives for it alone."""
+
+    seed: int
+    estimate: float
+    low: float
+    high: float
+    lower: float
+    upper: float
+    pvalue_drop: float
+
+
+@dataclass(frozen=True)
 class People:
     """What human labels of a cell's answers say of the judge.
 
@@ -96,6 +109,8 @@ class Contrast:
 
     ``effect`` is about the checkpoints at hand, averaged over paired seeds; ``recipe`` (three seeds or more) adds the
     seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted against and for the candidate.
+    ``seed_noise`` is the variance that one seed's estimate has from its items alone, ``by_seed`` every seed by itself
+    where several are averaged (not of E5).
     """
 
     estimand: str  # E1 | E2 | E4 | E5 | selectivity
@@ -116,6 +131,9 @@ class Contrast:
     people: People | None = None  # the judge held against those human labels
     churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
     rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample
+    seed_noise: float = 0.0  # of less than two seeds
+    by_seed: tuple[SeedDrift, ...] = ()
+    seed_sums: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 Suites have no item in common, so their drifts are independent estimates: the interval is MOVER over their ESS-Tango
 intervals (Zou & Donner 2008), the p-value a t of summed CR3 variances with Satterthwaite's degrees of freedom. Several
-capability suites count as their mean. With three seeds or more the recipe adds the seed variance of the combination.
+capability suites count as their mean. With three seeds or more the recipe adds the seed variance of the combination,
+less what the items alone do to it (``stats.seeds``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,13 +16,18 @@ import numpy as np
 from scipy import special
 
 from reports.drift.contrast import no_narrower
-from reports.drift.results import ClusterSums, Contrast, Drift, Reason
+from reports.drift.results import ClusterSums, Contrast, Drift, Reason, SeedDrift
+from reports.stats.clustered import Array
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import mover
+from reports.stats.seeds import recipe_variance
 from reports.stats.signflip import flip_moments
 
 SELECTIVITY = "selectivity"
 _SOURCE = "Zou & Donner 2008 over ESS-Tango"
+
+
+Parts = Sequence[tuple[float, Contrast]]  # a weight and what it is of
 
 
 class _Spread(NamedTuple):
@@ -52,15 +58,15 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
     blank = replace(
         own, estimand=SELECTIVITY, effect=None, recipe=None, worst=None, best=None, rates=None, reasons=reasons, sums=()
     )
+    blank = replace(blank, seed_estimates=(), seed_noise=0.0, by_seed=(), seed_sums=())
     if reasons:
-        return replace(blank, seed_estimates=())
-    sums = tuple(replace(part, weight=weight * part.weight) for weight, c in parts for part in c.sums)
+        return blank
+    sums = _weighted((weight, c.sums) for weight, c in parts)
     seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
     if all(c.recipe for _, c in parts):  # each has the seeds for one
-        seed = _Spread(float(np.var(seeds, ddof=1)) / len(seeds), len(seeds) - 1)
-        recipe = no_narrower(_with_spread(effect, _pooled([_spread(sums), seed]), alpha), effect)
+        recipe = no_narrower(_with_spread(effect, _recipe(parts, _spread(sums), seeds), alpha), effect)
     return replace(
         blank,
         effect=effect,
@@ -70,10 +76,39 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
         worst=sum(w * (c.worst if w > 0 else c.best or 0.0) for w, c in parts if c.worst is not None),
         best=sum(w * (c.best if w > 0 else c.worst or 0.0) for w, c in parts if c.best is not None),
         sums=sums,
+        seed_noise=_noise(parts),
+        by_seed=tuple(_by_seed(parts, i) for i in range(len(own.by_seed))),
+        seed_sums=tuple(_weighted((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(own.by_seed))),
     )
 
 
-def _effect(parts: Sequence[tuple[float, Contrast]], spread: _Spread, alpha: float) -> Effect:
+def _weighted(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[ClusterSums, ...]:
+    return tuple(replace(part, weight=weight * part.weight) for weight, sums in parts for part in sums)
+
+
+def _noise(parts: Parts) -> float:
+    """Suites share no item, so what items do to a seed's drift adds up."""
+    return sum(weight**2 * c.seed_noise for weight, c in parts)
+
+
+def _by_seed(parts: Parts, index: int) -> SeedDrift:
+    """One seed by itself: MOVER over its intervals in every suite."""
+    own = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
+    wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in own])
+    narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in own])
+    below = _drop_pvalue(wide.estimate, _spread(_weighted((weight, sums) for weight, _, sums in own)))
+    return SeedDrift(own[0][1].seed, wide.estimate, wide.low, wide.high, narrow.low, narrow.high, below)
+
+
+def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
+    """Item variance and seed variance of drifts [S], less what items do to the latter; see ``stats.seeds``."""
+    clusters = min(len(part.counts) for _, c in parts for part in c.sums)
+    noise = np.array(_noise(parts))
+    found = recipe_variance(np.array(item.variance), seeds, noise, clusters)
+    return _Spread(float(found.variance), float(found.df))
+
+
+def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
     """MOVER bounds with the p-values of the t statistic; items and templates are those of the smallest suite."""
     known = [(weight, c.effect) for weight, c in parts if c.effect]
     assert len(known) == len(parts), "a part has no number"

@@ -26,6 +26,7 @@ from reports.gate.family import (
     shown_cells,
 )
 from reports.gate.rules import WARN, Rules
+from reports.gate.seeds import held_by_seeds
 from reports.gate.verdict import (
     AT_FLOOR,
     EXIT_CODES,
@@ -195,6 +196,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         rates=c.rates,
         worst=c.worst,
         best=c.best,
+        worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST_POLICY else (),
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
@@ -276,6 +278,8 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         return without_pass(held(d, cell, uneven), unclustered)
 
     found, adjustment = _decisions(cells, rules.alpha)
+    if rules.worst_seed:
+        found = held_by_seeds(found, cells, rules.alpha)
     shown, _ = _decisions(beside, rules.alpha)
     gated = [_waived(open_where_unknown(d, cell), waivers) for d, cell in zip(found, cells, strict=True)]
     decisions = (*gated, *map(open_where_unknown, shown, beside))

@@ -51,6 +51,7 @@ class Rules:
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
     profile: str | None = None
     on_inconclusive: str = BLOCK
+    worst_seed: bool = False  # whether a seed that FAILs alone fails its cell
     pin: Pin | None = None
     source: str = "spec.yaml"
     sha256: str | None = None
@@ -80,6 +81,7 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
         },
         profile=gate.profile,
         on_inconclusive=gate.on_inconclusive or ON_INCONCLUSIVE[gate.profile],
+        worst_seed=gate.worst_seed,
     )
 
 
@@ -167,6 +169,7 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
         ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
         ("gated lengths", before.contexts, rules.contexts),
         ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
+        ("worst_seed", before.worst_seed, rules.worst_seed),
     ):
         if old != new:
             yield f"{name} {_text(old)} -> {_text(new)}"

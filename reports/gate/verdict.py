@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reports.drift.results import Rates, Reason
+from reports.drift.results import Rates, Reason, SeedDrift
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 
@@ -65,6 +65,7 @@ class Decision:
     pvalue_floor: float = 0.0  # no adjusted p-value can be smaller
     worst: float | None = None  # the estimate with unscored samples counted against the candidate
     best: float | None = None
+    worst_seed: SeedDrift | None = None  # the seed that lost most by itself, where several are averaged
     policies: tuple[str, ...] = ()
     statement: str = ""
     waiver: Waiver | None = None

@@ -13,6 +13,7 @@ from reports.page.findings import Findings
 from reports.page.tables import against, named
 from reports.page.words import drift, percent, points, short_suites
 from reports.stats.rule import blind_spot
+from reports.stats.seeds import SEEDS_ADVISED
 
 _NAMED = 3  # cells that a line spells out
 
@@ -215,5 +216,15 @@ def _scope(findings: Findings) -> str:
         return "Claim: about these checkpoints (artifact). Recipe claim not supported: it needs 3 paired seeds."
     return (
         f"Claim: about these checkpoints, averaged over paired seeds (artifact). For the recipe, with seed variance "
-        f"added, the verdict is {findings.verdict.recipe.value}."
+        f"added, the verdict is {findings.verdict.recipe.value}.{_recipe_level(findings)}"
+    )
+
+
+def _recipe_level(findings: Findings) -> str:
+    """How far a recipe's claim from few seeds may be trusted, as simulated."""
+    if len(findings.comparison.seeds) >= SEEDS_ADVISED or findings.calibration is None:
+        return ""
+    return (
+        f" With fewer than {SEEDS_ADVISED} seeds its 95 % interval raises a false alarm in up to "
+        f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; {SEEDS_ADVISED} seeds keep 5 %."
     )

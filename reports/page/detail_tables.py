@@ -15,7 +15,7 @@ from reports.gate.decide import PASSED, guarded
 from reports.gate.verdict import JUDGE_DIFF, Decision, Status
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points, pvalue, scientific, size
+from reports.page.words import drift, percent, points, pvalue, scientific, size, worst_seed
 from reports.stats.binomial import Proportion
 from reports.stats.effect import Effect
 
@@ -330,8 +330,10 @@ def seed_spread(findings: Findings) -> Table:
         each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
         sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
         recipe = drift(c.recipe) if c.recipe else "recipe claim not supported"
-        rows.append([place_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", sd, recipe])
-    headers = ["cell", "drift by seed, pp", "averaged", "SD over seeds, 95 % interval", "with seed variance"]
+        worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
+        rows.append([place_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", worst, sd, recipe])
+    headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
+    headers.append("with seed variance")
     return table_of(headers, rows)
 
 

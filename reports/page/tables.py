@@ -10,9 +10,10 @@ from audit.core.policy_names import DENSE_POLICY
 from audit.core.text import clip, inline
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
+from reports.gate.seeds import SEED
 from reports.gate.verdict import Decision, Status
 from reports.page.findings import Findings
-from reports.page.words import drift, error_rates, note, percent, points, pvalue
+from reports.page.words import drift, error_rates, note, percent, points, pvalue, worst_seed
 from reports.stats.rule import blind_spot, clusters_required
 
 
@@ -92,6 +93,8 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
         found.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
     if rules.profile is not None:
         found.append(("profile", f"{rules.profile}: alpha {rules.alpha:g}, INCONCLUSIVE: {rules.on_inconclusive}"))
+    if rules.worst_seed:
+        found.append(("worst seed", "a cell fails where one training seed by itself fails"))
     return found
 
 
@@ -125,8 +128,14 @@ def _gate_row(findings: Findings, d: Decision, *, recipe: bool) -> list[str]:
         f"{e.losses:.3g}/{e.gains:.3g}",
         f"{e.deff:.2f}",
         _adjusted(d),
-        "; ".join(text for text in (note(d), d.statement) if text),
+        "; ".join(text for text in (note(d), d.statement, _seed(d)) if text),
     ]
+
+
+def _seed(d: Decision) -> str:
+    """The worst training seed by itself, which the average hides, and that it decides where it does."""
+    decides = [f"{r.code}: {r.text}" for r in d.reasons if r.code == SEED]
+    return "; ".join([*decides, *([f"worst seed {worst_seed(d.worst_seed)}"] if d.worst_seed else [])])
 
 
 def _adjusted(d: Decision) -> str:

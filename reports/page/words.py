@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reports.calibration.stamp import Stamp
+from reports.drift.results import SeedDrift
 from reports.gate.verdict import AT_FLOOR, NO_CLUSTERS, Decision, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect
@@ -20,6 +21,11 @@ def points(value: float) -> str:
 def drift(effect: Effect) -> str:
     """-1.8 pp [-4.6, +0.9]."""
     return _drift_of(effect.estimate, effect.low, effect.high)
+
+
+def worst_seed(seed: SeedDrift) -> str:
+    """12: -9.0 pp [-14.2, -4.1]."""
+    return f"{seed.seed}: {_drift_of(seed.estimate, seed.low, seed.high)}"
 
 
 def _drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
