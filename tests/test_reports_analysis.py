@@ -269,13 +269,13 @@ def test_seeds_of_a_gated_cell():
     assert seeds.sd == pytest.approx(math.sqrt(1 / 16**2 - 7 / 8 * (13 / 12) / 14**2 / 2))
 
 
-def test_reach_is_two_quantiles_of_the_error_its_bounds_imply():
+def test_reach_is_what_the_family_asks_and_the_power_in_errors_its_bounds_imply():
     design = small(policies=("none",), clusters=10, items=40, margins={"refusal": 10.0})
     found, report = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and i < 4))
     [reach] = found.reach
     effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
     # t with 9 degrees of freedom: 1.8331 at .95, 0.8834 at .80
-    wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (1.833113 + 0.883404)
+    wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (report.verdict.adjustment.critical + 0.883404)
     assert reach.detectable == pytest.approx(wanted, rel=1e-5)
     assert (reach.margin, reach.n_clusters) == (0.1, 10)
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from reports_synthetic import Design, build, policy, redecided, reruled
+from scipy import stats
 
 from reports.drift.results import ClusterSums
 from reports.gate.family import HOLM, MAX_T, Row, joint_family
@@ -13,7 +14,7 @@ from reports.page.about import remarks
 from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.clustered import cr3_effect
-from reports.stats.signflip import holm, max_t_groups
+from reports.stats.signflip import holm, max_t_groups, studentised
 
 SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
 
@@ -151,6 +152,39 @@ def test_max_t_keeps_the_level_of_cells_that_move_together_where_holm_loses_it(p
     rows = [row_of(plain, shared + 0.1 * rng.normal(size=300), clusters) for _ in range(6)]
     family = joint_family(rows)
     assert max(family.pvalues) < 0.05 < min(family.holm)
+
+
+def test_the_lowest_cell_is_a_drop_where_it_lies_beyond_the_critical_value(plain):
+    rng = np.random.default_rng(9)
+    clusters = np.array([f"t{i:02d}" for i in range(60)])
+    z, found = rng.normal(size=(8, 60)), []
+    z -= z.mean(axis=1, keepdims=True)
+    for drop in (0.3, 0.34, 0.36, 0.4):
+        z[0] += -drop - z[0].mean()
+        family = joint_family([row_of(plain, row, clusters) for row in z])
+        found.append(-float(studentised(z[0], np.ones(60))) > family.critical)
+        assert found[-1] == (family.pvalues[0] < 0.05)
+        assert 2.2 < family.critical < 3  # one cell alone needs t_.95 = 1.67
+    assert set(found) == {False, True}
+
+
+def test_by_holm_the_critical_value_is_that_of_the_first_of_so_many_tests(plain):
+    few = [row_of(plain, np.zeros(10), np.arange(10) // 2) for _ in range(4)]
+    family = joint_family(few)
+    assert family.method == HOLM
+    assert family.critical == pytest.approx(float(stats.t.ppf(1 - 0.05 / 4, few[0].contrast.effect.df)))
+
+
+def test_a_drop_of_the_reach_is_found_four_times_in_five(plain):
+    """Twelve cells of 72 templates; the reach is that of one whose templates have a standard deviation of 1."""
+    rng = np.random.default_rng(10)
+    clusters = np.array([f"t{i:02d}" for i in range(72)])
+    family = joint_family([row_of(plain, rng.normal(size=72), clusters) for _ in range(12)])
+    error = 72**-0.5
+    for quantile, low, high in ((family.critical, 0.75, 0.85), (stats.t.ppf(0.95, 71), 0.35, 0.5)):
+        drop = (quantile + stats.t.ppf(0.8, 71)) * error
+        found = studentised(rng.normal(-drop, 1, (4000, 72)), np.ones(72)) < -family.critical
+        assert low < found.mean() < high
 
 
 def find(verdict, estimand, **place):

@@ -27,5 +27,5 @@ def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Mapping[tuple[
         sensitivity=cells,
         methods=methods,
         seeds=tuple(seed_spreads(drift.contrasts, decisions)),
-        reach=tuple(reached(decisions)),
+        reach=tuple(reached(decisions, verdict.adjustment)),
     )

@@ -3,8 +3,9 @@
 Churn (E7): losses and gains cancel in the drift, a user meets both. Concentration: a drop spread over all templates and
 one template that broke are different failures. Seeds: how far the drift of paired training seeds lies apart beyond what
 their items do to it; at three seeds the interval is so wide that it is printed beside the number. Reach: the smallest
-detectable drop, from the standard error that a cell's own one-sided bounds imply, (t_alpha + t_.80) * error; sizes for
-the next run come from ``kvaudit plan``.
+drop that this family finds with power .8, (critical + t_.80) * error: the quantile of max-T over its cells, and the
+standard error that a cell's own one-sided bounds imply. Simulated at .74 to .78; sizes for the next run come from
+``kvaudit plan``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from reports.drift.comparison import Comparison
 from reports.drift.contrast import ESTIMANDS, broken_contract, two_sides
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Contrast
-from reports.gate.verdict import Decision
+from reports.gate.verdict import Adjustment, Decision
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import churn, concentration, flips
 from reports.stats.clustered import cr3_effect
-from reports.stats.power import minimal_detectable
 from reports.stats.seeds import seed_spread
 
 Array = npt.NDArray[np.float64]
@@ -181,12 +181,12 @@ def seed_spreads(contrasts: Iterable[Contrast], decisions: Iterable[Decision]) -
 POWER = 0.8
 
 
-def reached(decisions: Iterable[Decision]) -> Iterator[Reach]:
+def reached(decisions: Iterable[Decision], adjustment: Adjustment) -> Iterator[Reach]:
     """The reach of every gated cell that has a number and a margin."""
     for d in decisions:
         if d.gated and d.effect and d.margin is not None:
             e = d.effect
             df = e.n_clusters - 1
             error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
-            found = float(minimal_detectable(error, df=df, alpha=e.alpha, power=POWER))
+            found = error * (adjustment.critical + float(special.stdtrit(df, POWER)))
             yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.clusters_to_decide)

@@ -304,7 +304,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
 def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
     """Every cell decided, all their tests adjusted as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
-    family = joint_family([_by_judge(row) for row in rows])
+    family = joint_family([_by_judge(row) for row in rows], alpha)
     people = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     recipes = holm_family([_recipe_pvalue(row) for row in rows])
     places = {_key(row): i for i, row in enumerate(rows)}
@@ -314,7 +314,7 @@ def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision]
         own = (people[i], people[i]) if row.contrast.judged else (family.pvalues[i], family.holm[i])
         return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]))
 
-    adjustment = Adjustment(family.method, family.reason, family.floor)
+    adjustment = Adjustment(family.method, family.reason, family.floor, family.critical)
     return [decision(cell, alpha, adjustment, judge) for cell in cells], adjustment
 
 

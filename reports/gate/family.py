@@ -15,6 +15,7 @@ several suites is studentised by the summed variances of its parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from audit.core.policy_names import DENSE_POLICY
 from reports.drift.comparison import Comparison
@@ -148,10 +150,11 @@ class _Part(NamedTuple):
 
 
 class _Flips(NamedTuple):
-    """Adjusted p-values, and the smallest one that the number of patterns allows."""
+    """Adjusted p-values, the smallest one that the number of patterns allows, and the t statistic that is needed."""
 
     pvalues: tuple[float, ...]
     floor: float
+    critical: float
 
 
 _Test = tuple[_Part, ...]
@@ -162,6 +165,7 @@ class TestFamily:
     """Adjusted one-sided p-values of the rows, 1 where a row has no number, by ``method`` and by Holm beside it.
 
     ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest p-value it can reach.
+    ``critical`` is how many standard errors below 0 the lowest test must lie to be a drop, infinite without a test.
     """
 
     pvalues: tuple[float, ...]
@@ -169,18 +173,26 @@ class TestFamily:
     method: str
     reason: str
     floor: float
+    critical: float
 
 
-def joint_family(rows: Sequence[Row]) -> TestFamily:
-    """The family of the checkpoints at hand."""
+def joint_family(rows: Sequence[Row], alpha: float = 0.05) -> TestFamily:
+    """The family of the checkpoints at hand; ``alpha`` is the level of ``critical``."""
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     known = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in known])
     if reason or not known:
-        return TestFamily(by_holm, by_holm, HOLM, reason, 0.0)
-    flips = _flips(tuple(_test(rows[i]) for i in known))
+        return TestFamily(by_holm, by_holm, HOLM, reason, 0.0, _bonferroni(rows, alpha))
+    flips = _flips(tuple(_test(rows[i]) for i in known), alpha)
     adjusted = dict(zip(known, flips.pvalues, strict=True))
-    return TestFamily(tuple(adjusted.get(i, 1.0) for i in range(len(rows))), by_holm, MAX_T, "", flips.floor)
+    pvalues = tuple(adjusted.get(i, 1.0) for i in range(len(rows)))
+    return TestFamily(pvalues, by_holm, MAX_T, "", flips.floor, flips.critical)
+
+
+def _bonferroni(rows: Sequence[Row], alpha: float) -> float:
+    """What Holm asks of the lowest of so many tests."""
+    df = [row.contrast.effect.df for row in rows if row.contrast.effect]
+    return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
 
 
 def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
@@ -211,7 +223,7 @@ def _test(row: Row) -> _Test:
 
 
 @lru_cache(maxsize=8)  # every format of a report asks for the same verdict
-def _flips(tests: tuple[_Test, ...]) -> _Flips:
+def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
     """Max-T over tests; patterns are drawn from a fixed seed, so a verdict does not depend on who asks."""
     templates: dict[str, set[str]] = {}
     for part in (part for test in tests for part in test):
@@ -230,7 +242,8 @@ def _flips(tests: tuple[_Test, ...]) -> _Flips:
     unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}
     observed = np.array([_statistics([test], unflipped, places)[0, 0] for test in tests])
     pvalues = max_t_pvalues(observed, flipped, exact=exact)
-    return _Flips(tuple(map(float, pvalues)), 1 / (flipped.shape[-1] + (not exact)))
+    critical = float(np.quantile(-flipped.min(axis=0), 1 - alpha, method="higher"))
+    return _Flips(tuple(map(float, pvalues)), 1 / (flipped.shape[-1] + (not exact)), critical)
 
 
 def _alike(tests: Sequence[_Test]) -> list[list[int]]:

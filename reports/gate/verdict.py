@@ -95,11 +95,15 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How FAIL is held to the family: the method, why it is not max-T, and the smallest p-value it can reach."""
+    """How FAIL is held to the family: the method, why it is not max-T, and the smallest p-value it can reach.
+
+    ``critical`` is how many standard errors below 0 the lowest cell must lie.
+    """
 
     method: str
     reason: str
     floor: float
+    critical: float
 
 
 @dataclass(frozen=True)
