@@ -12,6 +12,7 @@ from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated,
 from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
+from reports.calibration.streams import EVEN
 from reports.gate.decide import decide_cell
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
@@ -19,6 +20,7 @@ from reports.stats.effect import Bounds, Effect
 from reports.stats.rule import Call, calls
 from reports.stats.seeds import Recipe, many_recipe_effects
 from reports.stats.tango import ess_tango, many_ess_tango
+from reports.stats.templates import Part, shows_margin, too_large
 
 SEED = 20_260
 SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)
@@ -66,13 +68,38 @@ def test_item_level_tango_is_found_out(monkeypatch):
     assert len(missed(intervals.figures(simulated(intervals.cases(SMALL)), SMALL))) >= 3
 
 
-def test_a_gate_without_c_min_is_found_out(monkeypatch):
+@pytest.fixture
+def lost_templates():
+    """Cases of broken templates, few of them."""
+    return [case for case in templates.cases(SMALL) if case.model == BrokenTemplates(0.05, 0.02) and case.alpha == 0.05]
+
+
+def test_a_gate_without_c_min_is_found_out(monkeypatch, lost_templates):
     monkeypatch.setattr("reports.stats.rule.clusters_required", lambda margin, alpha: 1)
-    outcomes = simulated(templates.cases(SMALL))
-    (line,) = [line for line in missed(templates.figures(outcomes, SMALL)) if "C < C_min" in line]
-    assert "asked exactly 0" in line
-    twenty = next(o for o in outcomes if o.case.clusters == 20 and o.case.alpha == 0.05)
-    assert twenty.rates["passed"] > 0.2  # no broken template is drawn in .95^20 = 36 % of the simulations
+    monkeypatch.setattr(intervals, "too_large", lambda counts, margin: False)
+    monkeypatch.setattr(intervals, "shows_margin", lambda sums, counts, **_: np.ones(len(sums), dtype=np.bool_))
+    twenty = next(case for case in lost_templates if case.clusters == 20)
+    assert twenty.rates(SEED)["passed"] > 0.2  # no broken template is drawn in .95^20 = 36 % of the simulations
+
+
+def test_fewer_than_c_min_never_pass(lost_templates):
+    few = [case for case in lost_templates if case.clusters < 59]
+    assert [case.clusters for case in few] == [10, 20, 40, 58]
+    assert [case.rates(SEED)["passed"] for case in few] == [0, 0, 0, 0]
+
+
+def test_a_gate_without_the_template_rule_is_found_out(monkeypatch):
+    """Eight samples: their average hides how few templates carry the loss."""
+    case = templates.TemplateCase(BrokenTemplates(0.05, 0.02, 8), 72, 5, EVEN, 0.05, simulations=4000)
+    held = case.rates(SEED)["passed"]
+    monkeypatch.setattr(intervals, "shows_margin", lambda sums, counts, **_: np.ones(len(sums), dtype=np.bool_))
+    assert held < 0.06 < 0.1 < case.rates(SEED)["passed"]
+
+
+def test_a_template_rule_that_is_a_little_lax_is_found_out(monkeypatch):
+    case = templates.TemplateCase(BrokenTemplates(0.05, 0.1), 60, 5, EVEN, 0.05, simulations=10_000)
+    monkeypatch.setattr("reports.stats.templates.SHARPNESS", 0.9)
+    assert case.rates(SEED)["passed"] > 0.065
 
 
 def test_a_sequence_that_goes_on_after_a_failure_is_found_out(monkeypatch):
@@ -146,30 +173,57 @@ STATUS = {
     Call.FAIL: Status.FAIL,
     Call.INCONCLUSIVE: Status.INCONCLUSIVE,
     Call.CLUSTERS: Status.INCONCLUSIVE,
+    Call.UNEVEN: Status.INCONCLUSIVE,
+    Call.TEMPLATES: Status.INCONCLUSIVE,
 }
 
 
+@pytest.mark.parametrize("largest", [2, 8])
+@pytest.mark.parametrize("broken", [0, 4])
 @pytest.mark.parametrize("clusters", [6, 58, 59, 200])
-def test_the_gate_decides_as_the_simulated_rule(clusters):
+def test_the_gate_decides_as_the_simulated_rule(clusters, broken, largest):
     template = ess_tango(np.zeros(60), np.repeat(np.arange(20), 3))
+    counts = np.full(clusters, 2.0)
+    counts[-1] = largest
+    sums = np.where(np.arange(clusters) < broken, -2.0, 0.0)
+    shown, uneven = shows_margin(sums, counts, margin=0.05, alpha=0.05), too_large(counts, 0.05)
     for lower in (-0.2, -0.05, -0.04, 0.01):
         for upper in (-0.06, -0.01, 0.0, 0.02):
             for pvalue in (0.001, 0.05, 0.5):
                 if lower > upper:
                     continue
                 effect: Effect = replace(template, lower=lower, upper=upper, n_clusters=clusters)
-                call = Call(int(calls(lower, upper, pvalue, clusters=clusters, margin=0.05, alpha=0.05)))
-                status, reasons = decide_cell(effect, 0.05, pvalue)
+                call = Call(
+                    int(
+                        calls(
+                            lower,
+                            upper,
+                            pvalue,
+                            clusters=clusters,
+                            uneven=uneven,
+                            shown=shown,
+                            margin=0.05,
+                            alpha=0.05,
+                        )
+                    )
+                )
+                status, reasons = decide_cell(effect, 0.05, pvalue, [Part(1.0, sums, counts)])
                 assert status is STATUS[call]
-                assert (call is Call.CLUSTERS) == any(reason.code == "CLUSTERS" for reason in reasons)
+                assert (call in (Call.CLUSTERS, Call.UNEVEN)) == any(r.code == "CLUSTERS" for r in reasons)
+                assert (call is Call.TEMPLATES) == any(r.code == "TEMPLATES" for r in reasons)
 
 
 def test_the_rule_of_known_bounds():
-    lower, upper = np.array([-0.04, -0.04, -0.06, -0.06, -0.06]), np.array([0.01, -0.01, -0.01, -0.01, 0.01])
-    pvalue = np.array([0.3, 0.01, 0.01, 0.06, 0.01])
-    found = calls(lower, upper, pvalue, clusters=59, margin=0.05, alpha=0.05)
-    assert found.tolist() == [Call.PASS, Call.PASS_NOTED, Call.FAIL, Call.INCONCLUSIVE, Call.INCONCLUSIVE]
-    assert calls(-0.04, 0.0, 0.5, clusters=58, margin=0.05, alpha=0.05) == Call.CLUSTERS
+    lower, upper = np.array([-0.04, -0.04, -0.04, -0.06, -0.06, -0.06]), np.array([0.01, *[-0.01] * 4, 0.01])
+    pvalue = np.array([0.3, 0.01, 0.06, 0.01, 0.06, 0.01])
+    rule = {"margin": 0.05, "alpha": 0.05}
+    found = calls(lower, upper, pvalue, clusters=59, uneven=False, shown=True, **rule)
+    expected = [Call.PASS, Call.PASS_NOTED, Call.PASS, Call.FAIL, Call.INCONCLUSIVE, Call.INCONCLUSIVE]
+    assert found.tolist() == expected
+    assert calls(-0.04, 0.0, 0.5, clusters=58, uneven=False, shown=True, **rule) == Call.CLUSTERS
+    assert calls(-0.04, 0.0, 0.5, clusters=59, uneven=True, shown=True, **rule) == Call.UNEVEN
+    assert calls(-0.04, 0.0, 0.5, clusters=59, uneven=False, shown=False, **rule) == Call.TEMPLATES
+    assert calls(-0.06, -0.01, 0.01, clusters=6, uneven=True, shown=False, **rule) == Call.FAIL  # a loss that is shown
 
 
 def test_broken_templates_lose_a_share_of_whole_clusters():

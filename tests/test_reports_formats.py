@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from golden_report import golden_text
@@ -18,6 +19,7 @@ from audit.core.files import write_output
 from audit.core.text import clip, inline, visible
 from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
+from reports.drift.results import ClusterSums
 from reports.gate.verdict import Status
 from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
 from reports.labels.sheet import text_hash
@@ -310,7 +312,8 @@ def test_the_calibration_stands_in_the_banner_the_limits_and_json(written):
 
 def contrast_of(lower, upper, pvalue=0.5, reference_lower=0.5):
     effect = SimpleNamespace(lower=lower, upper=upper, pvalue_drop=pvalue, n_clusters=60, alpha=0.05)
-    return SimpleNamespace(effect=effect, rates=SimpleNamespace(reference_lower=reference_lower))
+    sums = (ClusterSums("s", 1.0, tuple(map(str, range(60))), np.zeros(60), np.ones(60)),)
+    return SimpleNamespace(effect=effect, rates=SimpleNamespace(reference_lower=reference_lower), sums=sums)
 
 
 @pytest.mark.parametrize(

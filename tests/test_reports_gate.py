@@ -16,6 +16,7 @@ from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.rule import effective_clusters
 from reports.stats.tango import ess_tango
+from reports.stats.templates import Part
 
 SNAP = policy("snapkv", 96)
 
@@ -25,6 +26,14 @@ def effect(losses, gains, clusters=60, size=5):
     z[: losses * size : size] = -1
     z[1 : gains * size + 1 : size] += 1
     return ess_tango(z, np.repeat(np.arange(clusters), size), alpha=0.05)
+
+
+def totals_of(losses, gains, clusters=60, size=5):
+    """The same as template totals: a loss and a gain of one template cancel."""
+    sums = np.zeros(clusters)
+    np.add.at(sums, np.arange(losses) % clusters, -1)
+    sums[:gains] += 1
+    return [Part(1.0, sums, np.full(clusters, float(size)))]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,7 @@ def effect(losses, gains, clusters=60, size=5):
 )
 def test_rule_of_one_cell(losses, gains, clusters, status):
     e = effect(losses, gains, clusters)
-    found, reasons = decide_cell(e, 0.05, e.pvalue_drop)
+    found, reasons = decide_cell(e, 0.05, e.pvalue_drop, totals_of(losses, gains, clusters))
     assert found is status
     assert bool(reasons) == (status in (Status.FAIL, Status.INCONCLUSIVE))
 
@@ -50,7 +59,8 @@ def test_too_few_clusters_never_pass_whatever_the_interval():
     for _ in range(200):
         clusters = int(rng.integers(6, 59))
         z = (rng.random(clusters) < 0.02) * -1.0
-        found, reasons = decide_cell(ess_tango(np.repeat(z, 20), np.repeat(np.arange(clusters), 20)), 0.05, 1.0)
+        effect = ess_tango(np.repeat(z, 20), np.repeat(np.arange(clusters), 20))
+        found, reasons = decide_cell(effect, 0.05, 1.0, [Part(1.0, 20 * z, np.full(clusters, 20))])
         assert found is Status.INCONCLUSIVE or found is Status.FAIL
         assert reasons
 
@@ -58,14 +68,14 @@ def test_too_few_clusters_never_pass_whatever_the_interval():
 def test_clusters_are_the_reason_when_they_are():
     e = effect(0, 0, 20, size=40)
     assert e.lower > -0.05
-    _, [reason] = decide_cell(e, 0.05, 0.5)
+    _, [reason] = decide_cell(e, 0.05, 0.5, totals_of(0, 0, 20, size=40))
     assert reason.code == "CLUSTERS"
     assert "59 are needed" in reason.text
 
 
 def test_a_drop_that_is_not_significant_in_its_family_does_not_fail():
     e = effect(40, 0)
-    assert decide_cell(e, 0.05, 0.2)[0] is Status.INCONCLUSIVE
+    assert decide_cell(e, 0.05, 0.2, totals_of(40, 0, 60))[0] is Status.INCONCLUSIVE
 
 
 def test_precedence_and_exit_codes():

@@ -53,7 +53,8 @@ def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_
         if (c.estimand, c.arm, c.policy, c.suite) != place:
             return c
         lost = dataclasses.replace(c.effect, estimate=-0.2, low=-0.3, high=-0.1, lower=-0.28, upper=-0.12)
-        return dataclasses.replace(c, judged=c.effect, effect=dataclasses.replace(lost, pvalue_drop=1e-6))
+        effect = dataclasses.replace(lost, pvalue_drop=1e-6)
+        return dataclasses.replace(c, judged=c.effect, judged_sums=c.sums, effect=effect)
 
     after = redecided(plain, contrasts=tuple(map(labelled, plain.drift.contrasts)))
     pairs = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if d.gated]

@@ -11,7 +11,6 @@ from reports.stats.templates import (
     SHARPNESS,
     Part,
     _log_ratio,
-    effective_templates,
     parts_show_margin,
     shows_margin,
     template_bound,
@@ -106,8 +105,3 @@ def test_a_template_with_more_than_half_the_margin_of_the_items_is_too_large():
     assert too_large(counts, 0.05)  # 1 of 39 is 2.56 %
     assert not too_large(np.full(40, 5), 0.05)
     assert not too_large(counts, 0.06)
-
-
-def test_effective_templates():
-    assert effective_templates(np.full(40, 7)) == pytest.approx(40)
-    assert effective_templates([1, 1, 2]) == pytest.approx(16 / 6)

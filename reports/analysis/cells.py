@@ -44,7 +44,8 @@ Array = npt.NDArray[np.float64]
 class BothSides:
     """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
 
-    ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N].
+    ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N];
+    ``graded`` says that some sample is neither 0 nor 1.
     """
 
     items: tuple[str, ...]
@@ -58,6 +59,7 @@ class BothSides:
     candidate_pairs: Array
     samples: int
     draws: int
+    graded: bool
 
     @property
     def difference(self) -> Array:
@@ -91,6 +93,7 @@ def sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | N
         candidate_pairs=np.stack([panel.scores[cell][present] for cell in positive]),
         samples=panel.samples,
         draws=panel.samples * len(pairs),
+        graded=panel.graded,
     )
 
 
@@ -111,8 +114,8 @@ def cell_churn(
     for d in decisions:
         found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
         if found is not None:
-            moved = flips(found.reference_pairs, found.candidate_pairs, samples=found.samples)
-            any_seed = churn(found.reference, found.candidate, samples=found.draws)
+            moved = flips(found.reference_pairs, found.candidate_pairs, samples=1 if found.graded else found.samples)
+            any_seed = churn(found.reference, found.candidate, samples=1 if found.graded else found.draws)
             yield CellChurn(
                 cell=name_of_cell(d),
                 drift=_drift(found, d),

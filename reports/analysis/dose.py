@@ -94,6 +94,7 @@ class DoseScores:
     names: tuple[str, ...]  # [N]
     unit: str  # items | templates
     draws: int  # samples that one value averages
+    graded: bool  # whether some of them are neither 0 nor 1
 
 
 def dose_curves(drift: Drift, tables: Tables) -> tuple[DoseCurve, ...]:
@@ -156,7 +157,7 @@ def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[DoseScore
     present = ~np.isnan(panel.scores[cells[0]])
     table = np.array([np.mean([panel.scores[cell][present] for cell in dose], axis=0) for dose in doses])
     names = tuple(panel.items[i] for i in np.flatnonzero(present))
-    return DoseScores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0])), ""
+    return DoseScores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0]), panel.graded), ""
 
 
 def _length_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
@@ -204,17 +205,18 @@ def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[
             return None, reason
         parts.append((part, tuple(panel.cluster_names[code] for code in part.clusters)))
     first, templates = parts[0]
+    graded = any(part.graded for part, _ in parts)
     if all((part.names, names) == (first.names, templates) for part, names in parts):
         codes = np.unique(np.array(templates, dtype=object).astype(str), return_inverse=True)[1]
         table = np.array([part.table[0] for part, _ in parts])
-        return DoseScores(table, codes.astype(np.int64), first.names, "items", first.draws), ""
+        return DoseScores(table, codes.astype(np.int64), first.names, "items", first.draws, graded), ""
     means = [_template_means(part.table[0], names) for part, names in parts]
     if any(mean.keys() != means[0].keys() for mean in means):
         return None, NO_COMMON
     shared = tuple(sorted(means[0]))
     draws = first.draws * min(int(min(Counter(names).values())) for _, names in parts)
     table = np.array([[mean[name] for name in shared] for mean in means])
-    return DoseScores(table, np.arange(len(shared)), shared, "templates", draws), ""
+    return DoseScores(table, np.arange(len(shared)), shared, "templates", draws, graded), ""
 
 
 def _template_means(values: Array, names: Sequence[str]) -> dict[str, float]:
@@ -236,8 +238,8 @@ def _doses(
             x=float(place),
             policy=policy,
             rate=float(row.mean()),
-            low=rate_lower(row, scores.clusters, samples=scores.draws, alpha=tail),
-            high=1 - rate_lower(1 - row, scores.clusters, samples=scores.draws, alpha=tail),
+            low=rate_lower(row, scores.clusters, samples=scores.draws, alpha=tail, graded=scores.graded),
+            high=1 - rate_lower(1 - row, scores.clusters, samples=scores.draws, alpha=tail, graded=scores.graded),
             fitted=float(fit),
         )
         for amount, place, policy, row, fit in rows

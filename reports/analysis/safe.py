@@ -14,7 +14,7 @@ from reports.analysis.dose import families
 from reports.analysis.results import SafeBudget
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast, Drift
-from reports.gate.decide import at_floor, decide_cell
+from reports.gate.decide import at_floor, decide_cell, templates_of
 from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
 from reports.stats.rule import fixed_sequence
@@ -90,7 +90,7 @@ def _status(c: Contrast, margin: float) -> str:
         return Status.INVALID.value
     if at_floor(c.effect, c.rates, margin):
         return FLOOR
-    return decide_cell(c.effect, margin, c.effect.pvalue_drop)[0].value
+    return decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0].value
 
 
 def sentence(s: SafeBudget) -> str:

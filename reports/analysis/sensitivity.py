@@ -17,11 +17,12 @@ from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Status, Verdict, worst
 from reports.records.panel import Panel
-from reports.stats.clustered import cr3_effect
+from reports.stats.clustered import cr3_effect, totals
 from reports.stats.effect import Effect
 from reports.stats.rule import clusters_required
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
+from reports.stats.templates import shows_margin, too_large
 
 Array = npt.NDArray[np.float64]
 _Codes = npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class Reading(NamedTuple):
     low: float | None
     high: float | None
     within: bool  # shown to lie above minus the margin, one-sided
+    shown: bool  # by the template rule
     below: bool  # shown to lie below 0, one-sided
     pvalue_drop: float | None  # of this cell alone
     n_clusters: int
@@ -93,23 +95,31 @@ def readings(found: BothSides, margin: float, alpha: float) -> dict[str, Reading
     """One cell by every method."""
     z, clusters = found.difference, found.clusters
     return {
-        T_INTERVAL: _of_effect(cr3_effect(z, clusters, alpha=alpha), margin),
+        T_INTERVAL: _of_effect(cr3_effect(z, clusters, alpha=alpha), margin, _shown(z, clusters, margin, alpha)),
         SIGN_FLIP: _of_signs(z, clusters, margin, alpha),
         WITHOUT_UNSCORED: _of_scored(found, margin, alpha),
         CLUSTER_MEANS: _of_cluster_means(z, clusters, margin, alpha),
     }
 
 
-def _of_effect(e: Effect, margin: float, values: Array | None = None, clusters: _Codes | None = None) -> Reading:
+def _shown(z: Array, clusters: _Codes, margin: float, alpha: float) -> bool:
+    t = totals(z, clusters)
+    return bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha)) and not too_large(t.counts, margin)
+
+
+def _of_effect(
+    e: Effect, margin: float, shown: bool, values: Array | None = None, clusters: _Codes | None = None
+) -> Reading:
     within, below = e.lower > -margin, e.upper < 0
-    return Reading(e.estimate, e.low, e.high, within, below, e.pvalue_drop, e.n_clusters, values, clusters)
+    return Reading(e.estimate, e.low, e.high, within, shown, below, e.pvalue_drop, e.n_clusters, values, clusters)
 
 
 def _of_signs(z: Array, clusters: _Codes, margin: float, alpha: float) -> Reading:
     """No interval: a drop is tested against 0, and non-inferiority by the same test of z + margin."""
     drop = sign_flip(z, clusters)
     within = sign_flip(-(z + margin), clusters).pvalue_drop < alpha
-    return Reading(drop.estimate, None, None, within, drop.pvalue_drop < alpha, drop.pvalue_drop, drop.n_clusters)
+    below, shown = drop.pvalue_drop < alpha, _shown(z, clusters, margin, alpha)
+    return Reading(drop.estimate, None, None, within, shown, below, drop.pvalue_drop, drop.n_clusters)
 
 
 def _of_scored(found: BothSides, margin: float, alpha: float) -> Reading | None:
@@ -117,9 +127,10 @@ def _of_scored(found: BothSides, margin: float, alpha: float) -> Reading | None:
     z, clusters = candidate - reference, found.clusters[kept]
     if len(np.unique(clusters)) < FEWEST_CLUSTERS:
         return None
-    effect = ess_tango(z, clusters, samples=found.draws, alpha=alpha)
+    effect = ess_tango(z, clusters, samples=found.draws, alpha=alpha, graded=found.graded)
     same = bool(kept.all()) and bool(np.array_equal(z, found.difference))
-    return _of_effect(effect, margin) if same else _of_effect(effect, margin, z, clusters)
+    shown = _shown(z, clusters, margin, alpha)
+    return _of_effect(effect, margin, shown) if same else _of_effect(effect, margin, shown, z, clusters)
 
 
 def scored(found: BothSides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
@@ -135,7 +146,7 @@ def _of_cluster_means(z: Array, clusters: _Codes, margin: float, alpha: float) -
     _, codes = np.unique(clusters, return_inverse=True)
     means = np.bincount(codes, weights=z) / np.bincount(codes)
     rows = np.arange(len(means))
-    return _of_effect(cr3_effect(means, rows, alpha=alpha), margin, means, rows)
+    return _of_effect(cr3_effect(means, rows, alpha=alpha), margin, _shown(means, rows, margin, alpha), means, rows)
 
 
 def _statuses(known: Sequence[Known], method: str, alpha: float) -> list[Status]:
@@ -180,11 +191,12 @@ def _values(k: Known, r: Reading | None) -> Array:
 def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
     """The gate's rule for one reading; a cell at the floor cannot pass by any method."""
     assert d.margin is not None
+    dropped = r.below and pvalue < alpha
     if not r.within:
-        return Status.FAIL if r.below and pvalue < alpha else Status.INCONCLUSIVE
-    if d.at_floor or r.n_clusters < clusters_required(d.margin, alpha):
+        return Status.FAIL if dropped else Status.INCONCLUSIVE
+    if d.at_floor or not r.shown or r.n_clusters < clusters_required(d.margin, alpha):
         return Status.INCONCLUSIVE
-    return Status.PASS_NOTED if r.below else Status.PASS
+    return Status.PASS_NOTED if dropped else Status.PASS
 
 
 def _declared(d: Decision) -> Variant:

@@ -16,28 +16,64 @@ _Floats = npt.NDArray[np.float32]
 class BrokenTemplates(NamedTuple):
     """``broken`` share of the clusters; ``background`` share of the other answers that flip, as often up as down.
 
-    Of ``samples`` answers to an item each flips by itself; those of a broken cluster are all lost.
+    Of ``samples`` answers to an item each flips by itself; those of a lost item are all lost. A broken cluster loses
+    ``depth`` of its items, drawn at random; ``repaired`` clusters gain all of theirs. ``by_size``: a cluster breaks as
+    often as it is large. ``graded``: a lost item loses its score, uniform on [0, 1], and the others move by as little
+    as ``background``, a standard deviation then.
     """
 
     broken: float
     background: float
     samples: int = 1
+    depth: float = 1.0
+    repaired: float = 0.0
+    by_size: bool = False
+    graded: bool = False
 
     @property
     def drift(self) -> float:
         """The true mean difference, exactly."""
-        return -self.broken
+        return self.repaired - self.broken * self.depth * (0.5 if self.graded else 1.0)
 
     @property
     def discordance(self) -> float:
         """The share of answers that differ, exactly."""
-        return self.broken + (1 - self.broken) * self.background
+        moved = self.broken * self.depth + self.repaired
+        return moved + (1 - moved) * self.background
+
+    @property
+    def name(self) -> str:
+        """What differs from the plainest model."""
+        words = (
+            f"broken={self.broken:g} background={self.background:g}",
+            f"k={self.samples}" if self.samples > 1 else "",
+            f"depth={self.depth:g}" if self.depth < 1 else "",
+            f"repaired={self.repaired:g}" if self.repaired else "",
+            "larger break more" if self.by_size else "",
+            "graded" if self.graded else "",
+        )
+        return " ".join(word for word in words if word)
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> _Floats:
         """Item differences [simulations, N] in order of cluster."""
-        lost = np.repeat(rng.random((simulations, len(counts))) < self.broken, counts, axis=1)
-        flips = np.zeros(lost.shape, dtype=np.float32)
+        chance = self.broken * (counts * counts.sum() / np.sum(counts**2) if self.by_size else np.ones(len(counts)))
+        fate = rng.random((simulations, len(counts)))
+        lost = np.repeat(fate < chance, counts, axis=1)
+        if self.depth < 1:
+            lost &= rng.random(lost.shape, dtype=np.float32) < self.depth
+        moved = self._background(rng, lost.shape)
+        if self.repaired:
+            moved = np.where(np.repeat(fate > 1 - self.repaired, counts, axis=1), np.float32(1), moved)
+        gone = -rng.random(lost.shape, dtype=np.float32) if self.graded else np.float32(-1)
+        return np.where(lost, gone, moved).astype(np.float32)
+
+    def _background(self, rng: np.random.Generator, shape: tuple[int, ...]) -> _Floats:
+        """What moves without any reason, averaged over the samples."""
+        if self.graded:
+            noise: _Floats = rng.standard_normal(shape, dtype=np.float32) * np.float32(self.background)
+            return np.clip(noise, -1, 1)
+        flips: _Floats = np.zeros(shape, dtype=np.float32)
         for _ in range(self.samples):
-            value = rng.random(lost.shape, dtype=np.float32)
+            value = rng.random(shape, dtype=np.float32)
             flips += (value > 1 - self.background / 2).astype(np.float32) - (value < self.background / 2)
-        return np.where(lost, np.float32(-1), flips / np.float32(self.samples)).astype(np.float32)
+        return flips / np.float32(self.samples)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+EVEN, UNEVEN = "even", "uneven"
 _BLOCK = 500  # simulations that share one draw of cluster sizes, and an array
 
 
@@ -20,12 +21,13 @@ class Block(NamedTuple):
     counts: npt.NDArray[np.int64]
 
 
-def blocks(name: str, *, seed: int, simulations: int, clusters: int, items: int, even: bool = False) -> Iterator[Block]:
-    """The blocks of a case: clusters of ``items`` each if ``even``, else of sizes drawn anew for each block."""
+def blocks(
+    name: str, *, seed: int, simulations: int, clusters: int, items: int, sizes: str = UNEVEN
+) -> Iterator[Block]:
+    """The blocks of a case: clusters of ``items`` on average, of ``sizes`` drawn anew for each block."""
     for number, first in enumerate(range(0, simulations, _BLOCK)):
         rng = generator(seed, name, number)
-        counts = np.full(clusters, items) if even else cluster_sizes(rng, clusters, items)
-        yield Block(rng, min(_BLOCK, simulations - first), counts)
+        yield Block(rng, min(_BLOCK, simulations - first), SIZES[sizes](rng, clusters, items))
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
@@ -37,3 +39,22 @@ def cluster_sizes(rng: np.random.Generator, clusters: int, items: int) -> npt.ND
     """Whole numbers uniform on [items/2, 3 items/2], one per cluster, of mean ``items``."""
     half = items // 2
     return rng.integers(items - half, items + half, size=clusters, endpoint=True)
+
+
+def _zipf(power: float) -> Callable[[np.random.Generator, int, int], npt.NDArray[np.int64]]:
+    """Sizes that fall with the rank to this power, at least 1, of mean ``items`` or a little more."""
+
+    def sizes(_: np.random.Generator, clusters: int, items: int) -> npt.NDArray[np.int64]:
+        shares = np.arange(1, clusters + 1) ** -power
+        wanted: npt.NDArray[np.int64] = np.round(clusters * items * shares / shares.sum()).astype(np.int64)
+        return np.maximum(1, wanted)
+
+    return sizes
+
+
+SIZES = {
+    EVEN: lambda _, clusters, items: np.full(clusters, items),
+    UNEVEN: cluster_sizes,  # up to 3:1
+    "zipf .5": _zipf(0.5),
+    "zipf 1": _zipf(1.0),
+}

@@ -98,7 +98,7 @@ def _with_numbers(
     if blank.estimand == "E5":
         effect = _interaction_effect(mean, clusters, alpha)
     else:
-        effect = ess_tango(mean, clusters, samples=draws, alpha=alpha)
+        effect = ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
@@ -160,7 +160,7 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_],
         np.mean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
     )
     draws = panel.samples * len(set(negative))
-    lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha)
+    lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha, graded=panel.graded)
     return Rates(float(reference.mean()), float(candidate.mean()), lower)
 
 
@@ -173,7 +173,8 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
 
 def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
     candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
-    return flips(reference, candidate, samples=panel.samples)
+    # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
+    return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
 
 
 def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:

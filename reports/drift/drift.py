@@ -87,7 +87,7 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 def _empty_panel(suite: str, context: int) -> Panel:
     none: dict[CellKey, Any] = {}
     codes = np.zeros(0, dtype=np.int64)
-    return Panel(suite, context, (), codes, (), 0, none, none, {}, 1, frozenset(), 0)
+    return Panel(suite, context, (), codes, (), 0, none, none, {}, 1, False, frozenset(), 0)
 
 
 def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], comparison: Comparison) -> Iterator[Cell]:

@@ -127,7 +127,8 @@ class Contrast:
     reasons: tuple[Reason, ...]
     rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
-    judged: Effect | None = None  # by the judge's labels, where human labels give ``effect``
+    judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
+    judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     people: People | None = None  # the judge held against those human labels
     churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
     rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample

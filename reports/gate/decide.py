@@ -44,6 +44,7 @@ from reports.gate.verdict import (
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide, effective_clusters
+from reports.stats.templates import Part, parts_show_margin, too_large
 
 _STATUS = {
     Call.PASS: Status.PASS,
@@ -51,6 +52,8 @@ _STATUS = {
     Call.FAIL: Status.FAIL,
     Call.INCONCLUSIVE: Status.INCONCLUSIVE,
     Call.CLUSTERS: Status.INCONCLUSIVE,
+    Call.UNEVEN: Status.INCONCLUSIVE,
+    Call.TEMPLATES: Status.INCONCLUSIVE,
 }
 
 
@@ -82,22 +85,53 @@ class Judged:
 
 
 def decide_cell(
-    effect: Effect, margin: float, pvalue: float, what: str = "regression"
+    effect: Effect, margin: float, pvalue: float, templates: Sequence[Part], what: str = "regression"
 ) -> tuple[Status, tuple[Reason, ...]]:
-    """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family."""
-    have = effect.n_clusters
-    found = calls(effect.lower, effect.upper, pvalue, clusters=have, margin=margin, alpha=effect.alpha)
-    call = Call(int(found))
+    """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family.
+
+    ``templates`` are the totals that the effect is the mean of, a part for each suite.
+    """
+    call = Call(
+        int(
+            calls(
+                effect.lower,
+                effect.upper,
+                pvalue,
+                clusters=effect.n_clusters,
+                uneven=any(too_large(part.counts, margin) for part in templates),
+                shown=parts_show_margin(templates, margin=margin, alpha=effect.alpha),
+                margin=margin,
+                alpha=effect.alpha,
+            )
+        )
+    )
+    reason = _reason(call, effect, margin, what)
+    return _STATUS[call], (reason,) if reason else ()
+
+
+def _reason(call: Call, effect: Effect, margin: float, what: str) -> Reason | None:
+    """Why a call is not a PASS."""
+    detected = f"{what} detected, beyond the margin" if effect.upper < -margin else f"{what} detected, its size open"
+    total = "lost everything" if what == "regression" else "gained everything"
+    needed = clusters_required(margin, effect.alpha)
+    pp = f"{100 * margin:g} pp"
     reasons = {
-        Call.CLUSTERS: Reason(
-            "CLUSTERS",
-            f"{have} clusters cannot show a {100 * margin:g} pp margin; "
-            f"{clusters_required(margin, effect.alpha)} are needed",
-        ),
-        Call.FAIL: Reason("MARGIN", f"{what} detected and not shown within the margin"),
+        Call.FAIL: Reason("MARGIN", detected),
         Call.INCONCLUSIVE: Reason("MARGIN", "the interval reaches past the margin"),
+        Call.CLUSTERS: Reason(
+            "CLUSTERS", f"{effect.n_clusters} clusters cannot show a {pp} margin; {needed} are needed"
+        ),
+        Call.UNEVEN: Reason(
+            "CLUSTERS",
+            f"one template holds more than {50 * margin:g} % of the items, so the others cannot show a {pp} margin",
+        ),
+        Call.TEMPLATES: Reason(
+            "TEMPLATES",
+            f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
+            f"model with a {what} of {pp}",
+        ),
     }
-    return _STATUS[call], (reasons[call],) if call in reasons else ()
+    return reasons.get(call)
 
 
 def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
@@ -109,7 +143,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     status, reasons, recipe, needed, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
         effect = _toward(c.effect, row.sign)
-        status, reasons = decide_cell(effect, margin, pvalues.adjusted, what)
+        status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
         if at_floor(effect, c.rates, margin) and status is not Status.FAIL:  # a loss that is shown stays shown
             status, reasons = Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons)
         recipe = _recipe(row, margin, pvalues.recipe)
@@ -117,7 +151,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
         room = effect.lower + margin
     judge = None
     if c.judged:
-        alone = Row(replace(c, effect=c.judged, judged=None), row.sign)
+        alone = _by_judge(row)
         judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
@@ -128,7 +162,7 @@ def _recipe(row: Row, margin: float, pvalue: float) -> Status | None:
     if row.contrast.recipe is None:
         return None
     effect = _toward(row.contrast.recipe, row.sign)
-    status = decide_cell(effect, margin, pvalue)[0]
+    status = decide_cell(effect, margin, pvalue, templates_of(row.contrast, row.sign))[0]
     return worst([status, Status.INCONCLUSIVE]) if at_floor(effect, row.contrast.rates, margin) else status
 
 
@@ -141,6 +175,11 @@ def _agreed(recipe: Status, status: Status) -> Status:
     """The recipe by the judge's labels where human labels say the same of the checkpoints; else it is open."""
     passed = (Status.PASS, Status.PASS_NOTED)
     return worst([recipe, status]) if recipe is status or {recipe, status} <= {*passed} else Status.INCONCLUSIVE
+
+
+def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
+    """The template totals of a contrast, seen in a mirror for a test of a gain."""
+    return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
 def _toward(effect: Effect, sign: int) -> Effect:
@@ -335,9 +374,9 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
 
 
 def _by_judge(row: Row) -> Row:
-    """The test on the judge's labels, which the item differences at hand are of."""
+    """The test on the judge's labels alone."""
     c = row.contrast
-    return Row(replace(c, effect=c.judged), row.sign) if c.judged else row
+    return Row(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row
 
 
 def _key(row: Row) -> tuple[int, int]:

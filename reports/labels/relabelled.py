@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
-from reports.drift.results import Contrast, Drift, People
+from reports.drift.results import ClusterSums, Contrast, Drift, People
 from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
 from reports.labels.sheet import text_hash
 from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, load_labels
@@ -84,7 +84,33 @@ def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: 
 
 def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     """What unscored answers could change is about the judge's scores, so it goes with them."""
-    return replace(c, effect=_corrected(h, alpha), judged=c.effect, worst=None, best=None, people=_people(h))
+    return replace(
+        c,
+        effect=_corrected(h, alpha),
+        sums=(_template_sums(h, c.sums[0]),),
+        judged=c.effect,
+        judged_sums=c.sums,
+        worst=None,
+        best=None,
+        people=_people(h),
+    )
+
+
+def _template_sums(h: HumanLabels, by_judge: ClusterSums) -> ClusterSums:
+    """Template totals on the human scale: a concordant pair that nobody saw counts as those of its template that were.
+
+    As the mean of all that were where its template has none: a judge blind to a whole template says nothing of it.
+    """
+    places = {name: place for place, name in enumerate(by_judge.clusters)}
+    codes = np.array([places[str(name)] for name in h.pairs.clusters])
+    human, size = h.candidate - h.reference, len(places)
+    seen = ~np.isnan(human) & ~h.pairs.discordant
+    overall = float(human[seen].mean()) if seen.any() else 0.0
+    counts = np.bincount(codes[seen], minlength=size)
+    own = np.bincount(codes[seen], weights=human[seen], minlength=size) / np.maximum(counts, 1)
+    expected = np.where(counts > 0, own, overall)[codes]
+    means = np.bincount(codes, weights=np.where(h.pairs.discordant, human, expected), minlength=size)
+    return replace(by_judge, sums=means / np.bincount(codes, minlength=size) * by_judge.counts)
 
 
 def _corrected(h: HumanLabels, alpha: float) -> Effect:

@@ -25,7 +25,8 @@ class CellKey(NamedTuple):
 class Panel:
     """Scores [N] of every cell; NaN where a cell lacks the item.
 
-    ``scores`` counts unscored samples as 0, ``best`` as 1. ``samples`` is the largest number of draws per item.
+    ``scores`` counts unscored samples as 0, ``best`` as 1. ``samples`` is the largest number of draws per item;
+    ``graded`` says that some draw is neither 0 nor 1.
     """
 
     suite: str
@@ -38,6 +39,7 @@ class Panel:
     best: Mapping[CellKey, Array]
     unscored: Mapping[CellKey, float]  # share of samples
     samples: int
+    graded: bool
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
     split_items: int  # items that stand in more than one cluster
 
@@ -75,6 +77,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
         best=_by_cell(keys, _means(place, np.where(missing, 1.0, score), counts)),
         unscored=dict(zip(keys, (_total(cell, missing, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
         samples=most,
+        graded=bool(np.any((score > 0) & (score < 1))),
         uneven_samples=frozenset(
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),

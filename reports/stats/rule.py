@@ -39,13 +39,15 @@ def blind_spot(clusters: float, alpha: float) -> float:
 
 
 class Call(IntEnum):
-    """What bounds say. ``CLUSTERS`` would pass, were it not for too few clusters: the data cannot tell."""
+    """What bounds say. The last three would pass by their interval, were it not for the templates: they cannot tell."""
 
     PASS = 0
-    PASS_NOTED = 1  # a drop is detectable, and within the margin
+    PASS_NOTED = 1  # a drop is detectable in the family, and within the margin
     FAIL = 2
     INCONCLUSIVE = 3
-    CLUSTERS = 4
+    CLUSTERS = 4  # fewer than C_min
+    UNEVEN = 5  # one holds too many of the items
+    TEMPLATES = 6  # weighted otherwise, with one more that lost everything, they allow a loss of the margin
 
 
 def calls(
@@ -54,16 +56,24 @@ def calls(
     pvalue_drop: npt.ArrayLike,
     *,
     clusters: int,
+    uneven: bool,
+    shown: npt.ArrayLike,
     margin: float,
     alpha: float,
 ) -> npt.NDArray[np.int8]:
-    """The ``Call`` of cells [...] from their one-sided bounds at ``alpha`` and p-values adjusted for the family."""
-    within, below = np.asarray(lower) > -margin, np.asarray(upper) < 0
-    failed = ~within & below & (np.asarray(pvalue_drop) < alpha)
-    passed = np.where(below, Call.PASS_NOTED, Call.PASS)
+    """The ``Call`` of cells [...] from their one-sided bounds at ``alpha`` and p-values adjusted for the family.
+
+    ``shown`` [...] is the template rule's word (``stats.templates``); a drop is one only where the family's p-value
+    says so, in a PASS as in a FAIL.
+    """
+    within = np.asarray(lower) > -margin
+    dropped = (np.asarray(upper) < 0) & (np.asarray(pvalue_drop) < alpha)
+    passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
+    if uneven:
+        passed = np.full_like(passed, Call.UNEVEN)
     if clusters < clusters_required(margin, alpha):
         passed = np.full_like(passed, Call.CLUSTERS)
-    return np.where(within, passed, np.where(failed, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
+    return np.where(within, passed, np.where(dropped, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
 
 
 def clusters_to_decide(effect: Effect, margin: float) -> int | None:

@@ -18,6 +18,7 @@ from scipy import special
 from reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
 from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
+GRADED_FLOOR = 0.001
 PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant
 SOURCE = "Tango 1998 at the CR3 effective sample size"
 _STEPS = 100  # a dozen suffice; bisection alone would need 50
@@ -101,16 +102,23 @@ def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, rig
 
 
 def ess_tango(
-    z: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05, scale: float = 1.0
+    z: npt.ArrayLike,
+    clusters: npt.ArrayLike,
+    *,
+    samples: int = 1,
+    alpha: float = 0.05,
+    scale: float = 1.0,
+    graded: bool = False,
 ) -> Effect:
     """ESS-Tango on item differences z [N] in [-scale, scale], already averaged over ``samples`` draws per item.
 
-    Differences of more than one draw are real-valued; their summed parts stand in for the discordant counts.
+    Differences of more than one draw are real-valued; their summed parts stand in for the discordant counts. Draws are
+    0 or 1 unless ``graded``: see ``deff_floors``.
     """
     values = np.asarray(z, dtype=np.float64) / scale
     assert np.abs(values).max(initial=0) <= 1 + 1e-9, "differences lie in [-scale, scale]"
     t = totals(values, clusters)
-    deff = design_effect(t, floor=deff_floor(values, samples))
+    deff = design_effect(t, floor=deff_floor(values, samples, graded=graded))
     bounds = ess_tango_bounds(
         np.array(t.losses), np.array(t.gains), t.items, np.array(deff), df=t.clusters - 1, alpha=alpha
     )
@@ -135,10 +143,12 @@ def ess_tango(
     )
 
 
-def many_ess_tango(z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, samples: int = 1, alpha: float) -> Bounds:
+def many_ess_tango(
+    z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, samples: int = 1, alpha: float, graded: bool = False
+) -> Bounds:
     """ESS-Tango of samples z [..., N] in [-1, 1] whose items stand in order of cluster, ``counts`` [C] in each."""
     t = many_totals(z, counts)
-    deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(z, samples))
+    deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(z, samples, graded=graded))
     return ess_tango_bounds(t.losses, t.gains, float(t.counts.sum()), deff, df=len(t.counts) - 1, alpha=alpha)
 
 
@@ -174,16 +184,20 @@ def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array,
     return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), floor), assumed)
 
 
-def deff_floor(values: npt.NDArray[np.floating], samples: int) -> float:
+def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> float:
     """The floor of one sample [N]; see ``deff_floors``."""
-    return float(deff_floors(values, samples))
+    return float(deff_floors(values, samples, graded=graded))
 
 
-def deff_floors(values: npt.NDArray[np.floating], samples: int) -> Array:
+def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> Array:
     """1 for one draw per item, 1/k for k: unless the draws all agreed, so copies of one draw buy nothing.
 
     Nor are k draws worth more than there are items that differ: a single one would show k times what none shows.
+    Graded scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their
+    intervals several times too wide, so there is as good as none.
     """
+    if graded:
+        return np.full(values.shape[:-1], GRADED_FLOOR)
     if samples == 1:
         return np.ones(values.shape[:-1])
     whole = np.all(np.abs(values - np.round(values)) < 1e-9, axis=-1)
@@ -197,11 +211,13 @@ STATISTIC = Statistic(
 )
 
 
-def rate_lower(scores: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05) -> float:
+def rate_lower(
+    scores: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05, graded: bool = False
+) -> float:
     """One-sided lower bound of a mean of item scores [N] in [0, 1], averaged over ``samples`` draws per item."""
     values = np.asarray(scores, dtype=np.float64)
     t = totals(values, clusters)
-    n = t.items / design_effect(t, floor=deff_floor(values, samples))
+    n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))
     square = float(special.stdtrit(t.clusters - 1, 1 - alpha)) ** 2
     middle = t.mean + square / (2 * n)
     spread = math.sqrt(square * (t.mean * (1 - t.mean) / n + square / (4 * n**2)))

@@ -69,12 +69,6 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
     return bool(sizes.max() > LARGEST_SHARE * margin * sizes.sum() * (1 + 1e-9))
 
 
-def effective_templates(counts: npt.ArrayLike) -> float:
-    """C_eff = N^2 / sum n_c^2: templates of one size that are worth as much."""
-    sizes = np.asarray(counts, dtype=np.float64)
-    return float(sizes.sum() ** 2 / np.sum(sizes**2))
-
-
 def _part_bound(part: Part, alpha: float) -> float:
     """The lower bound of one suite's weighted mean; a negative weight turns losses into gains."""
     sign, size = (1.0, part.weight) if part.weight > 0 else (-1.0, -part.weight)

@@ -34,7 +34,7 @@ class DoseCase(Case):
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
             b = many_ess_tango(z, block.counts, alpha=ALPHA)
-            count = cleared(passes(b, clusters=CLUSTERS, alpha=ALPHA))
+            count = cleared(passes(b, z, block.counts, alpha=ALPHA))
             found += int(np.count_nonzero(count > first_unsafe))
         return {"cleared": found / self.simulations}
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least
 from reports.calibration.checks.families import family_pvalues
-from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
+from reports.calibration.checks.intervals import ALPHA, called_as, passes
 from reports.calibration.probit import Probit
 from reports.calibration.streams import blocks
-from reports.stats.rule import Call, calls
+from reports.stats.rule import Call
 from reports.stats.tango import many_ess_tango
 
 DRAWS, CLUSTERS, ITEMS = 10_000, 60, 5
@@ -34,8 +34,8 @@ class PowerCase(Case):
             z = self.model.draw(block.rng, block.size, block.counts)
             b = many_ess_tango(z, block.counts, alpha=ALPHA)
             drop = family_pvalues(z[:, None], block.counts, seed=int(block.rng.integers(2**31)))[:, 0]
-            passed += int(np.count_nonzero(passes(b, clusters=CLUSTERS, alpha=ALPHA)))
-            called = calls(b.lower, b.upper, drop, clusters=CLUSTERS, margin=MARGIN, alpha=ALPHA)
+            passed += int(np.count_nonzero(passes(b, z, block.counts, alpha=ALPHA)))
+            called = called_as(b, z, block.counts, drop, alpha=ALPHA)
             failed += int(np.count_nonzero(called == Call.FAIL))
         return {"passed": passed / self.simulations, "failed": failed / self.simulations}
 

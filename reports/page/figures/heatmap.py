@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from audit.core.text import inline
 from reports.drift.results import Contrast
-from reports.gate.decide import at_floor, decide_cell
+from reports.gate.decide import at_floor, decide_cell, templates_of
 from reports.gate.verdict import Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
@@ -71,7 +71,7 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None) -> 
         return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop)[0]
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
     floor = at_floor(c.effect, c.rates, margin) and status is not Status.FAIL
     return Status.INCONCLUSIVE if floor else status
 
