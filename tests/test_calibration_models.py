@@ -125,5 +125,5 @@ def test_a_stream_depends_on_seed_name_and_block_alone():
     values = {first(1, "a", 0), first(1, "a", 1), first(1, "b", 0), first(2, "a", 0)}
     assert len(values) == 4
     assert first(1, "a", 0) in values
-    drawn = [(b.size, b.counts.sum()) for b in blocks("x", seed=1, simulations=1200, clusters=4, items=6, even=True)]
+    drawn = [(b.size, b.counts.sum()) for b in blocks("x", seed=1, simulations=1200, clusters=4, items=6, sizes="even")]
     assert drawn == [(500, 24), (500, 24), (200, 24)]

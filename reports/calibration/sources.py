@@ -21,6 +21,7 @@ SOURCES = (
     "seeds.py",
     "signflip.py",
     "tango.py",
+    "templates.py",
 )
 
 

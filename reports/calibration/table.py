@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
-from reports.calibration.checks import doses, families, intervals, judges, power, recipes, templates
+from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, templates
 from reports.calibration.run import Progress, simulate
 from reports.calibration.sources import source_hashes
 
@@ -32,6 +32,7 @@ CHECKS = (
     Check(judges.cases, judges.figures, True),
     Check(doses.cases, doses.figures, True),
     Check(power.cases, power.figures, False),
+    Check(graded.cases, graded.figures, True),
 )
 TIMES = 10  # the draws of a repeated case
 
@@ -140,7 +141,8 @@ def _broken(figures: Sequence[Figure], level: float) -> float:
     found = [
         rate
         for figure in figures
-        if any(isinstance(case, templates.TemplateCase) and case.alpha == level for case in figure.leaders)
+        if figure.asked != NOT_ASKED
+        and any(isinstance(case, templates.TemplateCase) and case.alpha == level for case in figure.leaders)
         for rate in (figure.value, figure.first)
     ]
     return round(max(found), 7)

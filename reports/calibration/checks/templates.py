@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
+from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
 from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE, passes
 from reports.calibration.streams import EVEN, UNEVEN, blocks
 from reports.stats.rule import clusters_required
@@ -23,6 +23,7 @@ FURTHEST = 2.5  # times C_min
 _FEW = (10, 20, 40, 58)
 _ZIPF = ("zipf .5", "zipf 1")
 _TEN = 0.1  # the other margin
+UNNAMED = "same where nobody named the templates and the user declared the items independent"
 ASKED = {ALPHA: 0.060, RELEASE: 0.035}
 
 
@@ -36,12 +37,13 @@ class TemplateCase(Case):
     sizes: str
     alpha: float
     margin: float = MARGIN
+    named: bool = True  # False: every item is taken for a template of its own
 
     @property
     def name(self) -> str:
         return (
             f"templates {self.model.name} C={self.clusters} items={self.items} {self.sizes} "
-            f"margin={self.margin:g} alpha={self.alpha:g}"
+            f"margin={self.margin:g} alpha={self.alpha:g}{'' if self.named else ' not named'}"
         )
 
     def rates(self, seed: int) -> CaseRates:
@@ -57,8 +59,9 @@ class TemplateCase(Case):
         m = self.model
         for block in drawn:
             z = m.draw(block.rng, block.size, block.counts)
-            b = many_ess_tango(z, block.counts, samples=m.samples, alpha=self.alpha, graded=m.graded)
-            passed += int(np.count_nonzero(passes(b, z, block.counts, alpha=self.alpha, margin=self.margin)))
+            counts = block.counts if self.named else np.ones(z.shape[-1], dtype=np.int64)
+            b = many_ess_tango(z, counts, samples=m.samples, alpha=self.alpha, graded=m.graded)
+            passed += int(np.count_nonzero(passes(b, z, counts, alpha=self.alpha, margin=self.margin)))
         return {"passed": passed / self.simulations}
 
 
@@ -104,6 +107,12 @@ def cases(scale: Scale) -> list[TemplateCase]:
         for sizes in _ZIPF
         for clusters in (59, 100, 147)
     ]
+    unnamed = [
+        TemplateCase(
+            BrokenTemplates(MARGIN, 0.02), clusters, 5, EVEN, ALPHA, named=False, simulations=scale.draws(10 * DRAWS)
+        )
+        for clusters in (20, 59, 100)
+    ]
     ten = [(model._replace(broken=_TEN), items, sizes) for model, items, sizes in (*ONE_SAMPLE[2:4], *MORE_SAMPLES[:2])]
     return [
         *_scan([*ONE_SAMPLE, *MORE_SAMPLES, *GRADED], ALPHA, scale),
@@ -111,12 +120,14 @@ def cases(scale: Scale) -> list[TemplateCase]:
         *_scan(ten, ALPHA, scale, _TEN),
         *few,
         *steep,
+        *unnamed,
     ]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 4."""
-    own = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
+    every = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
+    own, unnamed = ([(o, case) for o, case in every if case.named is named] for named in (True, False))
     enough = [
         (o, case)
         for o, case in own
@@ -137,4 +148,5 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
         *(at_most(ROW, name, found, "passed", ASKED[level], scale=scale) for name, found, level in groups),
         at_most(ROW, "same, C < C_min", few, "passed", 0.0, scale=scale),
         at_most(ROW, "same with sizes that fall as Zipf's law", steep, "passed", 0.0, scale=scale),
+        reported(ROW, UNNAMED, [o for o, _ in unnamed], "passed"),
     ]
