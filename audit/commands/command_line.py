@@ -153,6 +153,9 @@ def print_table(console: Console, rows: Rows, last: str | None = None) -> None:
     for row in rows.rows:
         table.add_row(*row[:width])
     console.print(table, markup=False)
+    if width == len(rows.headers):
+        for number, text in enumerate(rows.footnotes, 1):
+            say(console, f"note {number}: {text}")
 
 
 def selectors(words: Sequence[str], option: str) -> dict[str, str]:

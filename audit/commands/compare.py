@@ -123,7 +123,7 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
 
 
 def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
-    from reports.compare.page import agreement, comparison_banner, comparison_table, judges
+    from reports.compare.page import agreement, comparison_banner, comparison_cautions, comparison_table, judges
 
     for comparison in found:
         print_table(console, comparison_table(comparison))
@@ -133,6 +133,6 @@ def _print(console: Console, found: Sequence[Compared], shown: Compared, two: Tw
             say(console, inline(line))
     top = comparison_banner(shown)
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.asides):
+    for line in (top.sentence, top.about, *top.asides, *comparison_cautions(shown)):
         if line:
             say(console, line)

@@ -77,6 +77,7 @@ def write_checked(run: Path, asked: Asked | None = None) -> None:
 
 def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
+    from reports.page.about import cautions
     from reports.page.story import banner
     from reports.page.tables import decided_table, gate_table
 
@@ -86,6 +87,6 @@ def print_verdict(console: Console, findings: Findings) -> None:
     if top.alarm:
         say(console, f"NOT THE GATE: {top.alarm}")
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.asides):
+    for line in (top.sentence, top.about, *top.asides, *cautions(findings, findings.verdict.head)):
         if line:
             say(console, line)

@@ -10,11 +10,10 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import churn_words, remarks
+from reports.page.about import chosen, churn_words, number, remarks, sentence, to_do, unscored
 from reports.page.page import Banner, Page, Section
-from reports.page.story import SENTENCES
-from reports.page.tables import Table, table_of
-from reports.page.words import drift, error_rates, note, percent, points, pvalue
+from reports.page.tables import HOW_TO_READ, Table, adjusted, calibrated, footnoted, numbers, table_of
+from reports.page.words import drift, note, percent, unsampled
 from reports.records.readers.base import Log
 from reports.stats.judges import Kappa
 from reports.stats.rule import blind_spot
@@ -29,8 +28,8 @@ def comparison_banner(compared: Compared) -> Banner:
     return Banner(
         title=f"Comparison of two result files: {inline(compared.findings.drift.run)}",
         status=verdict.status,
-        sentence=SENTENCES[verdict.status],
-        number=drift(head.effect) if head and head.effect else "",
+        sentence=sentence(verdict),
+        number=number(head) if head and head.effect else "",
         about=_about(compared, head) if head else "",
         asides=tuple(inline(line) for line in _asides(compared, head)),
     )
@@ -41,8 +40,8 @@ def _about(compared: Compared, d: Decision) -> str:
     effect, sides = d.effect, compared.sides
     items = f"{effect.n_items} items {_grouped(compared, effect.n_clusters)}"
     return inline(
-        f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}. Margin "
-        f"{100 * (d.margin or 0):g} pp, 95 % interval, {items}, {churn_words(compared.findings, d)}."
+        f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}: {items}, 95 % interval, "
+        f"{churn_words(compared.findings, d)}. {chosen(compared.findings, d)}"
     )
 
 
@@ -55,19 +54,21 @@ def _grouped(compared: Compared, clusters: int) -> str:
 
 
 def _asides(compared: Compared, head: Decision | None) -> list[str]:
-    lines = [f"{reason.code}: {reason.text}" for reason in compared.verdict.reasons]
+    lines = [to_do(compared.findings), *(f"{reason.code}: {reason.text}" for reason in compared.verdict.reasons)]
     lines += remarks(compared.findings)
     for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
             lines += [f"{_cell(compared, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
-    findings = compared.findings
-    spot = percent(blind_spot(_clusters(compared, head), findings.rules.alpha))
-    units = "templates" if findings.drift.unclustered is None else "items"
-    lines.append(f"Blind spot: a failure confined to {spot} of the {units} or fewer could be entirely unsampled.")
-    lines += compared.notes
-    if findings.calibration and compared.verdict.status is not Status.INVALID:
-        lines.append(error_rates(findings.calibration, findings.rules.alpha, findings.rules.margins.values()))
-    return lines
+    return [*lines, *compared.notes, *(unscored(head) if head else ())]
+
+
+def comparison_cautions(compared: Compared) -> list[str]:
+    """What the number cannot say: what was not sampled, and how often the gate is wrong."""
+    head, alpha = compared.verdict.head, compared.findings.rules.alpha
+    clusters = _clusters(compared, head)
+    spot = head.blind_spot if head and head.blind_spot is not None else blind_spot(clusters, alpha)
+    units = "templates" if compared.findings.drift.unclustered is None else "items"
+    return [unsampled(spot, alpha, clusters, units), *calibrated(compared.findings)]
 
 
 def _clusters(compared: Compared, head: Decision | None) -> int:
@@ -84,28 +85,16 @@ def _cell(compared: Compared, d: Decision) -> str:
 
 def comparison_table(compared: Compared) -> Table:
     """One row per suite and length."""
-    headers = ["suite", "verdict", "rates", "drift, 95 % interval", "one-sided bounds, margin", "items / templates"]
-    headers += ["lost / gained", "deff", "p (family)", "note"]
-    return table_of(headers, [_row(compared, d) for d in compared.verdict.decisions if d.gated], words=2)
+    headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
+    headers += ["lost / gained", "p (family)", "note"]
+    return footnoted(headers, [_row(compared, d) for d in compared.verdict.decisions if d.gated], words=2)
 
 
 def _row(compared: Compared, d: Decision) -> list[str]:
-    row = [_cell(compared, d), d.status.value]
-    row.append(f"{100 * d.rates.reference:.1f} to {percent(d.rates.candidate)}" if d.rates else "-")
-    margin = f"{100 * d.margin:g}" if d.margin else "-"
-    if d.effect is None:
-        return [*row, "-", margin, "-", "-", "-", "-", "; ".join(f"{r.code}: {r.text}" for r in d.reasons)]
-    e = d.effect
-    return [
-        *row,
-        drift(e),
-        f"[{points(e.lower)}, {points(e.upper)}] {margin}",
-        f"{e.n_items} / {'none named' if compared.findings.drift.unclustered else e.n_clusters}",
-        f"{e.losses:.3g}/{e.gains:.3g}",
-        f"{e.deff:.2f}",
-        pvalue(d.pvalue_drop),
-        note(d),
-    ]
+    size = "-"
+    if d.effect:
+        size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
+    return [_cell(compared, d), d.status.value, size, *numbers(d), adjusted(d), note(d)]
 
 
 def judges(found: TwoJudges) -> Table:
@@ -138,30 +127,42 @@ def _kappa(k: Kappa | None) -> str:
 
 def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> list[Section]:
     """What the page says, in order."""
+    said = comparison_cautions(compared)
+    gated = sum(d.gated for d in compared.verdict.decisions)
     found = [
         Section(
             "gate",
-            "Gate",
+            "What is decided",
             "Each row is candidate minus reference on the same items: below zero is worse, and PASS needs the lower "
             "bound above minus the margin. All rows must pass.",
             tables=(comparison_table(compared),),
+            notes=(f"p: one-sided for a drop, adjusted over the {gated} rows.",),
+            first=True,
+        ),
+        Section(
+            "limits",
+            "Limits",
+            "What the number cannot say, and how it was made.",
             notes=(
-                "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. "
+                *map(inline, said),
+                *HOW_TO_READ,
                 "Repeats of an item are averaged inside it first; unscored answers count as 0.",
             ),
+            finding=said[0],
         ),
         Section(
             "files",
             "What was compared",
             f"The first file is the reference. One-sided level {compared.findings.rules.alpha:g}.",
             tables=(_files((compared.sides.reference, compared.sides.candidate)),),
+            finding=f"{len(compared.records)} scored answers of {compared.metric}.",
         ),
         Section(
             "problems",
             "Problems in the files",
             "Lines that were kept out.",
             notes=tuple(inline(problem) for problem in compared.findings.problems[:50]),
-            folded=True,
+            finding=f"{len(compared.findings.problems)} lines were kept out.",
         ),
     ]
     if two:
@@ -173,6 +174,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
                 "The same answers under two judges: the worse verdict counts.",
                 tables=(judges(two),),
                 notes=agreement(two),
+                first=True,
             ),
         )
     return [section for section in found if any(section.tables) or section.notes]
@@ -199,7 +201,7 @@ def pages(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
 
     page = comparison_page(compared, two)
     body: dict[str, Any] = json.loads(json_format.render(page))
-    body["notes"], body["metric"] = list(page.banner.asides), compared.metric
+    body["notes"], body["metric"] = [*page.banner.asides, *comparison_cautions(compared)], compared.metric
     body["files"] = {REFERENCE: str(compared.sides.reference.path), CANDIDATE: str(compared.sides.candidate.path)}
     texts = (
         html.render(page),

@@ -8,10 +8,11 @@ from audit.core.inputs import WORKED_WITH
 from audit.core.text import inline
 from reports.drift.results import Reason
 from reports.gate.rules import AFTER_RUN, DEFAULT_ESTIMANDS, WARN, Rules
-from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, Decision, Status
+from reports.gate.seeds import SEED
+from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, Decision, Status, Verdict, worst
 from reports.page.findings import Findings
-from reports.page.tables import against, named
-from reports.page.words import drift, percent, points, short_suites
+from reports.page.tables import against, calibrated, deployed, named
+from reports.page.words import beyond, drift, is_relative, percent, points, rates, short_suites, unsampled
 from reports.stats.rule import blind_spot
 from reports.stats.seeds import SEEDS_ADVISED
 
@@ -115,6 +116,45 @@ def _waivers(findings: Findings) -> Iterator[str]:
 
 
 INVALID_SHOWN = 4  # cells in the banner
+_TO_DO = {  # by the verdict of what is named
+    Status.INVALID: "mend the records of {} (INVALID)",
+    Status.FAIL: "hold back {} (FAIL)",
+    Status.INCONCLUSIVE: "do not clear {} yet (INCONCLUSIVE): kvaudit plan sizes a next run",
+    Status.WAIVED: "{} goes by a waiver, not by the data (WAIVED)",
+    Status.PASS_NOTED: "this gate does not hold back {} (PASS*: a drop is detectable, and within the margin)",
+    Status.PASS: "this gate does not hold back {} (PASS)",
+}
+
+
+def number(d: Decision) -> str:
+    """The drift that a banner quotes, with its interval and margin."""
+    assert d.effect is not None
+    return f"{drift(d.effect)}, margin {100 * (d.margin or 0):g} pp"
+
+
+def sentence(verdict: Verdict) -> str:
+    """What a verdict means; of a FAIL also in how many cells the drop is shown to be beyond the margin."""
+    gated = [d for d in verdict.decisions if d.gated]
+    failed = [d for d in gated if d.standing is Status.FAIL and d.effect]
+    if verdict.status is not Status.FAIL or not failed:
+        return SENTENCES[verdict.status]
+    by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
+    far = sum(beyond(d) for d in failed if d not in by_seed)
+    seeds = f"; by a seed that fails alone: {len(by_seed)}" if by_seed else ""
+    return (
+        f"Regression detected, and not shown to be within the declared margin, in {len(failed)} of {len(gated)} gated "
+        f"cells. Shown to be beyond the margin: {far}; worse, its size open: {len(failed) - far - len(by_seed)}{seeds}."
+    )
+
+
+SENTENCES = {
+    Status.PASS: "Non-inferior within the declared margin in every gated cell.",
+    Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
+    Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
+    Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
+    Status.INCONCLUSIVE: "The data cannot tell: some gated cell is neither within its margin nor shown to be worse.",
+    Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
+}
 
 
 def about(findings: Findings, d: Decision) -> str:
@@ -127,21 +167,29 @@ def about(findings: Findings, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {sides.reference} served under none"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under none"
-    deciding = "This is the cell that decides the verdict."
-    if d.waiver:
-        deciding = f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
-    elif d.status is not findings.verdict.status:
-        deciding = f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
+    near = f" Rates: {rates(d)}." if is_relative(d) else ""
     return inline(
-        f"{named(findings, d)} at {d.context_tokens} tokens, {who}. Margin {100 * (d.margin or 0):g} pp, 95 % "
-        f"interval, {effect.n_items} items in {effect.n_clusters} templates, {churn_words(findings, d)}. "
-        f"{deciding}"
-    )
+        f"{named(findings, d)} at {d.context_tokens} tokens, {who}: {effect.n_items} items in {effect.n_clusters} "
+        f"templates, 95 % interval, {churn_words(findings, d)}.{near} {chosen(findings, d)}"
+    ).strip()
+
+
+def chosen(findings: Findings, d: Decision) -> str:
+    """Why this cell is quoted, and that the most extreme of several is no unbiased estimate."""
+    cells = sum(other.gated and other.effect is not None for other in findings.verdict.decisions)
+    if d.waiver:
+        return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
+    if d.status is not findings.verdict.status:
+        return f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
+    if cells == 1:
+        return "It is the only gated cell."
+    return f"It is the most extreme of {cells} gated cells: picked that way, a number tends to look worse than it is."
 
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
-    """What stands under the number: reasons, the other side of the cell, what the run cannot show."""
-    lines = [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
+    """What to do, what is deployed, what is claimed; then whatever is not as it should be."""
+    lines = [to_do(findings), *_served(findings, head), _scope(findings)]
+    lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
     lines += [
@@ -150,18 +198,64 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     ]
     if len(invalid) > INVALID_SHOWN:
         lines.append(f"and {len(invalid) - INVALID_SHOWN} more invalid cells in the gate table")
-    if head is not None:
-        lines += [_other_side(findings, d) for d in findings.verdict.decisions if d.effect and _is_other_side(d, head)]
-        lines += _unscored(head)
-    lines += _blind_spot(findings, head)
-    lines += short_suites(findings)
-    floors = [d for d in findings.verdict.decisions if d.gated and d.at_floor]
-    if floors:
-        where = list(dict.fromkeys(f"{d.suite} ({against(findings, d)})" for d in floors))
-        share = f"{len(floors)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells"
-        lines.append(f"{FLOOR}: {AT_FLOOR} ({share}: {', '.join(where)}).")
-    lines.append(_scope(findings))
+    lines += [*(unscored(head) if head else ()), *short_suites(findings), *_floors(findings), *_flips(findings)]
     return [inline(line) for line in lines]
+
+
+def to_do(findings: Findings) -> str:
+    """What follows from the verdict for every arm, or for every policy where nothing was trained."""
+    if late(findings.rules):
+        return "What to do: gate this run by the rules that were declared before it."
+    found: dict[str, list[Status]] = {}
+    serving = findings.comparison.mode == "serving"
+    for d in (d for d in findings.verdict.decisions if d.gated):
+        name = findings.comparison.labels.get(d.policy, d.policy) if serving else d.arm
+        found.setdefault(name, []).append(d.standing)
+    parts = []
+    for status, words in _TO_DO.items():
+        names = [name for name, standing in found.items() if worst(standing) is status]
+        parts += [words.format(", ".join(names))] if names else []
+    return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
+
+
+def _served(findings: Findings, head: Decision | None) -> list[str]:
+    """The worst that a user of a compressed candidate meets; nothing where the number above is that."""
+    found = deployed(findings)
+    if not found or found[0] is head:
+        return []
+    d, labels = found[0], findings.comparison.labels
+    who = f"{d.arm} @ {labels.get(d.policy, d.policy)} against uncompressed {findings.comparison.reference}"
+    number = drift(d.effect) if d.effect else "-"
+    rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
+    return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings, d)}: {number}. {rule}."]
+
+
+def _floors(findings: Findings) -> list[str]:
+    floors = [d for d in findings.verdict.decisions if d.gated and d.at_floor]
+    if not floors:
+        return []
+    where = list(dict.fromkeys(f"{d.suite} ({against(findings, d)})" for d in floors))
+    share = f"{len(floors)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells"
+    return [f"{FLOOR}: {AT_FLOOR} ({share}: {', '.join(where)})."]
+
+
+def _flips(findings: Findings) -> list[str]:
+    """Analyses that would say something else."""
+    flips = [f"{m.method} ({m.status})" for m in findings.analysis.methods if m.flips]
+    of = ", of the judge's labels," if findings.verdict.judged else ""
+    return (
+        [f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands."] if flips else []
+    )
+
+
+def cautions(findings: Findings, head: Decision | None) -> list[str]:
+    """What a number cannot say: what was not sampled, the other side of the cell, and how often the gate is wrong."""
+    other = [
+        _other_side(findings, d) for d in findings.verdict.decisions if d.effect and head and is_other_side(d, head)
+    ]
+    return [
+        inline(line) for line in (_blind_spot(findings, head), *other, *_recipe_level(findings), *calibrated(findings))
+    ]
 
 
 def churn_words(findings: Findings, d: Decision) -> str:
@@ -176,7 +270,7 @@ def churn_words(findings: Findings, d: Decision) -> str:
     return f"churn {percent(own.churn)}{again}"
 
 
-def _unscored(head: Decision) -> list[str]:
+def unscored(head: Decision) -> list[str]:
     """The number with every unscored answer counted against the candidate, and for it; nothing where all are scored."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
@@ -184,17 +278,16 @@ def _unscored(head: Decision) -> list[str]:
     return [f"Unscored answers: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
 
 
-def _blind_spot(findings: Findings, head: Decision | None) -> list[str]:
+def _blind_spot(findings: Findings, head: Decision | None) -> str:
     """Of the cell that is quoted; without one, of the suite with the fewest templates."""
-    have = [head.effect.n_clusters] if head and head.effect else sorted(c.n_clusters for c in findings.drift.cells)[:1]
-    spots = [percent(blind_spot(clusters, findings.rules.alpha)) for clusters in have]
-    return [
-        f"Blind spot: a failure confined to {spot} of the templates or fewer could be entirely unsampled."
-        for spot in spots
-    ]
+    alpha = findings.rules.alpha
+    if head and head.effect and head.blind_spot is not None:
+        return unsampled(head.blind_spot, alpha, head.effect.n_clusters)
+    have = min((c.n_clusters for c in findings.drift.cells), default=0)
+    return unsampled(blind_spot(have, alpha), alpha, have)
 
 
-def _is_other_side(d: Decision, head: Decision) -> bool:
+def is_other_side(d: Decision, head: Decision) -> bool:
     """Whether a decision is the same cell against the reference served another way."""
     same = (d.arm, d.policy, d.suite, d.context_tokens) == (head.arm, head.policy, head.suite, head.context_tokens)
     return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
@@ -216,15 +309,16 @@ def _scope(findings: Findings) -> str:
         return "Claim: about these checkpoints (artifact). Recipe claim not supported: it needs 3 paired seeds."
     return (
         f"Claim: about these checkpoints, averaged over paired seeds (artifact). For the recipe, with seed variance "
-        f"added, the verdict is {findings.verdict.recipe.value}.{_recipe_level(findings)}"
+        f"added, the verdict is {findings.verdict.recipe.value}."
     )
 
 
-def _recipe_level(findings: Findings) -> str:
+def _recipe_level(findings: Findings) -> list[str]:
     """How far a recipe's claim from few seeds may be trusted, as simulated."""
-    if len(findings.comparison.seeds) >= SEEDS_ADVISED or findings.calibration is None:
-        return ""
-    return (
-        f" With fewer than {SEEDS_ADVISED} seeds its 95 % interval raises a false alarm in up to "
+    few = len(findings.comparison.seeds) < SEEDS_ADVISED and findings.verdict.recipe is not None
+    if not few or findings.calibration is None:
+        return []
+    return [
+        f"With fewer than {SEEDS_ADVISED} seeds the 95 % interval of a recipe raises a false alarm in up to "
         f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; {SEEDS_ADVISED} seeds keep 5 %."
-    )
+    ]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from reports.analysis.safe import sentence
-from reports.gate.verdict import Status
 from reports.page import detail_tables as tables
+from reports.page import summaries
 from reports.page.detail_tables import cells_table, errors_table, panel_notes
 from reports.page.findings import Findings
 from reports.page.page import Section
-from reports.page.words import error_rates
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
-CLEARED_SHOWN = 3  # sentences of the banner; the table has all
+CLEARED_SHOWN = 3  # sentences; the table has all
 
 
 def dose_sections(findings: Findings) -> list[Section]:
@@ -32,6 +31,7 @@ def dose_sections(findings: Findings) -> list[Section]:
             )
             if findings.analysis.safe
             else (),
+            finding=summaries.safe(findings) if findings.analysis.safe else "",
         ),
         Section(
             "dose",
@@ -46,6 +46,7 @@ def dose_sections(findings: Findings) -> list[Section]:
             )
             if findings.analysis.doses
             else (),
+            finding=summaries.dose(findings),
         ),
     ]
 
@@ -66,7 +67,7 @@ def loss_sections(findings: Findings) -> list[Section]:
             )
             if findings.analysis.churn
             else (),
-            folded=True,
+            finding=summaries.churn(findings),
         ),
         Section(
             "concentration",
@@ -75,7 +76,7 @@ def loss_sections(findings: Findings) -> list[Section]:
             figures=("concentration",) if findings.analysis.concentration else (),
             tables=(tables.concentration_table(findings), tables.losing_items(findings)),
             notes=tables.concentration_notes(findings),
-            folded=True,
+            finding=summaries.concentration(findings),
         ),
     ]
 
@@ -91,7 +92,7 @@ def seed_section(findings: Findings) -> Section:
         figures=("seeds",) if training and findings.analysis.seeds else (),
         tables=(tables.seed_spread(findings),) if training else (),
         notes=("Recipe claim not supported: it takes 3 paired seeds.",) if training and few else (),
-        folded=True,
+        finding=summaries.seeds(findings) if training else "",
     )
 
 
@@ -108,7 +109,7 @@ def displacement_section(findings: Findings) -> Section:
         notes=((note if floors else "No A/A floor was measured: there is nothing to hold these numbers against."),)
         if findings.displacement
         else (),
-        folded=True,
+        finding=summaries.displacement(findings),
     )
 
 
@@ -124,28 +125,21 @@ def judge_section(findings: Findings) -> Section | None:
         "What people said of answers that the judge told apart, and the drift that their labels give.",
         tables=(cells_table(findings), errors_table(findings)),
         notes=(*panel_notes(findings), f"With human labels in these cells the verdict is {same}."),
+        finding=f"With human labels the verdict is {same}.",
     )
 
 
-def banner_lines(findings: Findings) -> list[str]:
-    """What of all this belongs under the verdict: cleared budgets, and analyses that would say something else."""
-    lines = []
-    cleared: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
+def cleared(findings: Findings) -> list[str]:
+    """The budgets that arms of the gated families were cleared to, in a sentence for those that are alike."""
+    found: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
     for s in findings.analysis.safe:
         if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(findings):
-            cleared.setdefault((s.arm, s.family), []).append(sentence(s))
+            found.setdefault((s.arm, s.family), []).append(sentence(s))
     alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
-    for (arm, family), found in cleared.items():
-        alike.setdefault((family, "; ".join(found)), []).append(arm)
-    for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
-        lines.append(f"Safe budget of {', '.join(arms)} @ {family}: {text}.")
-    flips = [f"{m.method} ({m.status})" for m in findings.analysis.methods if m.flips]
-    if flips:
-        of = ", of the judge's labels," if findings.verdict.judged else ""
-        lines.append(f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands.")
-    if findings.calibration and findings.verdict.status is not Status.INVALID:
-        lines.append(error_rates(findings.calibration, findings.rules.alpha, findings.rules.margins.values()))
-    return lines
+    for (arm, family), said in found.items():
+        alike.setdefault((family, "; ".join(said)), []).append(arm)
+    shown = list(alike.items())[:CLEARED_SHOWN]
+    return [f"Safe budget of {', '.join(arms)} @ {family}: {text}." for (family, text), arms in shown]
 
 
 def _gated_families(findings: Findings) -> set[str]:
@@ -156,9 +150,7 @@ def _gated_families(findings: Findings) -> set[str]:
 
 def method_sections(findings: Findings) -> list[Section]:
     """Other ways to analyse the same cells, and the contrasts outside the gate."""
-    flips = [m.method for m in findings.analysis.methods if m.flips]
-    note = f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
-    notes = (note + " The verdict stays the pre-declared one; the t interval passes too easily.",)
+    notes = (summaries.methods(findings) + " It stays the pre-declared one; the t interval passes too easily.",)
     return [
         Section(
             "reach",
@@ -167,7 +159,7 @@ def method_sections(findings: Findings) -> list[Section]:
             "the margin, a cell that is open was likely to stay open.",
             tables=(tables.reach(findings),),
             notes=("For the size of a next run: kvaudit plan.",) if findings.analysis.reach else (),
-            folded=True,
+            finding=summaries.reach(findings),
         ),
         Section(
             "methods",
@@ -175,6 +167,6 @@ def method_sections(findings: Findings) -> list[Section]:
             "Would another analysis of the same cells have said something else?",
             tables=(tables.methods(findings), tables.sensitivity_table(findings)),
             notes=notes if findings.analysis.methods else (),
-            folded=not flips,
+            finding=summaries.methods(findings),
         ),
     ]

@@ -11,12 +11,16 @@ from reports.page.tables import Table
 
 @dataclass(frozen=True)
 class Banner:
-    """The top of a page. ``alarm`` must be seen before anything else; it is empty where all is as declared."""
+    """The top of a page, to be read by whoever signs it.
+
+    ``alarm`` must be seen before anything else; it is empty where all is as declared. ``asides`` are what to do, what
+    is deployed, what the claim is about, and whatever is not as it should be.
+    """
 
     title: str
     status: Status
     sentence: str
-    number: str  # of the cell that decides; empty without one
+    number: str  # of the cell that decides, with its interval and margin; empty without one
     about: str
     asides: tuple[str, ...]
     alarm: str = ""
@@ -24,7 +28,10 @@ class Banner:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, one sentence for a stranger, then figures, tables and notes. ``folded`` starts closed on screen."""
+    """A heading, one sentence for a stranger, then figures, tables and notes.
+
+    It stands on the ``first`` page, under the banner, or is folded: then ``finding`` says in a line what it found.
+    """
 
     anchor: str
     title: str
@@ -33,7 +40,8 @@ class Section:
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     examples: bool = False
-    folded: bool = False
+    first: bool = False
+    finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,5 +50,5 @@ class Page:
 
     findings: Findings
     banner: Banner
-    sections: tuple[Section, ...]
+    sections: tuple[Section, ...]  # those of the first page first
     remarks: tuple[str, ...] = ()  # that must stand wherever the verdict does

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from audit.core.text import inline
 from reports.gate.rules import AFTER_RUN
-from reports.gate.verdict import Status
-from reports.page import beside, detail_tables, tables
-from reports.page.about import about, asides, late, remarks
+from reports.page import beside, detail_tables, summaries, tables
+from reports.page.about import about, asides, cautions, late, number, remarks, sentence
 from reports.page.findings import Findings
 from reports.page.page import Banner, Page, Section
-from reports.page.words import drift
-
-SENTENCES = {
-    Status.PASS: "Non-inferior within the declared margin in every gated cell.",
-    Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
-    Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
-    Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
-    Status.INCONCLUSIVE: "The data cannot tell: some gated cell is neither within its margin nor shown to be worse.",
-    Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
-}
 
 
 def page_of(findings: Findings) -> Page:
-    """The page of a run: every section that has something to say."""
+    """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
     parts = [
         *_verdict_sections(findings),
         *_detail_sections(findings),
@@ -40,10 +29,10 @@ def banner(findings: Findings) -> Banner:
     return Banner(
         title=f"KV-cache compression audit: {inline(findings.drift.run)}",
         status=verdict.status,
-        sentence=SENTENCES[verdict.status],
-        number=drift(head.effect) if head and head.effect else "",
+        sentence=sentence(verdict),
+        number=number(head) if head and head.effect else "",
         about=about(findings, head) if head else "",
-        asides=(*asides(findings, head), *map(inline, beside.banner_lines(findings))),
+        asides=tuple(asides(findings, head)),
         alarm=inline(late(findings.rules)),
     )
 
@@ -53,41 +42,56 @@ def _verdict_sections(findings: Findings) -> list[Section]:
     fixed = "the rules fixed before the numbers were seen."
     if findings.rules.declared == AFTER_RUN:
         fixed = "rules that were declared after the run, when its numbers could be known."
-    drift_of = "drift between serving policies" if serving else "drift of each arm from the reference"
+    drift_of = "drift from policy none" if serving else "drift of each arm from the reference"
+    alone = {d.estimand for d in findings.verdict.decisions if d.gated}
+    alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
+    decisions = findings.verdict.decisions
+    said = cautions(findings, findings.verdict.head)
     return [
         Section(
             "decided",
             "What is decided",
-            "One line per arm: its verdict, the verdict of each suite, and the cell that decides it.",
+            "One line per arm: its verdict, the verdict of each suite, the cell that decides it"
+            + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
+            figures=("forest",),
             tables=(tables.decided_table(findings),),
             notes=(
-                "PASS: non-inferior within the margin. PASS*: the same, with a detectable drop. FAIL: regression "
-                "detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no valid "
-                "comparison.",
+                "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
+                "regression detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no "
+                "valid comparison.",
             ),
+            first=True,
         ),
         Section(
-            "compared",
-            "What was compared",
-            f"The two sides of every difference in this report, and {fixed}",
-            tables=(tables.compared(findings),),
-            folded=True,
+            "limits",
+            "Limits",
+            "What the number cannot say, even when it is unflattering.",
+            notes=(*said, *map(inline, beside.cleared(findings)), *tables.limits(findings)),
+            finding=said[0],
         ),
         Section(
             "gate",
             "Gate",
-            f"Each row is a {drift_of}: below zero is worse, and PASS needs the lower bound above minus the margin.",
-            figures=("forest",),
-            tables=(tables.gate_table(findings, findings.verdict.decisions, gated=True),),
+            f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the margin.",
+            tables=(tables.gate_table(findings, decisions, gated=True),),
             notes=tables.gate_notes(findings),
+            finding=summaries.statuses([d for d in decisions if d.gated], "gated cells"),
         ),
         Section(
             "beside",
             "Beside the gate",
             "The same cells against the reference served the other way: compressed like the candidate, or not at all, "
             "which is what a user of the compressed candidate notices. Not part of the verdict.",
-            tables=(tables.gate_table(findings, findings.verdict.decisions, gated=False),),
-            folded=True,
+            tables=(tables.gate_table(findings, decisions, gated=False),),
+            notes=tables.beside_notes(findings),
+            finding=summaries.statuses([d for d in decisions if not d.gated], "cells beside the verdict"),
+        ),
+        Section(
+            "compared",
+            "What was compared",
+            f"The two sides of every difference in this report, and {fixed}",
+            tables=(tables.compared(findings),),
+            finding=summaries.compared(findings),
         ),
     ]
 
@@ -100,6 +104,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
             "Capability beside safety",
             "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
             figures=("quadrant",) if _both_kinds(findings) else (),
+            finding=summaries.parity(findings),
         ),
         Section(
             "heatmap",
@@ -111,6 +116,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
                 "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
                 "the same rule, not adjusted.",
             ),
+            finding=summaries.estimand(findings, "E4" if serving else "E1"),
         ),
         Section(
             "interaction",
@@ -119,13 +125,14 @@ def _detail_sections(findings: Findings) -> list[Section]:
             "reference's own: below zero, training made the model more fragile to compression.",
             tables=(tables.estimand(findings, "E5", gated_only=True),),
             notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
+            finding=summaries.estimand(findings, "E5", gated_only=True),
         ),
         Section(
             "sensitivity",
             "Serving sensitivity",
             "Each checkpoint served under a policy minus itself uncompressed.",
             tables=(tables.estimand(findings, "E4"),) if not serving else (),
-            folded=True,
+            finding=summaries.estimand(findings, "E4"),
         ),
         *beside.dose_sections(findings),
         *beside.loss_sections(findings),
@@ -150,7 +157,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "How often each cell did the desired thing; degenerate answers (empty, looping, truncated) and unscored "
             "ones count as 0.",
             tables=(tables.outcomes(findings),),
-            folded=True,
+            finding=summaries.outcomes(findings),
         ),
         Section(
             "training",
@@ -165,6 +172,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             )
             if findings.curves
             else (),
+            finding=summaries.training(findings),
         ),
         Section(
             "cache",
@@ -172,6 +180,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
             figures=("cache",),
             tables=(detail_tables.cache(findings),),
+            finding=summaries.cache(findings),
         ),
     ]
 
@@ -184,25 +193,20 @@ def _closing_sections(findings: Findings) -> list[Section]:
             "Items the reference got right and the candidate lost; model output is shown as it was, control characters "
             "made visible.",
             examples=bool(findings.examples),
-            folded=True,
-        ),
-        Section(
-            "limits",
-            "Limits",
-            "What this report cannot tell.",
-            notes=tables.limits(findings),
+            finding=f"{len(findings.examples)} answers in full.",
         ),
         Section(
             "problems",
             "Problems in the files",
             "Lines and files that were kept out.",
             notes=tuple(inline(problem) for problem in findings.problems[:50]),
+            finding=f"{len(findings.problems)} lines or files were kept out.",
         ),
         Section(
             "reproduce",
             "Reproducibility",
             "Hashes, versions and policies as they were recorded.",
             tables=tables.reproducibility(findings),
-            folded=True,
+            finding=f"{len(findings.provenance)} facts recorded with the run.",
         ),
     ]

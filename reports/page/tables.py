@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.text import clip, inline
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
-from reports.gate.seeds import SEED
 from reports.gate.verdict import Decision, Status
 from reports.page.findings import Findings
-from reports.page.words import drift, error_rates, note, percent, points, pvalue, worst_seed
-from reports.stats.rule import blind_spot, clusters_required
+from reports.page.words import drift, error_rates, note, percent, points, pvalue, rates
+from reports.stats.rule import clusters_required
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words."""
+    """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words.
+
+    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to.
+    """
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...] = field(default=())
     words: int = 1
+    footnotes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -36,24 +39,65 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int =
     return Table(tuple(headers), clean, words)
 
 
+def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """A table whose last column, long texts that repeat, becomes numbers of footnotes."""
+    found = [list(row) for row in rows]
+    texts = list(dict.fromkeys(row[-1] for row in found if row[-1]))
+    short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in found]
+    return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
+
+
 def decided_table(findings: Findings) -> Table:
-    """Arm, verdicts by suite and the deciding cell."""
+    """Arm, verdicts by suite, the deciding cell, and the worst that a user of the compressed candidate meets."""
     suites = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
     recipe = ["with seed variance"] if any(arm.recipe for arm in findings.verdict.arms) else []
+    found = [d for d in deployed(findings) if d.estimand == "E2"]
+    served = [DEPLOYED + ("" if any(d.gated for d in found) else ", not gated")] if found else []
     rows = []
     for arm in findings.verdict.arms:
         row = [arm.arm, arm.status.value, *([arm.recipe.value if arm.recipe else "-"] if recipe else [])]
         row += [arm.suites[suite].value if suite in arm.suites else "-" for suite in suites]
-        rows.append([*row, _deciding(findings, arm.arm)])
-    return table_of(["arm", "verdict", *recipe, *suites, "deciding cell"], rows, words=3 + len(suites) + len(recipe))
+        rows.append([*row, _deciding(findings, arm.arm), *([_deployed(findings, arm.arm)] if served else [])])
+    headers = ["arm", "verdict", *recipe, *suites, "deciding cell", *served]
+    return table_of(headers, rows, words=len(headers))
+
+
+DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed reference, whether that is gated or not
+
+
+def deployed(findings: Findings, arm: str | None = None) -> list[Decision]:
+    """What a user of a candidate meets: its cells against the uncompressed reference, the worst first; E4 decides them.
+
+    None where only serving policies are compared, or nothing compressed was: every cell is one then.
+    """
+    found = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
+    if not any(d.estimand == "E2" and d.policy != DENSE_POLICY for d in found):
+        return []
+    return sorted((d for d in found if d.estimand == "E2" or _uncompressed(d)), key=_room)
+
+
+def _uncompressed(d: Decision) -> bool:
+    return d.estimand == "E1" and d.policy == DENSE_POLICY
+
+
+def _deployed(findings: Findings, arm: str) -> str:
+    found = deployed(findings, arm)
+    if not found:
+        return "-"
+    return f"{_numbered(findings, found[0])} {found[0].status.value}"
+
+
+def _numbered(findings: Findings, d: Decision) -> str:
+    """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
+    where = f"{named(findings, d)} @ {findings.comparison.labels.get(d.policy, d.policy)}"
+    return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
 def _deciding(findings: Findings, arm: str) -> str:
     rank = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.PASS_NOTED, Status.PASS)
     own = [d for d in findings.verdict.decisions if d.gated and d.arm == arm]
     d = min(own, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
-    where = f"{d.estimand}, {named(findings, d)} @ {findings.comparison.labels.get(d.policy, d.policy)}"
-    return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
+    return _numbered(findings, d) + (", as deployed" if d.estimand == "E2" and d.policy != DENSE_POLICY else "")
 
 
 def _room(d: Decision) -> float:
@@ -99,46 +143,42 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
-    """One row per decision."""
+    """One row per decision; columns that would say the same of every row are left out."""
     shown = [d for d in decisions if d.gated is gated]
-    recipe = any(d.recipe for d in shown)
-    headers = ["candidate", "against", "suite", "verdict", *(["with seed variance"] if recipe else [])]
-    headers += ["rates", "drift, 95 % interval", "one-sided bounds, margin"]
-    headers += ["lost / gained", "deff", f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
-    return table_of(headers, [_gate_row(findings, d, recipe=recipe) for d in shown], words=4 + recipe)
+    sides = len({d.estimand == "E2" for d in shown}) > 1
+    recipe, seeds = any(d.recipe for d in shown), any(d.worst_seed for d in shown)
+    headers = ["candidate", *(["against"] if sides else []), "suite", "verdict"]
+    headers += [*(["with seed variance"] if recipe else []), "rates", "drift, 95 % interval"]
+    headers += ["one-sided bounds, margin", *(["worst seed, pp"] if seeds else []), "lost / gained"]
+    headers += [f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
+    rows = [_gate_row(findings, d, sides=sides, recipe=recipe, seeds=seeds) for d in shown]
+    return footnoted(headers, rows, words=3 + sides + recipe)
 
 
-def _gate_row(findings: Findings, d: Decision, *, recipe: bool) -> list[str]:
+def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, seeds: bool) -> list[str]:
     suite = (
         named(findings, d) if len(findings.comparison.contexts) == 1 else f"{named(findings, d)}, {d.context_tokens}"
     )
     labels = findings.comparison.labels
     found = f"{d.status.value}, waived" if d.waiver else d.status.value
-    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", against(findings, d), suite, found]
+    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(findings, d)] if sides else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
-    row.append(f"{100 * d.rates.reference:.1f} to {percent(d.rates.candidate)}" if d.rates else "-")
+    worst = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
+    both, change, bounds, moved = numbers(d)
+    why = "; ".join(text for text in (note(d), d.statement) if text)
+    return [*row, both, change, bounds, *([worst] if seeds else []), moved, adjusted(d), why]
+
+
+def numbers(d: Decision) -> list[str]:
+    """Rates, drift, the bounds that decide with the margin they are held to, and the items behind them."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
-        return [*row, "-", margin, "-", "-", "-", "; ".join(f"{r.code}: {r.text}" for r in d.reasons)]
+        return [rates(d), "-", margin, "-"]
     e = d.effect
-    return [
-        *row,
-        drift(e),
-        f"[{points(e.lower)}, {points(e.upper)}] {margin}",
-        f"{e.losses:.3g}/{e.gains:.3g}",
-        f"{e.deff:.2f}",
-        _adjusted(d),
-        "; ".join(text for text in (note(d), d.statement, _seed(d)) if text),
-    ]
+    return [rates(d), drift(e), f"[{points(e.lower)}, {points(e.upper)}] {margin}", f"{e.losses:.3g}/{e.gains:.3g}"]
 
 
-def _seed(d: Decision) -> str:
-    """The worst training seed by itself, which the average hides, and that it decides where it does."""
-    decides = [f"{r.code}: {r.text}" for r in d.reasons if r.code == SEED]
-    return "; ".join([*decides, *([f"worst seed {worst_seed(d.worst_seed)}"] if d.worst_seed else [])])
-
-
-def _adjusted(d: Decision) -> str:
+def adjusted(d: Decision) -> str:
     """The p-value of a cell; at the smallest that its patterns can reach it says no more than that."""
     if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
         return f"<= {d.pvalue_floor:.1g}"
@@ -167,15 +207,36 @@ def gate_notes(findings: Findings) -> tuple[str, ...]:
         f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
         for suite, margin in findings.rules.margins.items()
     )
-    have = sorted({c.n_clusters for c in findings.drift.cells})
-    spots = "; ".join(f"{n} templates: {percent(blind_spot(n, findings.rules.alpha))}" for n in have)
+    gated = sum(d.gated for d in findings.verdict.decisions)
+    seeds = any(d.worst_seed for d in findings.verdict.decisions)
     return (
-        f"Templates needed before a cell can pass: {inline(need)}. Blind spot (largest share of templates that could "
-        f"be broken and entirely unsampled): {spots}.",
-        "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. "
-        "Lost/gained: summed score that moved, in items. deff: how much templates shrink the "
-        "effective sample (below 1 where samples or seeds are averaged). p: one-sided for a drop, adjusted over the "
-        "gated cells; max-T flips the sign of a whole template in all cells at once.",
+        f"Templates needed before a cell can pass: {inline(need)}.",
+        f"p: one-sided for a drop, adjusted over the {gated} gated cells; max-T flips the sign of a whole template in "
+        "all cells at once.",
+        *(
+            ["Worst seed: the one that lost most by itself, which an average hides; its name in brackets."]
+            if seeds
+            else []
+        ),
+        *HOW_TO_READ,
+    )
+
+
+HOW_TO_READ = (
+    "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. Lost / "
+    "gained: summed score that moved, in items, averaged over samples and seeds.",
+    "Where a reference of less than three margins lost something, the loss is also given as a share of its rate.",
+)
+
+
+def beside_notes(findings: Findings) -> tuple[str, ...]:
+    """Whose family the p-values beside the gate belong to."""
+    shown = sum(not d.gated for d in findings.verdict.decisions)
+    if not shown:
+        return ()
+    return (
+        f"p: adjusted over the {shown} cells of this table, a family of its own: not over the gated cells, and not "
+        "with them.",
     )
 
 
@@ -226,22 +287,15 @@ def outcomes(findings: Findings) -> Table:
 
 def limits(findings: Findings) -> tuple[str, ...]:
     """What must be said even when it is unflattering."""
-    open_cells = [
-        d for d in findings.verdict.decisions if d.gated and d.status in (Status.INCONCLUSIVE, Status.INVALID)
-    ]
     lines = [
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
-        "Items are sampled templates: a failure outside them is not seen (blind spot above).",
         _graders(findings),
         f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval outside the gate is "
         "unadjusted and exploratory.",
     ]
-    if open_cells:
-        total = sum(d.gated for d in findings.verdict.decisions)
-        lines.insert(0, f"{len(open_cells)} of {total} gated cells are undecided or invalid.")
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
-    return tuple([*lines, *_calibration(findings)])
+    return tuple(lines)
 
 
 def _graders(findings: Findings) -> str:
@@ -250,15 +304,15 @@ def _graders(findings: Findings) -> str:
     return "Grading is by program; answers a person would grade otherwise are not corrected here."
 
 
-def _calibration(findings: Findings) -> list[str]:
-    """How often the gate and its intervals are wrong, from the calibration that ships with the package."""
+def calibrated(findings: Findings) -> list[str]:
+    """How often the gate and its intervals are wrong, from the calibration that ships; nothing of what is INVALID."""
     c = findings.calibration
-    if c is None:
+    if c is None or findings.verdict.status is Status.INVALID:
         return []
     return [
-        f"Simulated at {c.scale} scale ({c.simulations:,} runs): "
-        f"{error_rates(c, findings.rules.alpha, findings.rules.margins.values())} Two-sided false alarms at 5 %: at "
-        f"most {percent(c.type_one_max)}; coverage of 95 % intervals: at least {percent(c.coverage_min)}."
+        f"{error_rates(c, findings.rules.alpha, findings.rules.margins.values())} Simulated at {c.scale} scale "
+        f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
+        f"intervals: at least {percent(c.coverage_min)}."
     ]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import log, log1p
 
 from reports.calibration.stamp import Stamp
 from reports.drift.results import SeedDrift
-from reports.gate.verdict import AT_FLOOR, NO_CLUSTERS, Decision, Status
+from reports.gate.family import PARITY
+from reports.gate.verdict import AT_FLOOR, FLOOR, NO_CLUSTERS, Decision, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect
 from reports.stats.rule import clusters_required
@@ -125,13 +127,48 @@ MORE_UNLIKELY = "more data unlikely to pass"
 
 
 def note(d: Decision) -> str:
-    """Why a cell is open, and what would decide it; empty for any other."""
+    """Why a cell did not pass, and what would decide an open one; empty for one that did."""
+    why = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
     if d.status is not Status.INCONCLUSIVE or d.effect is None:
-        return ""
-    codes = ", ".join(reason.code for reason in d.reasons)
+        return why
     if d.reasons[0].code == NO_CLUSTERS:
-        return f"{codes}: name what items share"
-    return f"{codes}: {AT_FLOOR if d.at_floor else _advice(d, d.effect.n_clusters)}"
+        return f"{why}; name what items share"
+    return f"{FLOOR}: {AT_FLOOR}" if d.at_floor else f"{why}; {_advice(d, d.effect.n_clusters)}"
+
+
+NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a share of what it had
+
+
+def rates(d: Decision) -> str:
+    """14.4 to 10.0 % (-31 % of it): the rates of both sides, and the relative loss where there was little to lose."""
+    if d.rates is None:
+        return "-"
+    old, new = d.rates.reference, d.rates.candidate
+    return f"{100 * old:.1f} to {percent(new)}" + (f" ({100 * (new / old - 1):.0f} % of it)" if is_relative(d) else "")
+
+
+def is_relative(d: Decision) -> bool:
+    """Whether a loss looks small because there was little to lose."""
+    if d.rates is None or d.margin is None:
+        return False
+    return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
+
+
+def unsampled(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
+    """The blind spot with its level, and what the templates count as where their sizes differ."""
+    even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
+    size = "" if even > clusters - 0.5 else f" ({clusters} {units} of uneven size count as {even:.0f})"
+    return (
+        f"Blind spot: a failure confined to {percent(spot)} of the {units} goes unsampled with probability "
+        f"{100 * alpha:g} %, a smaller one more often{size}."
+    )
+
+
+def beyond(d: Decision) -> bool:
+    """Whether a failing drop is shown to be larger than the margin; of parity a gain may be the failing side."""
+    assert d.effect is not None
+    margin = d.margin or 0.0
+    return d.effect.upper < -margin or (d.estimand == PARITY and d.effect.lower > margin)
 
 
 def _advice(d: Decision, have: int) -> str:

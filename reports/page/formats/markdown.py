@@ -41,12 +41,16 @@ def escape(text: str) -> str:
 
 def _section(section: Section, findings: Findings) -> Iterator[str]:
     yield f"## {escape(section.title)}"
+    if section.finding:
+        yield f"**{escape(section.finding)}**"
     yield escape(section.explain)
     if section.figures:
         yield "(The figure is in report.html.)"
     for table in section.tables:
         if table:
             yield _table(table)
+        if table.footnotes:
+            yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
     if section.examples:
