@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError, SpecError
 from reports.compare.files import Sides, compare, two_judges
-from reports.compare.page import comparison_banner, pages
+from reports.compare.page import comparison_cautions, pages
 from reports.gate.verdict import Status
 from reports.records.load import load_run
 from reports.records.readers.base import Request, read_log
@@ -111,7 +111,7 @@ def test_too_few_templates_cannot_pass(tmp_path):
     )
     assert done.verdict.status is Status.INCONCLUSIVE
     assert codes(done) == {"CLUSTERS"}
-    assert any("Blind spot: a failure confined to 13.9 %" in line for line in comparison_banner(done).asides)
+    assert any("Blind spot: a failure confined to 13.9 %" in line for line in comparison_cautions(done))
 
 
 def test_a_wider_margin_needs_fewer_templates(tmp_path):
@@ -575,9 +575,10 @@ def test_an_invalid_comparison_prints_its_blind_spot_and_no_calibration(tmp_path
     a, b = rows_of([1] * 300), rows_of(["nan"] * 9 + [1] * 291)
     done = compare(sides(table(tmp_path / "a.csv", a), table(tmp_path / "b.csv", b)), "score")
     assert done.verdict.status is Status.INVALID
-    asides = comparison_banner(done).asides
-    assert "Blind spot: a failure confined to 4.9 % of the templates or fewer could be entirely unsampled." in asides
-    assert not any("falsely" in line for line in asides)
+    assert comparison_cautions(done) == [
+        "Blind spot: a failure confined to 4.9 % of the templates goes unsampled with probability 5 %, a smaller one "
+        "more often."
+    ]
 
 
 def test_a_judge_who_labels_all_alike_has_no_kappa(tmp_path):

@@ -24,10 +24,11 @@ from reports.gate.verdict import Status
 from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
 from reports.labels.sheet import text_hash
 from reports.labels.stored import CellLabels, Labels, render_labels
+from reports.page.about import SENTENCES
 from reports.page.figures import heatmap, quadrant
 from reports.page.figures.canvas import style
 from reports.page.formats import formats, markdown
-from reports.page.story import SENTENCES, banner, page_of
+from reports.page.story import banner, page_of
 from reports.page.words import drift, error_rates, points, pvalue
 from reports.records.load import load_run
 from reports.run import decided, with_details, write_report
@@ -302,11 +303,11 @@ def test_human_labels_of_other_records_are_refused(tmp_path):
         write_report(run)
 
 
-def test_the_calibration_stands_in_the_banner_the_limits_and_json(written):
+def test_the_calibration_stands_in_the_limits_and_json(written):
     text = (written[0] / "report" / "report.md").read_text()
     body = json.loads((written[0] / "report" / "drift.json").read_text())
     sentence = error_rates(stamp(), body["rules"]["alpha"], body["rules"]["margins"].values())
-    assert text.count(markdown.escape(sentence)) == 2
+    assert text.count(markdown.escape(sentence)) == 1
     assert body["calibration"]["false_pass_mean"] == stamp().false_pass_mean
 
 
@@ -417,13 +418,32 @@ def test_no_report_of_any_kind_says_no_drift(written, doses):
             assert "no drift" not in " ".join(path.read_text().lower().split())
 
 
-def test_long_sections_start_closed_and_the_verdict_does_not(doses):
+def test_the_first_page_is_the_verdict_one_figure_and_one_table(doses):
     page = (doses[0] / "report" / "report.html").read_text()
-    order = re.findall(r'<section id="(\w+)">\s*(<details>)?', page)
-    folded = {name for name, closed in order if closed}
-    assert {"churn", "concentration", "seeds", "methods", "outcomes"} <= folded
-    assert not {"decided", "gate", "safe", "limits"} & folded
-    assert [name for name, _ in order][:3] == ["decided", "compared", "gate"]
+    first = page[: page.index("<details>")]
+    assert re.findall(r'<section id="(\w+)"', first) == ["decided", "limits"]  # limits is the first that is folded
+    assert (first.count("<figure"), first.count("<table")) == (1, 1)
+    assert "<h2>" not in re.sub(r"<section.*?</section>", "", page, flags=re.DOTALL), "all else stands in a section"
+
+
+def test_every_other_section_is_folded_and_says_what_it_found(doses):
+    text = (doses[0] / "report" / "report.html").read_text()
+    folded = re.findall(r'<section id="(\w+)">\s*<details><summary><h2>[^<]+</h2> <span class="finding">([^<]*)<', text)
+    assert [name for name, finding in folded if not finding.endswith(".")] == []
+    assert {"gate", "limits", "churn", "seeds", "methods", "outcomes", "safe"} <= {name for name, _ in folded}
+    assert len(folded) + 1 == text.count("<section")
+
+
+def test_paper_and_screen_fold_alike(written):
+    text = (written[0] / "report" / "report.html").read_text()
+    assert "break-before: page" in text
+    assert "details-content" not in text
+
+
+def test_a_wide_table_stays_inside_its_own_box(written):
+    text = (written[0] / "report" / "report.html").read_text()
+    assert text.count("<table>") == text.count('<div class="wide"><table>')
+    assert ".wide { overflow-x: auto;" in text
 
 
 def two_lengths(folder):

@@ -9,6 +9,7 @@ from reports_synthetic import Design, build, policy, records_of, redecided, reru
 from audit.core.records import Outcome
 from reports.gate.decide import decide, decide_cell
 from reports.gate.verdict import EXIT_CODES, Status, worst
+from reports.page.about import cautions
 from reports.page.story import banner
 from reports.page.tables import gate_table
 from reports.page.words import note
@@ -314,7 +315,7 @@ def test_more_than_one_percent_unscored_is_invalid_and_says_how_far_apart_the_ce
 
 def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
     for report in (unscored(tmp_path / "a", 0.02), unscored(tmp_path / "b", 0.0)):
-        lines = banner(report).asides
+        lines = cautions(report, report.verdict.head)
         assert sum("Blind spot: a failure confined to 3.0 % of the templates" in line for line in lines) == 1
 
 

@@ -211,6 +211,8 @@ def gate_notes(findings: Findings) -> tuple[str, ...]:
     seeds = any(d.worst_seed for d in findings.verdict.decisions)
     return (
         f"Templates needed before a cell can pass: {inline(need)}.",
+        "Beyond the margin: the cell's own one-sided upper bound lies below minus the margin. Size open: it does not, "
+        "and the drop may be smaller or larger than the margin.",
         f"p: one-sided for a drop, adjusted over the {gated} gated cells; max-T flips the sign of a whole template in "
         "all cells at once.",
         *(

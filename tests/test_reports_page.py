@@ -1,0 +1,134 @@
+"""The words of a page: what a verdict says of its size, what is deployed, whose family a p-value is of."""
+
+from dataclasses import replace
+
+import pytest
+from reports_synthetic import Design, build, policy
+
+from reports.drift.results import Rates
+from reports.gate.verdict import Status
+from reports.page.about import about, asides, cautions, sentence, to_do
+from reports.page.story import page_of
+from reports.page.tables import beside_notes, decided_table, footnoted, gate_notes, gate_table
+from reports.page.words import note, rates, unsampled
+from reports.records.load import load_run
+from reports.run import decided
+
+SNAP = policy("snapkv", 96)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """naive loses 30 pp, and compression takes 40 pp from every arm; only E1 is gated."""
+    design = Design(
+        arms=("dense", "naive", "smd"),
+        seeds=(1,),
+        policies=("none", SNAP),
+        suites=("refusal",),
+        items=320,
+        clusters=80,
+        seed_sd=0.0,
+        drops={("naive", "refusal"): 0.3},
+        serving={SNAP: 0.4},
+        estimands=("E1",),
+    )
+    return decided(load_run(build(tmp_path_factory.mktemp("page") / "run", design)))
+
+
+def changed(found, **numbers):
+    """The same findings with these numbers in every effect."""
+    decisions = tuple(replace(d, effect=replace(d.effect, **numbers)) for d in found.verdict.decisions)
+    return replace(found, verdict=replace(found.verdict, decisions=decisions))
+
+
+def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
+    counts = {
+        -0.0501: "2 of 4 gated cells. Shown to be beyond the margin: 2; worse, its size open: 0.",
+        -0.0499: "2 of 4 gated cells. Shown to be beyond the margin: 0; worse, its size open: 2.",
+    }
+    for upper, said in counts.items():
+        assert sentence(changed(found, upper=upper).verdict).endswith(said)
+
+
+def test_a_failing_cell_says_the_same_in_its_note(found):
+    [text] = {note(d) for d in found.verdict.decisions if d.gated and d.status is Status.FAIL}
+    assert text.startswith("MARGIN: regression detected")
+
+
+def test_the_headline_is_the_most_extreme_of_its_family(found):
+    assert "It is the most extreme of 4 gated cells:" in about(found, found.verdict.head)
+    alone = replace(found.verdict, decisions=(found.verdict.head,), headline=0)
+    assert about(replace(found, verdict=alone), alone.head).endswith("It is the only gated cell.")
+
+
+def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
+    table = decided_table(found)
+    assert table.headers[-1] == "worst as deployed, not gated"
+    worst = min((d for d in found.verdict.decisions if d.estimand == "E2"), key=lambda d: d.effect.lower)
+    assert (worst.gated, worst.effect.estimate < -0.5) == (False, True)
+    [row] = [row for row in table.rows if row[0] == worst.arm]
+    assert row[-1].startswith(f"refusal @ snapkv 96: {100 * worst.effect.estimate:.1f} pp [")
+    assert row[-1].endswith("FAIL")
+    [line] = [
+        line for line in asides(found, found.verdict.head) if line.startswith("As deployed, the worst of 4 cells")
+    ]
+    assert "naive @ snapkv 96 against uncompressed dense" in line
+    assert line.endswith("By the same rule FAIL, but it is not gated.")
+
+
+def test_a_gated_deployed_contrast_is_not_called_ungated(found):
+    every = tuple(replace(d, gated=True) for d in found.verdict.decisions)
+    gated = replace(found, verdict=replace(found.verdict, decisions=every))
+    assert decided_table(gated).headers[-1] == "worst as deployed"
+    assert any(line.endswith("It is gated: FAIL.") for line in asides(gated, found.verdict.head))
+
+
+def test_what_to_do_names_every_arm_by_its_verdict(found):
+    assert to_do(found) == "What to do: hold back naive (FAIL); this gate does not hold back smd (PASS)."
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "said"),
+    [
+        (0.144, 0.100, "14.4 to 10.0 % (-31 % of it)"),
+        (0.144, 0.238, "14.4 to 23.8 %"),  # a gain is none of it lost
+        (0.160, 0.100, "16.0 to 10.0 %"),  # more than three margins
+        (0.0, 0.0, "0.0 to 0.0 %"),
+    ],
+)
+def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
+    d = replace(found.verdict.head, rates=Rates(reference, candidate, reference), margin=0.05)
+    assert rates(d) == said
+    assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
+
+
+def test_each_pvalue_names_its_own_family(found):
+    assert any("adjusted over the 4 gated cells" in line for line in gate_notes(found))
+    [line] = beside_notes(found)
+    assert "adjusted over the 2 cells of this table, a family of its own" in line
+    shown = {section.anchor: section.notes for section in page_of(found).sections}
+    assert shown["beside"] == (line,)
+
+
+def test_the_blind_spot_has_a_level_and_counts_uneven_templates_as_fewer():
+    assert unsampled(1 - 0.05 ** (1 / 72), 0.05, 72) == (
+        "Blind spot: a failure confined to 4.1 % of the templates goes unsampled with probability 5 %, a smaller one "
+        "more often."
+    )
+    assert unsampled(1 - 0.05 ** (1 / 51), 0.05, 72).endswith("(72 templates of uneven size count as 51).")
+
+
+def test_the_limits_are_folded_under_their_blind_spot(found):
+    [limits] = [section for section in page_of(found).sections if section.anchor == "limits"]
+    assert limits.finding == limits.notes[0] == cautions(found, found.verdict.head)[0]
+
+
+def test_notes_that_repeat_are_one_footnote():
+    table = footnoted(["a", "note"], [["1", "late"], ["2", ""], ["3", "late"], ["4", "early"]])
+    assert [row[-1] for row in table.rows] == ["1", "", "1", "2"]
+    assert table.footnotes == ("late", "early")
+
+
+def test_no_design_effect_stands_beside_the_gate(found):
+    """It would be the averaging over seeds and samples, not the templates: those are in the concentration table."""
+    assert not any("deff" in header for header in gate_table(found, found.verdict.decisions, gated=True).headers)
