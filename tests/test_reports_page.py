@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from reports.drift.results import Rates
+from reports.drift.results import Rates, Reason
+from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
 from reports.page.about import about, asides, cautions, sentence, to_do
 from reports.page.story import page_of
@@ -132,3 +133,13 @@ def test_notes_that_repeat_are_one_footnote():
 def test_no_design_effect_stands_beside_the_gate(found):
     """It would be the averaging over seeds and samples, not the templates: those are in the concentration table."""
     assert not any("deff" in header for header in gate_table(found, found.verdict.decisions, gated=True).headers)
+
+
+def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
+    one = tuple(
+        replace(d, reasons=(Reason(SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
+        for d in found.verdict.decisions
+    )
+    assert sentence(replace(found.verdict, decisions=one)).endswith(
+        "Shown to be beyond the margin: 1; worse, its size open: 0; by a seed that fails alone: 1."
+    )

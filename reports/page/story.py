@@ -72,7 +72,8 @@ def _verdict_sections(findings: Findings) -> list[Section]:
         Section(
             "gate",
             "Gate",
-            f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the margin.",
+            f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the "
+            "margin.",
             tables=(tables.gate_table(findings, decisions, gated=True),),
             notes=tables.gate_notes(findings),
             finding=summaries.statuses([d for d in decisions if d.gated], "gated cells"),
