@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from audit.core.errors import DataError
 from reports.analysis.curves import curves
 from reports.analysis.displacement import load_displacement
 from reports.analysis.examples import largest_losses
+from reports.calibration.design import RunDesign
 from reports.calibration.stamp import stamp
 from reports.drift.drift import drift_of
 from reports.drift.results import Drift
 from reports.drift.selectivity import SELECTIVITY, with_selectivity
 from reports.gate.decide import decide
+from reports.gate.family import gated_cells
 from reports.gate.rules import Asked, Rules, declared
 from reports.gate.waivers import waivers_for
 from reports.labels.relabelled import with_labels
@@ -51,6 +55,28 @@ def decided(data: RunData, asked: Asked | None = None) -> Findings:
         problems=tuple(problem_lines(data)),
         provenance=dict(data.provenance),
     )
+
+
+def designs(data: RunData, asked: Asked | None = None) -> list[RunDesign]:
+    """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
+    drift, rules = measured(data, asked or Asked())
+    gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
+    return [
+        RunDesign(
+            suite=suite,
+            context_tokens=context,
+            counts=tuple(int(n) for n in own[0].sums[0].counts),
+            draws=panel.samples * max(1, len(own[0].seeds)),
+            reference=float(np.mean([c.rates.reference for c in own if c.rates])),
+            discordance=float(np.mean([c.churn for c in own if c.churn is not None])),
+            graded=panel.graded,
+            margin=rules.margins[suite],
+            alpha=rules.alpha,
+        )
+        for (suite, context), panel in data.panels.items()
+        if suite in rules.margins
+        and (own := [c for c in gated if (c.suite, c.context_tokens) == (suite, context) and c.rates and c.sums])
+    ]
 
 
 def with_details(data: RunData, found: Findings) -> Findings:

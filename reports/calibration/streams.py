@@ -30,6 +30,12 @@ def blocks(
         yield Block(rng, min(_BLOCK, simulations - first), SIZES[sizes](rng, clusters, items))
 
 
+def fixed_blocks(name: str, *, seed: int, simulations: int, counts: npt.NDArray[np.int64]) -> Iterator[Block]:
+    """The blocks of a case whose clusters have these sizes [C]."""
+    for number, first in enumerate(range(0, simulations, _BLOCK)):
+        yield Block(generator(seed, name, number), min(_BLOCK, simulations - first), counts)
+
+
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
     """The generator of block ``number`` of the case ``name``: the seed and two counters, nothing else."""
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, zlib.crc32(name.encode()), number])))

@@ -68,7 +68,7 @@ def error_rates(stamp: Stamp, alpha: float, margins: Iterable[float]) -> str:
     """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
     others = sorted({margin for margin in margins if not _same(margin, stamp.margin)})
     lines = [_foreign(stamp, alpha, others), _release(stamp) if _same(alpha, stamp.release_level) else _level(stamp)]
-    return " ".join(line for line in (*lines, _worse(stamp, alpha)) if line)
+    return " ".join(line for line in (*lines, _worse(stamp)) if line)
 
 
 def _foreign(stamp: Stamp, alpha: float, margins: list[float]) -> str:
@@ -81,32 +81,24 @@ def _foreign(stamp: Stamp, alpha: float, margins: list[float]) -> str:
     return f"The gate was not simulated {' or '.join(parts)}." if parts else ""
 
 
-def _setting(stamp: Stamp, level: float) -> str:
-    return f"level {level:g}, a margin of {_points(stamp.margin)} and a reference at {_whole(stamp.reference_rate)}"
-
-
 def _level(stamp: Stamp) -> str:
-    return (
-        f"At {_setting(stamp, stamp.level)}, the gate falsely passes {percent(stamp.false_pass_mean)} of "
-        f"{stamp.false_pass_simulations:,} simulated audits whose drift is exactly the margin (at most "
-        f"{percent(stamp.false_pass_max)} in any of {stamp.false_pass_designs} designs)."
-    )
+    return _held(stamp.level, stamp.false_pass_max, stamp.false_pass_designs)
 
 
 def _release(stamp: Stamp) -> str:
+    return _held(stamp.release_level, stamp.release_max, stamp.release_designs)
+
+
+def _held(level: float, most: float, designs: int) -> str:
     return (
-        f"At {_setting(stamp, stamp.release_level)}, the gate's interval falsely clears a drift of exactly the "
-        f"margin in at most {percent(stamp.release_max)} of the simulated audits of any of {stamp.release_designs} "
-        "designs."
+        f"At level {level:g} the gate passes at most {percent(most)} of simulated audits that lost exactly the margin, "
+        f"in any of {designs:,} designs: over all items or by whole templates, one sample or several."
     )
 
 
-def _worse(stamp: Stamp, alpha: float) -> str:
-    release = _same(alpha, stamp.release_level)
-    broken = stamp.broken_templates_release_max if release else stamp.broken_templates_max
+def _worse(stamp: Stamp) -> str:
     return (
-        f"Worse: up to {percent(broken)} where 5 % of templates break altogether (uneven templates or several "
-        f"samples), and up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}) with a reference at "
+        f"Worse, up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}), with a reference at "
         f"{_whole(stamp.beyond_rate)} and a margin of {_points(stamp.beyond_margin)}."
     )
 
