@@ -29,7 +29,15 @@ def adjudicate(
     read: Annotated[
         Path | None, typer.Option(help="A labelled sheet to read back, with its key beside it.", show_default=False)
     ] = None,
-    concordant: Annotated[int, typer.Option(min=1, help="Random pairs of a cell that the judge calls equal.")] = 100,
+    concordant: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Random pairs of a cell that the judge calls equal, in turn over its templates: two of each, and 100, "
+            "unless told; a PASS takes one of each.",
+            show_default=False,
+        ),
+    ] = None,
     select: Annotated[
         list[str] | None,
         typer.Option(help="Only these gated cells: suite=, arm=, policy=, estimand=, context=.", show_default=False),
@@ -43,11 +51,11 @@ def adjudicate(
         _write(run, out, tuple(select or ()), concordant=concordant, seed=seed)
 
 
-def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed: int) -> None:
+def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
     from reports.gate.rules import Asked
     from reports.labels.blind import key_of
-    from reports.labels.pairs import paired_answers
+    from reports.labels.pairs import paired_answers, templates_to_see, usual
     from reports.labels.sheet import key_path, render_key, render_sheet
     from reports.records.load import load_run
     from reports.run import measured
@@ -60,7 +68,8 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed
     data = load_run(run)
     drift, rules = measured(data, Asked())
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
-    key, shown = key_of(data, found, seed=seed, concordant=concordant)
+    wanted, needed = concordant or usual(found), templates_to_see(found)
+    key, shown = key_of(data, found, seed=seed, concordant=wanted)
     write_output(key_path(out), render_key(key))
     write_output(out, render_sheet(shown))
     console = wide_console()
@@ -69,6 +78,11 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int, seed
     say(
         console, f"sheet: {out}: {len(shown)} answers of {total} pairs ({apart} discordant) in {len(found)} gated cells"
     )
+    if wanted < needed:
+        say(
+            console,
+            f"too few for a PASS: {wanted} concordant pairs of {needed} templates; --concordant {needed} or more",
+        )
     say(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
     say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
     say(console, f"kvaudit adjudicate {run} --read {out}")

@@ -13,9 +13,9 @@ import tokenize
 from importlib.resources import files
 
 SOURCES = (
+    "adjudication.py",
     "clustered.py",
     "effect.py",
-    "judges.py",
     "mover.py",
     "rule.py",
     "seeds.py",

@@ -60,7 +60,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """Item differences of one suite summed inside their clusters: what a sign-flip over many cells needs.
+    """Differences of one suite summed inside their clusters: what sign-flips over many cells and the template rule need.
 
     A contrast of several suites has one for each, with the weight of its mean; clusters of one name are the same.
     """
@@ -69,7 +69,7 @@ class ClusterSums:
     weight: float
     clusters: tuple[str, ...]
     sums: npt.NDArray[np.float64]  # [C]
-    counts: npt.NDArray[np.float64]  # [C] items
+    counts: npt.NDArray[np.float64]  # [C] items, or pairs of answers that people labelled
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,15 @@ class People:
     """What human labels of a cell's answers say of the judge.
 
     ``discordant`` pairs are those that the judge tells apart, all of them labelled; ``concordant`` how many of the
-    others were drawn and labelled. ``bias`` is the largest drift that the judge's gap between the arms makes by itself
+    others were drawn and labelled. ``templates`` hold others, and nobody looked at one of ``unseen``. ``bias`` is the largest drift that the judge's gap between the arms makes by itself
     (None without labels of a kind), ``bias_upper`` its upper limit.
     """
 
     pairs: int
     discordant: int
     concordant: int
+    templates: int
+    unseen: int
     reference: JudgeError
     candidate: JudgeError
     bias: float | None
@@ -107,10 +109,10 @@ class People:
 class Contrast:
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
-    ``effect`` is about the checkpoints at hand, averaged over paired seeds; ``recipe`` (three seeds or more) adds the
-    seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted against and for the candidate.
-    ``seed_noise`` is the variance that one seed's estimate has from its items alone, ``by_seed`` every seed by itself
-    where several are averaged (not of E5).
+    ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
+    (three seeds or more) adds the seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted
+    against and for the candidate. ``seed_noise`` is the variance that one seed's estimate has from its items alone,
+    ``by_seed`` every seed by itself where several are averaged (not of E5).
     """
 
     estimand: str  # E1 | E2 | E4 | E5 | selectivity

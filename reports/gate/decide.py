@@ -1,8 +1,8 @@
 """The decision: PASS, FAIL, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
 
 A cell is decided by the rule of its test and the floor of its reference. Where people found that the judge may err
-differently in the two arms (JUDGE_DIFF), its labels alone pass nothing. Where no cluster is named (NOCLUSTERS), nothing
-passes unless items were declared independent.
+differently in the two arms (JUDGE_DIFF), its labels alone pass nothing; nor do theirs before they looked at every
+template (LABELS). Where no cluster is named (NOCLUSTERS), nothing passes unless items were declared independent.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from reports.gate.verdict import (
     EXIT_CODES,
     FLOOR,
     JUDGE_DIFF,
+    LABELS,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
@@ -153,6 +154,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     if c.judged:
         alone = _by_judge(row)
         judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
+        status, reasons = _looked_everywhere(c.people, status, reasons)
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
 
@@ -169,6 +171,19 @@ def _recipe(row: Row, margin: float, pvalue: float) -> Status | None:
 def at_floor(effect: Effect, rates: Rates | None, margin: float) -> bool:
     """Whether the reference has too little to lose for a cell to say anything by holding still; a shown gain does."""
     return rates is not None and rates.reference_lower <= margin and effect.lower <= 0
+
+
+def _looked_everywhere(
+    people: People | None, status: Status, reasons: tuple[Reason, ...]
+) -> tuple[Status, tuple[Reason, ...]]:
+    """No PASS before people saw a pair of every template: a judge that is blind to one shows no difference there."""
+    if people is None or not people.unseen or status not in PASSED:
+        return status, reasons
+    text = (
+        f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
+        f"{people.unseen} more, one of each (kvaudit adjudicate --concordant {people.templates} or more)"
+    )
+    return Status.INCONCLUSIVE, (Reason(LABELS, text), *reasons)
 
 
 def _agreed(recipe: Status, status: Status) -> Status:

@@ -31,7 +31,7 @@ EXIT_CODES = {
     Status.INVALID: 5,
 }
 PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
-JUDGE_DIFF = "JUDGE_DIFF"
+JUDGE_DIFF, LABELS = "JUDGE_DIFF", "LABELS"
 NO_CLUSTERS = "NOCLUSTERS"
 FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from audit.core.errors import DataError
@@ -13,10 +14,10 @@ from reports.records.load import RunData
 
 
 def key_of(
-    data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int
+    data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, Shown]]:
     """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
-    picks = [chosen(pairs, concordant, seed) for pairs in found]
+    picks = [chosen(pairs, concordant, seed, spread=spread) for pairs in found]
     texts = texts_of(data, list(zip(found, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
@@ -59,7 +60,8 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
     """Raise DataError where a sheet's key is not what the records give with its seed and number of pairs."""
     known = {cell_name(pairs.contrast): pairs for pairs in answers}
     found = [_gated(known, cell) for cell in key.cells]
-    if key_of(data, found, seed=key.seed, concordant=key.concordant)[0] != key:
+    wanted = key_of(data, found, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
+    if replace(wanted, format=key.format) != key:
         raise DataError(
             f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
             "or texts were changed; put the first one back, or write another sheet"
@@ -78,7 +80,15 @@ def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) ->
     """The labels by the text they are of, and those that the run already has of other cells."""
     cells = [
         CellLabels(
-            c.estimand, c.arm, c.policy, c.suite, c.context_tokens, key.seed, key.concordant, _of_texts(c, key, labels)
+            c.estimand,
+            c.arm,
+            c.policy,
+            c.suite,
+            c.context_tokens,
+            key.seed,
+            key.concordant,
+            _of_texts(c, key, labels),
+            key.spread,
         )
         for c in key.cells
     ]

@@ -1,5 +1,7 @@
 """Which answers a person should look at: every pair of a gated cell that the judge tells apart, and F of the others.
 
+The others are drawn in turn over the templates, because a judge may be blind to whole ones.
+
 A pair is one sample of one item, answered by the candidate and by the reference of a cell (E1, E2 and E4; the other
 estimands are made of these). An answer that several pairs share is looked at once.
 """
@@ -26,9 +28,11 @@ from reports.labels.sheet import Shown, shown_answer
 from reports.labels.stored import LabelKey
 from reports.records.load import RunData
 from reports.records.panel import CellKey
+from reports.stats.adjudication import round_robin
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
 _SELECTORS = ("estimand", "arm", "policy", "suite", "context")
+FEWEST_CONCORDANT = 100  # unless told: fewer say little of a judge's error rates
 DESIRED = 0.5  # a score from here on is the judge's label 1
 DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
 _MATCH = ["item_id", "sample_index"]
@@ -125,13 +129,29 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     )
 
 
-def chosen(pairs: PairedAnswers, concordant: int, seed: int) -> Indices:
-    """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order."""
-    alike = np.flatnonzero(~pairs.discordant)
+def chosen(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
+    """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order.
+
+    Labels of before the others were spread over the templates are of a simple random sample.
+    """
     name = " ".join(map(str, cell_name(pairs.contrast)))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    drawn = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
+    if spread:
+        drawn = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
+    else:
+        alike = np.flatnonzero(~pairs.discordant)
+        drawn = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
     return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
+
+
+def templates_to_see(found: Sequence[PairedAnswers]) -> int:
+    """Most templates of a cell that hold concordant pairs: with fewer of these labelled it cannot pass."""
+    return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in found)
+
+
+def usual(found: Sequence[PairedAnswers]) -> int:
+    """How many concordant pairs of each cell to label: two of a template, where the interval stops costing power."""
+    return max(FEWEST_CONCORDANT, 2 * templates_to_see(found))
 
 
 def digest(records: pd.DataFrame) -> str:

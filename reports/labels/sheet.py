@@ -25,7 +25,8 @@ from audit.core.records import Message, Role
 from audit.core.text import clip, visible
 from audit.core.yaml_file import one_line
 
-KEY_FORMAT = 1
+KEY_FORMAT = 2
+_SIMPLE = 1  # keys of before the pairs were spread over templates
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Key:
     cells: tuple[KeyCell, ...]
     format: int = KEY_FORMAT
 
+    @property
+    def spread(self) -> bool:
+        """Whether the concordant pairs were drawn in turn over the templates."""
+        return self.format != _SIMPLE
+
 
 def key_path(sheet: Path) -> Path:
     """Where the key of a sheet lies."""
@@ -88,7 +94,7 @@ def read_key(sheet: Path) -> Key:
 
 
 def _key(value: Any) -> Key:
-    if value["format"] != KEY_FORMAT:
+    if value["format"] not in (_SIMPLE, KEY_FORMAT):
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:

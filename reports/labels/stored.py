@@ -16,7 +16,8 @@ from typing import Any
 from audit.core.errors import DataError
 from audit.core.yaml_file import one_line
 
-LABELS_FORMAT = 2
+LABELS_FORMAT = 3
+_SIMPLE = 2  # labels of before the pairs were spread over templates
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
 LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
@@ -24,7 +25,10 @@ LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, conte
 
 @dataclass(frozen=True)
 class CellLabels:
-    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw."""
+    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
+
+    ``spread`` says whether these were drawn in turn over the templates, or all at once as before.
+    """
 
     estimand: str
     arm: str
@@ -34,6 +38,7 @@ class CellLabels:
     seed: int
     concordant: int
     labels: Mapping[str, int]
+    spread: bool = True
 
     @property
     def name(self) -> LabelKey:
@@ -70,16 +75,17 @@ def load_labels(run: Path) -> Labels | None:
 
 
 def _parsed(value: Any) -> Labels:
-    if value["format"] != LABELS_FORMAT:
+    if value["format"] not in (_SIMPLE, LABELS_FORMAT):
         raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
     if _digest(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")
-    cells = tuple(_cell(cell) for cell in value["cells"])
+    simple = {"spread": False} if value["format"] == _SIMPLE else {}
+    cells = tuple(_cell({**cell, **simple}) for cell in value["cells"])
     if not cells or len({cell.name for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
     _check(Labels, {**body, "cells": cells})
-    return Labels(**{**body, "cells": cells})
+    return Labels(**{**body, "cells": cells, "format": LABELS_FORMAT})
 
 
 def _cell(value: Any) -> CellLabels:
@@ -92,10 +98,10 @@ def _cell(value: Any) -> CellLabels:
 
 
 def _check(kind: Any, value: Mapping[str, Any]) -> None:
-    """Raise TypeError for a text or a count of another type than the dataclass says."""
+    """Raise TypeError for a text, a count or a truth value of another type than the dataclass says."""
     for name, wanted in kind.__annotations__.items():
         found = value[name]
-        if wanted in ("str", "int") and (isinstance(found, bool) or type(found).__name__ != wanted):
+        if wanted in ("str", "int", "bool") and type(found).__name__ != wanted:
             raise TypeError(f"{name} is {str(found)[:40]!r}")
 
 

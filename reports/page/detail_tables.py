@@ -163,9 +163,10 @@ def panel_notes(findings: Findings) -> tuple[str, ...]:
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     return (
         f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "
-        "tells apart, and a random sample of the others. The corrected interval adds both parts by MOVER.",
+        "tells apart, and others in turn over the templates. The corrected interval adds both parts by MOVER.",
         "Sensitivity: share of answers that people call desired and the judge too; specificity: of those that people "
-        "call undesired. From a random sample of pairs; intervals are Clopper-Pearson.",
+        "call undesired. Rates of all pairs: a label counts for those it stands for. Intervals are Clopper-Pearson, of "
+        "as many labels as would be worth the same if all counted alike; that number stands behind them.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
         *([f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."] if held else []),
@@ -175,7 +176,7 @@ def panel_notes(findings: Findings) -> tuple[str, ...]:
 def _rate(rate: Proportion) -> str:
     if rate.estimate is None:
         return "no label"
-    return f"{percent(rate.estimate)} [{100 * rate.low:.1f}, {100 * rate.high:.1f}] of {rate.trials}"
+    return f"{percent(rate.estimate)} [{100 * rate.low:.1f}, {100 * rate.high:.1f}] of {rate.trials:.0f}"
 
 
 MOST_ROWS = 20

@@ -25,8 +25,8 @@ class Proportion:
     estimate: float | None
     low: float
     high: float
-    successes: int
-    trials: int
+    successes: float  # whole numbers, or weighted ones (Korn & Graubard 1998, Survey Methodology 24:193)
+    trials: float
     level: float
     method: str = "Clopper-Pearson"
     source: str = "Clopper & Pearson 1934"
@@ -39,7 +39,7 @@ class ExactBounds(NamedTuple):
     high: Array
 
 
-def clopper_pearson(successes: int, trials: int, *, level: float = LEVEL) -> Proportion:
+def clopper_pearson(successes: float, trials: float, *, level: float = LEVEL) -> Proportion:
     """Exact interval of a proportion of independent trials."""
     low, high = clopper_pearson_bounds(successes, trials, level=level)
     return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
@@ -52,6 +52,6 @@ def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, l
     assert np.all((k >= 0) & (k <= n)), (successes, trials)
     tail = (1 - level) / 2
     # betaincinv wants positive shapes; the ends of the scale are set by hand
-    low = np.where(k > 0, special.betaincinv(np.maximum(k, 1), n - k + 1, tail), 0.0)
-    high = np.where(k < n, special.betaincinv(k + 1, np.maximum(n - k, 1), 1 - tail), 1.0)
+    low = np.where(k > 0, special.betaincinv(np.where(k > 0, k, 1), n - k + 1, tail), 0.0)
+    high = np.where(k < n, special.betaincinv(k + 1, np.where(k < n, n - k, 1), 1 - tail), 1.0)
     return ExactBounds(low, high)

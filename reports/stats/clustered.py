@@ -42,7 +42,7 @@ class ManyTotals(NamedTuple):
     """``Totals`` of many samples whose items stand in the same clusters."""
 
     sums: Array  # [..., C]
-    counts: Array  # [C] items
+    counts: Array  # [C] items, or [..., C] where they differ
     residuals: Array  # [..., C]
     mean: Array  # [...]
     losses: Array  # [...]

@@ -1,27 +1,23 @@
-"""The judge held against people: agreement, what its mistakes can do to a drift, and the drift on the human scale.
+"""The judge held against people: agreement, error rates, and what its mistakes can do to a drift.
 
 Agreement is Cohen's kappa (Cohen 1960; large-sample variance of Fleiss, Cohen & Everitt 1969, Psychological Bulletin
 72:323). A judge that errs alike in both arms only shrinks a drift; one that errs differently moves it by up to
-rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). Human labels undo either: every pair
-the judge calls discordant is labelled, and a random sample of the others, and the drift is the sum of the first part
-over all items and N_concordant/N times the mean of the second. Their intervals, ESS-Tango and Tango, are added by
-MOVER (Zou & Donner 2008); a plain t interval on the sum passes too often, because the sample is mostly zeros.
+rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). ``adjudication`` undoes either.
+No statistic: what is said of a judge, and how far it may be off.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
 from reports.stats.binomial import Proportion, clopper_pearson
-from reports.stats.clustered import totals
-from reports.stats.effect import LEVEL, Effect, Statistic
-from reports.stats.mover import Bounds, Part, mover, mover_bounds
-from reports.stats.tango import Interval, design_effect, tango_bounds
+from reports.stats.effect import LEVEL
+from reports.stats.mover import Part, mover
+from reports.stats.tango import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +97,26 @@ class DifferentialBias:
     source: str = "Rogan & Gladen 1978; Zou & Donner 2008"
 
 
-def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, *, level: float = LEVEL) -> JudgeError:
-    """Error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts."""
+def judge_error(
+    judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, level: float = LEVEL
+) -> JudgeError:
+    """Error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
+
+    ``weights`` [n] say how many transcripts each stands for. The intervals are those of as many labels as would be
+    left if each were kept with its share of the largest weight (Korn & Graubard 1998, at a smaller effective size).
+    """
     said, true = np.asarray(judged), np.asarray(human)
-    assert said.shape == true.shape, (said.shape, true.shape)
+    share = np.ones(len(said)) if weights is None else np.asarray(weights, dtype=np.float64)
+    share = share / share.max(initial=1e-300)
+    assert said.shape == true.shape == share.shape, (said.shape, true.shape, share.shape)
     assert np.isin(said, (0, 1)).all(), "labels are 0 or 1"
     assert np.isin(true, (0, 1)).all(), "labels are 0 or 1"
-    hits, positives = int(((said == 1) & (true == 1)).sum()), int((true == 1).sum())
-    rejections, negatives = int(((said == 0) & (true == 0)).sum()), int((true == 0).sum())
-    sensitivity = clopper_pearson(hits, positives, level=level)
-    specificity = clopper_pearson(rejections, negatives, level=level)
+    sensitivity, specificity = (
+        clopper_pearson(
+            float(share[(said == kind) & (true == kind)].sum()), float(share[true == kind].sum()), level=level
+        )
+        for kind in (1, 0)
+    )
     if sensitivity.estimate is None or specificity.estimate is None:
         return JudgeError(sensitivity, specificity, None, sensitivity.low + specificity.low - 1)
     both = mover([_part(1.0, sensitivity), _part(1.0, specificity)])
@@ -153,104 +159,3 @@ def _absolute(weight: float, gap: Part) -> Part:
     """The size of a gap: at least 0, at most its farther end."""
     least = max(0.0, gap.low, -gap.high)
     return Part(weight, abs(gap.estimate), least, max(abs(gap.low), abs(gap.high)))
-
-
-Array = npt.NDArray[np.float64]
-_SUREST = 1 - 1e-12  # p-values are not followed below its complement
-
-
-class Labelled(NamedTuple):
-    """What the labels of one comparison, or of many [...], come to."""
-
-    losses: Array  # discordant pairs where the human saw a loss
-    gains: Array
-    items: Array  # N, discordant or not
-    deff: Array  # design effect of the discordant part
-    sample_losses: Array  # in the sample of concordant pairs
-    sample_gains: Array
-    sample_size: Array  # F, at least 1
-    weight: Array  # N_concordant / N
-
-
-def adjudicated(
-    discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
-) -> Effect:
-    """Drift from N pairs of which all judge-discordant and a random sample of the concordant ones are labelled.
-
-    ``discordant`` [N] says where the judge's labels differ, ``human_z`` [N] is candidate - reference in human labels
-    (-1, 0, 1; NaN where nobody looked), ``clusters`` [N]. A pair is an item, or one sample of it in its item's cluster.
-    """
-    apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
-    assert apart.shape == human.shape, (apart.shape, human.shape)
-    assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
-    sample = human[~apart & ~np.isnan(human)]
-    weight = float(np.mean(~apart))
-    assert len(sample) or weight == 0, "a random sample of the concordant pairs needs human labels"
-    t = totals(np.where(apart, human, 0.0), clusters)
-    deff = design_effect(t, floor=1.0)
-    lost, won = float((sample < 0).sum()), float((sample > 0).sum())
-    figures = (t.losses, t.gains, t.items, deff, lost, won, max(1, len(sample)), weight)
-    labelled, df = Labelled(*(np.asarray(figure, dtype=np.float64) for figure in figures)), t.clusters - 1
-    two, one = (adjudicated_bounds(labelled, df=df, confidence=c) for c in (0.5 + LEVEL / 2, 1 - alpha))
-    drop = _drop_pvalue(labelled, df)
-    return Effect(
-        estimate=float(two.estimate),
-        low=float(two.low),
-        high=float(two.high),
-        lower=float(one.low),
-        upper=float(one.high),
-        alpha=alpha,
-        pvalue=min(1.0, 2 * min(drop, 1 - drop)),
-        pvalue_drop=drop,
-        method="adjudicated, ESS-Tango and Tango by MOVER",
-        source="Zou & Donner 2008",
-        n_items=t.items,
-        n_clusters=t.clusters,
-        losses=t.losses + lost * weight * t.items / max(1, len(sample)),
-        gains=t.gains + won * weight * t.items / max(1, len(sample)),
-        deff=deff,
-        df=float(df),
-    )
-
-
-def adjudicated_bounds(labelled: Labelled, *, df: float, confidence: float) -> Bounds:
-    """Estimates [...] and their bounds, each one-sided at ``confidence``."""
-    x = labelled
-    ends = np.array([1.0, -1.0])
-    b, c, n = x.losses / x.deff, x.gains / x.deff, x.items / x.deff
-    wide = tango_bounds(b, c, n, float(special.stdtrit(df, confidence)) * ends)
-    narrow = tango_bounds(x.sample_losses, x.sample_gains, x.sample_size, float(special.ndtri(confidence)) * ends)
-    apart = (x.gains - x.losses) / x.items
-    alike = (x.sample_gains - x.sample_losses) / x.sample_size
-    low, high = (np.stack(np.broadcast_arrays(wide[end], narrow[end]), axis=-1) for end in (0, 1))
-    weights = np.stack(np.broadcast_arrays(1.0, x.weight), axis=-1)
-    return mover_bounds(weights, np.stack(np.broadcast_arrays(apart, alike), axis=-1), low, high)
-
-
-def _drop_pvalue(labelled: Labelled, df: float) -> float:
-    """The one-sided level at which the bound on the far side of 0 reaches it."""
-    from scipy import optimize  # slow to import, and reports that need none of it should not wait
-
-    estimate = float(adjudicated_bounds(labelled, df=df, confidence=0.75).estimate)
-    if estimate == 0:
-        return 0.5
-
-    def beyond(confidence: float) -> float:
-        bounds = adjudicated_bounds(labelled, df=df, confidence=confidence)
-        return float(bounds.high if estimate < 0 else -bounds.low)
-
-    least = 0.5 + 1e-9
-    if beyond(_SUREST) < 0:
-        confidence = _SUREST
-    elif beyond(least) >= 0:
-        confidence = least
-    else:
-        confidence = float(optimize.brentq(beyond, least, _SUREST, xtol=1e-13))
-    return 1 - confidence if estimate < 0 else confidence
-
-
-STATISTIC = Statistic(
-    adjudicated,
-    oracle="tests/test_stats_judge.py::test_adjudicated_drift_of_a_small_example",
-    of=lambda z, clusters: adjudicated(z != 0, z, clusters),  # people looked at every pair and agree with the judge
-)

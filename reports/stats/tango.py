@@ -177,10 +177,10 @@ def design_effects(t: ManyTotals, variance: Array, *, floor: npt.ArrayLike) -> A
 
 
 def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array, floor: npt.ArrayLike) -> Array:
-    n = counts.sum()
+    n = counts.sum(axis=-1)
     binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2
     known = binomial > 1e-15
-    assumed = 1 + (np.sum(counts**2) / n - 1) * PSEUDO_ICC
+    assumed = 1 + (np.sum(counts**2, axis=-1) / n - 1) * PSEUDO_ICC
     return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), floor), assumed)
 
 

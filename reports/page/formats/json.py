@@ -17,10 +17,10 @@ _FORMAT = 2
 def render(page: Page) -> str:
     """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
     found = page.findings
-    contrasts = tuple(replace(c, sums=(), seed_sums=()) for c in found.drift.contrasts)
+    contrasts = tuple(replace(c, sums=(), judged_sums=(), seed_sums=()) for c in found.drift.contrasts)
     body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=contrasts))}
     for row in body["contrasts"]:
-        del row["sums"], row["seed_sums"]
+        del row["sums"], row["judged_sums"], row["seed_sums"]
     beside = (found.rules, found.analysis, found.calibration, found.verdict)
     body |= dict(zip(("rules", "analysis", "calibration", "verdict"), map(_plain, beside), strict=True))
     for name in ("waivers", "curves", "examples", "displacement"):

@@ -1,0 +1,224 @@
+"""The drift on the human scale: what people say of every pair the judge parts, and of a sample of the others.
+
+The sample is spread over the templates, because a judge may be blind to whole ones. A template's drift is the sum of
+its discordant pairs, and of its concordant ones at the mean of those that people looked at. The intervals of the two
+parts, both ESS-Tango, are added by MOVER (Zou & Donner 2008): one interval around the sum would know nothing of
+differences that no sampled pair happened to show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from reports.stats.clustered import ManyTotals, cr3_variance
+from reports.stats.effect import LEVEL, Effect, Statistic
+from reports.stats.mover import Bounds, mover_bounds
+from reports.stats.tango import design_effects, tango_bounds
+
+Array = npt.NDArray[np.float64]
+_SUREST = 1 - 1e-12  # p-values are not followed below its complement
+
+
+class Labelled(NamedTuple):
+    """Pairs of one comparison, or of many, counted inside their templates: every field [..., C].
+
+    People labelled every pair that the judge calls discordant, and ``looked`` of those ``alike`` to it.
+    """
+
+    pairs: Array  # [C], discordant or not
+    losses: Array  # discordant pairs where the human saw a loss
+    gains: Array
+    alike: Array
+    looked: Array
+    looked_losses: Array
+    looked_gains: Array
+
+    @property
+    def unseen(self) -> npt.NDArray[np.int64]:
+        """Templates [...] with concordant pairs of which nobody looked at one: a judge may be blind to them."""
+        return np.asarray(np.count_nonzero((self.alike > 0) & (self.looked == 0), axis=-1))
+
+    @property
+    def means(self) -> Array:
+        """Human differences of an average concordant pair [..., C]; of all that were looked at, where none was."""
+        seen = self.looked > 0
+        own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)
+        known = np.where(seen, self.alike, 0.0)
+        overall = (known * own).sum(axis=-1) / np.maximum(known.sum(axis=-1), 1)
+        return np.where(seen, own, overall[..., None])
+
+    @property
+    def totals(self) -> Array:
+        """Human differences [..., C], summed over all pairs of a template."""
+        return self.gains - self.losses + self.alike * self.means
+
+
+def round_robin(
+    rng: np.random.Generator, alike: npt.NDArray[np.bool_], clusters: npt.ArrayLike, size: int
+) -> npt.NDArray[np.bool_]:
+    """Which of the pairs ``alike`` [..., N] to label: ``size`` random ones, in turn over ``clusters`` [N].
+
+    No cluster gives its second before every other gave its first. A larger ``size`` holds the pairs of a smaller one.
+    """
+    _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    draws, ties = rng.random((2, *alike.shape))
+    order = np.lexsort((draws, ~alike, np.broadcast_to(codes, alike.shape)))
+    place = np.arange(alike.shape[-1]) - np.repeat(np.cumsum(counts) - counts, counts)
+    turn = np.empty(alike.shape)
+    np.put_along_axis(turn, order, np.broadcast_to(place, alike.shape), axis=-1)
+    first = np.argsort(np.where(alike, turn + ties, np.inf), axis=-1)[..., :size]
+    chosen = np.zeros(alike.shape, dtype=np.bool_)
+    np.put_along_axis(chosen, first, True, axis=-1)
+    return chosen & alike
+
+
+def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Labelled:
+    """The pairs [..., N] of ``clusters`` [N] counted; ``human_z`` is candidate - reference, NaN where nobody looked."""
+    apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
+    assert apart.shape == human.shape, (apart.shape, human.shape)
+    assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
+    seen = ~apart & ~np.isnan(human)
+    assert np.all(seen.any(axis=-1) | apart.all(axis=-1)), "a random sample of the concordant pairs needs human labels"
+    _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    order, starts = np.argsort(codes, kind="stable"), np.cumsum(counts) - counts
+
+    def summed(values: npt.NDArray[np.generic]) -> Array:
+        inside: Array = np.add.reduceat(values[..., order], starts, axis=-1, dtype=np.float64)
+        return inside
+
+    lost, won = np.fmax(-human, 0.0), np.fmax(human, 0.0)  # 0 where nobody looked
+    parts = (apart * lost, apart * won, ~apart, seen, seen * lost, seen * won)
+    return Labelled(counts.astype(np.float64), *(summed(part) for part in parts))
+
+
+def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
+    """How many pairs [N] each labelled one stands for: itself, or its share of those alike; 0 where nobody looked."""
+    apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
+    x = labelled_pairs(discordant, human_z, clusters)
+    _, codes = np.unique(np.asarray(clusters), return_inverse=True)
+    known = np.where(x.looked > 0, x.alike, 0.0)
+    share = known / np.maximum(x.looked, 1) * x.alike.sum() / max(known.sum(), 1.0)
+    return np.where(apart, 1.0, np.where(seen, share[codes], 0.0)).astype(np.float64)
+
+
+def adjudicated(
+    discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
+) -> Effect:
+    """Drift from N pairs of which all judge-discordant ones and a sample of the concordant ones are labelled.
+
+    ``discordant`` [N] says where the judge's labels differ, ``human_z`` [N] is candidate - reference in human labels
+    (-1, 0, 1; NaN where nobody looked), ``clusters`` [N]. A pair is an item, or one sample of it in its item's cluster.
+    """
+    x = labelled_pairs(discordant, human_z, clusters)
+    two, one = (adjudicated_bounds(x, confidence=c) for c in (0.5 + LEVEL / 2, 1 - alpha))
+    drop = _drop_pvalue(x)
+    apart, alike = _discordant_part(x), _concordant_part(x)
+    each = float(x.alike.sum() / max(alike.items, 1.0))  # pairs that a labelled one stands for
+    return Effect(
+        estimate=float(two.estimate),
+        low=float(two.low),
+        high=float(two.high),
+        lower=float(one.low),
+        upper=float(one.high),
+        alpha=alpha,
+        pvalue=min(1.0, 2 * min(drop, 1 - drop)),
+        pvalue_drop=drop,
+        method="adjudicated, ESS-Tango by MOVER",
+        source="Zou & Donner 2008",
+        n_items=int(x.pairs.sum()),
+        n_clusters=len(x.pairs),
+        losses=float(apart.losses + alike.losses * each),
+        gains=float(apart.gains + alike.gains * each),
+        deff=float(apart.deff),
+        df=float(len(x.pairs) - 1),
+    )
+
+
+class _Part(NamedTuple):
+    """Losses and gains [...] of ``items`` pairs at their design effect, and the degrees of freedom of the quantile."""
+
+    losses: Array
+    gains: Array
+    items: Array
+    deff: Array
+    df: int
+
+    @property
+    def mean(self) -> Array:
+        return (self.gains - self.losses) / np.maximum(self.items, 1)
+
+    def bounds(self, confidence: float) -> Array:
+        """Lower and upper ones [2, ...], each one-sided."""
+        if self.df < 1:  # one template says nothing of the others
+            return np.stack([np.full(self.items.shape, end) for end in (-1.0, 1.0)])
+        quantile = float(special.stdtrit(self.df, confidence))
+        losses, gains, items = (part / self.deff for part in (self.losses, self.gains, self.items))
+        return tango_bounds(losses, gains, items, np.array([quantile, -quantile]))
+
+
+def _discordant_part(x: Labelled) -> _Part:
+    """All pairs, those that the judge calls equal as no difference."""
+    return _part_of(x.losses, x.gains, x.pairs, least=1.0)
+
+
+def _concordant_part(x: Labelled) -> _Part:
+    """The labelled pairs among those alike; a template weighs what all its pairs alike do, however many were drawn."""
+    known = np.where(x.looked > 0, x.alike, 0.0)
+    drawn = x.looked.sum(axis=-1, keepdims=True)
+    sizes = known * drawn / np.maximum(known.sum(axis=-1, keepdims=True), 1)
+    each = sizes / np.maximum(x.looked, 1)
+    unequal = (sizes * each).sum(axis=-1) / np.maximum(sizes.sum(axis=-1), 1)  # Kish's design effect of the weights
+    return _part_of(each * x.looked_losses, each * x.looked_gains, sizes, least=unequal)
+
+
+def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike) -> _Part:
+    """Losses, gains and pairs inside templates [..., C], summed; the design effect is ``least`` or more."""
+    lost, won, items = losses.sum(axis=-1), gains.sum(axis=-1), sizes.sum(axis=-1)
+    clusters = int(np.count_nonzero(sizes, axis=-1).min())
+    if clusters < 2:
+        return _Part(lost, won, items, np.ones_like(items), 0)
+    sums, mean = gains - losses, (won - lost) / items
+    t = ManyTotals(sums, sizes, sums - sizes * mean[..., None], mean, lost, won)
+    deff = np.maximum(design_effects(t, cr3_variance(t.residuals, sizes), floor=1.0), least)
+    return _Part(lost, won, items, deff, clusters - 1)
+
+
+def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
+    """Estimates [...] and their bounds, each one-sided at ``confidence``."""
+    parts = (_discordant_part(x), _concordant_part(x))
+    weights = np.stack(np.broadcast_arrays(1.0, x.alike.sum(axis=-1) / x.pairs.sum()), axis=-1)
+    low, high = (np.stack(ends, axis=-1) for ends in zip(*(part.bounds(confidence) for part in parts), strict=True))
+    return mover_bounds(weights, np.stack([part.mean for part in parts], axis=-1), low, high)
+
+
+def _drop_pvalue(labelled: Labelled) -> float:
+    """The one-sided level at which the bound on the far side of 0 reaches it."""
+    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+
+    estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)
+    if estimate == 0:
+        return 0.5
+
+    def beyond(confidence: float) -> float:
+        bounds = adjudicated_bounds(labelled, confidence=confidence)
+        return float(bounds.high if estimate < 0 else -bounds.low)
+
+    least = 0.5 + 1e-9
+    if beyond(_SUREST) < 0:
+        confidence = _SUREST
+    elif beyond(least) >= 0:
+        confidence = least
+    else:
+        confidence = float(optimize.brentq(beyond, least, _SUREST, xtol=1e-13))
+    return 1 - confidence if estimate < 0 else confidence
+
+
+STATISTIC = Statistic(
+    adjudicated,
+    oracle="tests/test_stats_judge.py::test_adjudicated_drift_of_a_small_example",
+    of=lambda z, clusters: adjudicated(z != 0, z, clusters),  # people looked at every pair and agree with the judge
+)
