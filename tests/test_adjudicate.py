@@ -3,7 +3,8 @@
 import csv
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from audit.core.records import Message, Role
 from reports.gate.decide import decide, guarded
 from reports.gate.rules import Asked
 from reports.gate.verdict import Status
-from reports.labels.pairs import chosen, digest, paired_answers
-from reports.labels.relabelled import human_labels, random_sample
+from reports.labels.blind import key_of
+from reports.labels.pairs import chosen, digest, paired_answers, texts_of, usual
+from reports.labels.relabelled import human_labels, relabelled, with_labels
 from reports.labels.sheet import (
     CHARACTERS,
     Key,
@@ -69,7 +71,7 @@ def written(tmp_path_factory):
     """A run and its sheet, as the command leaves them."""
     folder = tmp_path_factory.mktemp("judge")
     run = named_items(build(folder / "run", DESIGN))
-    done = command("adjudicate", run, "--out", folder / "sheet.csv", "--concordant", 50)
+    done = command("adjudicate", run, "--out", folder / "sheet.csv", "--concordant", 60)
     assert done.exit_code == 0, done.output
     return run, folder / "sheet.csv"
 
@@ -137,7 +139,7 @@ def test_every_discordant_pair_and_as_many_others_as_asked_are_on_the_sheet(writ
     wanted = {(str(i), int(s)) for i, s, d in zip(pairs.items, pairs.seeds[0], pairs.discordant, strict=True) if d}
     assert len(pairs.items) == 180 * 2
     assert wanted <= {(pair.item, pair.candidate_seed) for pair in cell.pairs}
-    assert len(cell.pairs) == len(wanted) + 50
+    assert len(cell.pairs) == len(wanted) + 60
     shown_rows = {row["row"] for row in rows_of(written[1])}
     assert {row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)} == shown_rows
 
@@ -222,7 +224,7 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
     cell = labelled(written[0])[0]
-    assert cell.people.bias_upper > 0.025  # 50 pairs cannot show an even judge
+    assert cell.people.bias_upper > 0.025  # 60 pairs cannot show an even judge
     assert not guarded(cell.people, cell.margin)
     passed = cell._replace(judged=Status.PASS)
     assert passed.alone is Status.INCONCLUSIVE
@@ -238,10 +240,10 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
 def held(tmp_path_factory):
     """A run that passes by its judge in E1 and E2, two policies, and a sheet of one of its cells."""
     folder = tmp_path_factory.mktemp("held")
-    more = {"policies": ("none", policy("snapkv", 96)), "estimands": ("E1", "E2"), "items": 900, "clusters": 100}
+    more = {"policies": ("none", policy("snapkv", 96)), "estimands": ("E1", "E2"), "items": 500, "clusters": 100}
     design = replace(DESIGN, seeds=(11,), drops={}, seed_sd=0.0, **more)
     run = named_items(build(folder / "run", design))
-    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96")
+    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 100)
     assert command("adjudicate", run, "--out", folder / "sheet.csv", *chosen_cell).exit_code == 0
     label(folder / "sheet.csv")
     return run, folder / "sheet.csv"
@@ -385,14 +387,106 @@ def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(he
     assert not (run / "report" / LABELS_FILE).exists()
 
 
-def test_error_rates_come_from_a_simple_random_sample(written, sheet):
-    label(sheet)
+def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
+    """One concordant pair of every template is labelled; all of the candidate's answers are found desired."""
+    label(sheet, lambda row: True)
     pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
-    (h,) = human_labels(data, measured(data, Asked())[0], labels_of(data, key, read_labels(sheet, key)))
-    share = 50 / (~pairs.discordant).sum()
-    sizes = [np.isin(random_sample(h, seed), np.flatnonzero(pairs.discordant)).sum() for seed in range(300)]
-    assert np.mean(sizes) == pytest.approx(share * pairs.discordant.sum(), rel=0.1)
-    assert all(len(random_sample(h, seed)) - size == 50 for seed, size in zip(range(3), sizes[:3], strict=True))
+    drift = measured(data, Asked())[0]
+    (h,) = human_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
+    alike = {name: np.sum((pairs.clusters == name) & ~pairs.discordant) for name in set(pairs.clusters)}
+    weights = np.array([1 if d else alike[c] for c, d in zip(pairs.clusters, pairs.discordant, strict=True)])
+    seen = ~np.isnan(h.candidate)
+    assert seen.sum() == pairs.discordant.sum() + 60
+    wanted = np.average(pairs.candidate[seen], weights=weights[seen])
+    found = relabelled(data, drift, labels_of(data, key, read_labels(sheet, key)))
+    (people,) = [c.people for c in found.contrasts if c.people]
+    assert people.candidate.sensitivity.estimate == pytest.approx(wanted, abs=1e-12)
+    assert people.candidate.sensitivity.trials == pytest.approx(len(pairs.items) / max(alike.values()))
+    assert (people.templates, people.unseen) == (60, 0)
+
+
+def stored_as_before(run, concordant):
+    """Labels as they were written when all concordant pairs were drawn at once: people agree with the judge."""
+    data, pairs = load_run(run), pairs_of(run)
+    indices = chosen(pairs, concordant, 0, spread=False)
+    labels = {text_hash(row): int(row.answer == GOOD) for row in texts_of(data, [(pairs, indices)]).values()}
+    cell = CellLabels("E1", "naive", "none", "refusal", 192, 0, concordant, labels)
+    body = asdict(Labels(digest(data.records), "dense", (cell,), format=2))
+    del body["cells"][0]["spread"]
+    text = json.dumps(body, sort_keys=True, ensure_ascii=True)
+    (run / "report").mkdir(exist_ok=True)
+    (run / "report" / LABELS_FILE).write_text(json.dumps(body | {"sha256": sha256(text.encode()).hexdigest()}))
+    return data, pairs
+
+
+def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed(written, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(written[0], run)
+    data, pairs = stored_as_before(run, 60)
+    drift = with_labels(data, measured(data, Asked())[0])
+    (c,) = [c for c in drift.contrasts if c.people]
+    drawn = chosen(pairs, 60, 0, spread=False)
+    missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
+    assert 10 < missed < 40
+    assert (c.people.concordant, c.people.templates, c.people.unseen) == (60, 60, missed)
+    assert c.effect.estimate == pytest.approx(c.judged.estimate, abs=1e-12)
+
+
+def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
+    run, path = tmp_path / "run", tmp_path / "old.csv"
+    shutil.copytree(written[0], run)
+    key, shown = key_of(load_run(run), [pairs_of(run)], seed=0, concordant=60, spread=False)
+    path.write_text(render_sheet(shown))
+    key_path(path).write_text(render_key(replace(key, format=1)))
+    label(path)
+    assert command("adjudicate", run, "--read", path).exit_code == 4
+    assert [cell.spread for cell in load_labels(run).cells] == [False]
+    key_path(path).write_text(render_key(replace(key, format=2)))
+    assert "is not the key of these records" in command("adjudicate", run, "--read", path).output
+
+
+def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(written, tmp_path):
+    run, path = tmp_path / "run", tmp_path / "few.csv"
+    shutil.copytree(written[0], run)
+    done = command("adjudicate", run, "--out", path, "--concordant", 59)
+    assert "too few for a PASS: 59 concordant pairs of 60 templates; --concordant 60 or more" in done.output
+    label(path, lambda row: True)
+    assert command("adjudicate", run, "--read", path).exit_code == 4
+    (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
+    assert [r.code for r in decision.reasons] == ["LABELS"]
+    assert decision.reasons[0].text == (
+        "in 1 of 60 templates nobody looked at a pair that the judge calls equal: label 1 more, one of each "
+        "(kvaudit adjudicate --concordant 60 or more)"
+    )
+    assert decision.effect.lower > -0.05
+
+
+def test_two_concordant_pairs_of_every_template_are_drawn_unless_told(written, tmp_path):
+    done = command("adjudicate", written[0], "--out", tmp_path / "s.csv")
+    assert "too few" not in done.output
+    assert read_key(tmp_path / "s.csv").concordant == 120
+    pairs = pairs_of(written[0])
+    assert usual([replace(pairs, clusters=pairs.clusters[:4].repeat(90))]) == 100
+
+
+def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_to_the_family(written, tmp_path):
+    """Nobody finds a loss: the template rule sees none, and max-T sees those of the judge."""
+    run, path = tmp_path / "run", tmp_path / "sheet.csv"
+    shutil.copytree(written[0], run)
+    shutil.copy(written[1], path)
+    shutil.copy(key_path(written[1]), key_path(path))
+    data = load_run(run)
+    before = measured(data, Asked())[0]
+    label(path, lambda row: True)
+    command("adjudicate", run, "--read", path)
+    (c, judged) = next(
+        (c, judged) for c, judged in zip(with_labels(data, before).contrasts, before.contrasts, strict=True) if c.people
+    )
+    assert not c.sums[0].sums.any()
+    assert c.sums[0].counts.sum() == 360
+    assert c.by_judge.sums == judged.sums
+    assert c.by_judge.effect == judged.effect
+    assert judged.by_judge is judged
 
 
 def test_a_sheet_that_a_spreadsheet_saved_again_reads_the_same(written, sheet):

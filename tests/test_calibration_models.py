@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from reports.calibration.checks.judges import Judge
 from reports.calibration.family import Family, Seeded
-from reports.calibration.judged import Judge, concordant_sample
 from reports.calibration.probit import Probit, both_below, correlation_for
 from reports.calibration.streams import blocks, cluster_sizes, generator
 
@@ -99,17 +99,6 @@ def test_a_judge_errs_as_often_as_it_says():
     desired = np.repeat(np.float32([1, 0]), 50_000)
     said = Judge(0.95, 0.8).labels(np.random.default_rng(0), desired)
     assert (said[:50_000].mean(), said[50_000:].mean()) == pytest.approx((0.95, 0.2), abs=0.008)
-
-
-def test_the_concordant_sample_holds_no_discordant_pair_and_none_twice():
-    apart = np.random.default_rng(1).random((50, 30)) < 0.3
-    drift = np.where(apart, -1.0, np.arange(30)).astype(np.float32)  # a pair's number, or -1 where the judge parts it
-    sample = concordant_sample(np.random.default_rng(2), apart, drift, size=8)
-    assert sample.shape == (50, 8)
-    assert sample.min() >= 0
-    assert all(len(set(row)) == 8 for row in sample.tolist())
-    with pytest.raises(AssertionError, match="fewer concordant pairs"):
-        concordant_sample(np.random.default_rng(2), apart, drift, size=29)
 
 
 def test_cluster_sizes_are_uniform_on_half_to_three_halves():

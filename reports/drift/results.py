@@ -60,7 +60,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """Differences of one suite summed inside their clusters: what sign-flips over many cells and the template rule need.
+    """Differences of one suite summed inside their clusters: what sign-flips and the template rule need.
 
     A contrast of several suites has one for each, with the weight of its mean; clusters of one name are the same.
     """
@@ -90,8 +90,9 @@ class People:
     """What human labels of a cell's answers say of the judge.
 
     ``discordant`` pairs are those that the judge tells apart, all of them labelled; ``concordant`` how many of the
-    others were drawn and labelled. ``templates`` hold others, and nobody looked at one of ``unseen``. ``bias`` is the largest drift that the judge's gap between the arms makes by itself
-    (None without labels of a kind), ``bias_upper`` its upper limit.
+    others were drawn and labelled. ``templates`` hold others, and nobody looked at one in ``unseen`` of them. ``bias``
+    is the largest drift that the judge's gap between the arms makes by itself (None without labels of a kind),
+    ``bias_upper`` its upper limit.
     """
 
     pairs: int

@@ -1,8 +1,8 @@
 """The judge held against people: its error rates in both arms, what they can do to a drift, and the drift without them.
 
-Concordant pairs are drawn in turn over the templates, so a labelled one stands for its share of those in its template,
-and a discordant one for itself. Error rates weigh them so: they are rates of all pairs. Their intervals are those of the
-simple random sample that thinning by the weights would leave, and take pairs of one template for independent.
+Concordant pairs are drawn in turn over the templates: a labelled one stands for its share of those of its template, a
+discordant one for itself. Error rates weigh them so, and are rates of all pairs. Their intervals are those of the
+simple random sample that thinning by the weights would leave; pairs of one template are taken for independent.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
     apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
     assert apart.shape == human.shape, (apart.shape, human.shape)
     assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
+    assert not np.isinf(human).any(), "a human label is not finite"
     seen = ~apart & ~np.isnan(human)
     assert np.all(seen.any(axis=-1) | apart.all(axis=-1)), "a random sample of the concordant pairs needs human labels"
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)

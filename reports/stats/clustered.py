@@ -78,8 +78,8 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 
 
 def cr3_variance(residuals: Array, counts: Array) -> Array:
-    """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]."""
-    clusters = counts.shape[-1]
+    """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; one of size 0 is no cluster."""
+    clusters = np.count_nonzero(counts, axis=-1)
     others = counts.sum(axis=-1, keepdims=True) - counts
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
     return variance

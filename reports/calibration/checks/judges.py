@@ -1,4 +1,7 @@
-"""Human labels beside a judge that errs more in one arm, or that is blind to whole templates (row 7)."""
+"""Human labels beside a judge that errs more in one arm, or that is blind to whole templates (row 7).
+
+People label one concordant pair of each template, which a PASS takes, or more.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class JudgeCase(Case):
 
 BLIND_CLUSTERS, BLIND_ITEMS = (59, 60, 62, 66, 72, 80, 100, 120, 147), 5  # from C_min to 2.5 C_min
 EACH, BACKGROUNDS = (1, 2, 3), (0.02, 0.08)
-_ENOUGH = 72  # templates with which the default labels, two of each, are asked for power
+USUAL, ENOUGH = 2, 72  # labels of a template unless told, and templates, that are asked for power
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,9 @@ def cases(scale: Scale) -> list[Case]:
     """Every pair of judges at a drift of exactly the margin, and blind ones at the margin and without drift."""
     draws = scale.draws(_DRAWS)
     uneven = [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=draws) for judges in JUDGES]
-    grid = product((MARGIN, 0.0), BACKGROUNDS, BLIND_CLUSTERS, EACH, (True, False))
-    blind = [BlindCase(*design, simulations=draws) for design in grid]
+    at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (True, False))
+    alike = product((0.0,), BACKGROUNDS[-1:], [c for c in BLIND_CLUSTERS if c >= ENOUGH], (USUAL,), (True, False))
+    blind = [BlindCase(*design, simulations=draws) for design in (*at_margin, *alike)]
     return [*uneven, *(blind if scale.every_case else (blind[0], blind[-1]))]
 
 
@@ -136,7 +140,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     uneven = [o for o in outcomes if isinstance(o.case, JudgeCase)]
     blind = [(o, o.case) for o in outcomes if isinstance(o.case, BlindCase)]
     at_margin = [o for o, case in blind if case.broken]
-    alike = [o for o, case in blind if not case.broken and case.each > 1 and case.clusters >= _ENOUGH]
+    alike = [o for o, case in blind if not case.broken]
     return [
         at_most(
             ROW,
@@ -148,7 +152,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
         ),
         at_most(
             ROW,
-            "human labels pass with 5 % of templates broken that the judge sees as unchanged, one label or more of each",
+            "human labels pass with 5 % of templates broken that the judge sees as unchanged, C >= C_min",
             at_margin,
             "passed",
             0.06,
@@ -156,7 +160,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
         ),
         at_least(
             ROW,
-            f"human labels pass without drift, two labels or more of each of {_ENOUGH} templates or more",
+            f"human labels pass without drift, {USUAL} of each of {ENOUGH} or more templates, 8 % of answers flip",
             alike,
             "passed",
             0.8,
