@@ -461,6 +461,20 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
     assert decision.effect.lower > -0.05
 
 
+def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
+    run, sheet = copied(held, tmp_path)
+    command("adjudicate", run, "--read", sheet)
+    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 150)
+    done = command("adjudicate", run, "--out", tmp_path / "more.csv", *chosen_cell)
+    rows = rows_of(tmp_path / "more.csv")
+    given, kept = (
+        {(row["conversation"], row["answer"]): row["label"] for row in own} for own in (rows_of(sheet), rows)
+    )
+    assert f"{len(given)} answers hold the labels that this run already has" in done.output
+    assert {text: word for text, word in kept.items() if word} == given
+    assert 50 <= len(rows) - len(given) <= 100
+
+
 def test_two_concordant_pairs_of_every_template_are_drawn_unless_told(written, tmp_path):
     done = command("adjudicate", written[0], "--out", tmp_path / "s.csv")
     assert "too few" not in done.output

@@ -54,7 +54,7 @@ def adjudicate(
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
     from reports.gate.rules import Asked
-    from reports.labels.blind import key_of
+    from reports.labels.blind import key_of, known_labels
     from reports.labels.pairs import paired_answers, templates_to_see, usual
     from reports.labels.sheet import key_path, render_key, render_sheet
     from reports.records.load import load_run
@@ -71,7 +71,8 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = key_of(data, found, seed=seed, concordant=wanted)
     write_output(key_path(out), render_key(key))
-    write_output(out, render_sheet(shown))
+    known = known_labels(run, key)
+    write_output(out, render_sheet(shown, known))
     console = wide_console()
     apart = sum(int(pairs.discordant.sum()) for pairs in found)
     total = sum(len(cell.pairs) for cell in key.cells)
@@ -84,6 +85,8 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
             f"too few for a PASS: {wanted} concordant pairs of {needed} templates; --concordant {needed} or more",
         )
     say(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
+    if known:
+        say(console, f"{len(known)} answers hold the labels that this run already has")
     say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
     say(console, f"kvaudit adjudicate {run} --read {out}")
 

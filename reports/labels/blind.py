@@ -99,6 +99,13 @@ def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) ->
     return Labels(key.records, reference, (*kept, *cells))
 
 
+def known_labels(run: Path, key: Key) -> dict[str, int]:
+    """Labels of a key's rows that people gave before, on another sheet of this run."""
+    before = load_labels(run)
+    texts = {text: label for cell in before.cells for text, label in cell.labels.items()} if before else {}
+    return {row: texts[text] for row, text in key.rows.items() if text in texts}
+
+
 def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, int]:
     rows = sorted({row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)})
     return {key.rows[row]: labels[row] for row in rows}

@@ -161,13 +161,14 @@ def row_names(count: int, seed: int) -> list[str]:
     return [f"r{number + 1:05d}" for number in order]
 
 
-def render_sheet(rows: Mapping[str, Shown]) -> str:
-    """The sheet as CSV, rows by name, labels empty."""
+def render_sheet(rows: Mapping[str, Shown], labels: Mapping[str, int] | None = None) -> str:
+    """The sheet as CSV, rows by name; those without one of ``labels`` (row -> 0 or 1) are for a person to label."""
+    known = labels or {}
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
     writer.writerow(COLUMNS)
     for name in sorted(rows):
-        writer.writerow([name, *_cells(rows[name]), ""])
+        writer.writerow([name, *_cells(rows[name]), known.get(name, "")])
     return text.getvalue()
 
 
