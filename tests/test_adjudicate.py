@@ -498,9 +498,8 @@ def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_t
     )
     assert not c.sums[0].sums.any()
     assert c.sums[0].counts.sum() == 360
-    assert c.by_judge.sums == judged.sums
-    assert c.by_judge.effect == judged.effect
-    assert judged.by_judge is judged
+    assert c.judged_sums == judged.sums
+    assert c.judged == judged.effect
 
 
 def test_a_sheet_that_a_spreadsheet_saved_again_reads_the_same(written, sheet):

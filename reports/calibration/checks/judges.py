@@ -16,9 +16,11 @@ import numpy.typing as npt
 from reports.calibration.broken import BrokenTemplates
 from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
 from reports.calibration.checks.intervals import ALPHA, MARGIN
+from reports.calibration.checks.templates import ASKED, DRAWS, FURTHEST
 from reports.calibration.probit import Floats, Probit
-from reports.calibration.streams import Block, blocks
+from reports.calibration.streams import EVEN, UNEVEN, Block, blocks
 from reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
+from reports.stats.rule import clusters_required
 from reports.stats.templates import shows_margin, too_large
 
 ROW = 7
@@ -77,9 +79,10 @@ class JudgeCase(Case):
         return {"passed": passed / self.simulations}
 
 
-BLIND_CLUSTERS, BLIND_ITEMS = (59, 60, 62, 66, 72, 80, 100, 120, 147), 5  # from C_min to 2.5 C_min
+LEAST = clusters_required(MARGIN, ALPHA)
+BLIND_CLUSTERS, BLIND_ITEMS = range(LEAST, round(FURTHEST * LEAST) + 1, 4), 5
 EACH, BACKGROUNDS = (1, 2, 3), (0.02, 0.08)
-USUAL, ENOUGH = 2, 72  # labels of a template unless told, and templates, that are asked for power
+USUAL, ENOUGH = 2, (72, 100)  # labels of a template unless told, and templates, that are asked for power
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,13 @@ class BlindCase(Case):
     background: float  # share of the other answers that flip
     clusters: int
     each: int  # concordant pairs that people label, per template
-    even: bool
+    sizes: str
 
     @property
     def name(self) -> str:
         return (
             f"judge blind broken={self.broken:g} background={self.background:g} C={self.clusters} "
-            f"labels={self.each} even={self.even}"
+            f"labels={self.each} {self.sizes}"
         )
 
     def rates(self, seed: int) -> CaseRates:
@@ -107,7 +110,7 @@ class BlindCase(Case):
             simulations=self.simulations,
             clusters=self.clusters,
             items=BLIND_ITEMS,
-            even=self.even,
+            sizes=self.sizes,
         )
         for block in drawn:
             lost = np.repeat(block.rng.random((block.size, self.clusters)) < self.broken, block.counts, axis=1)
@@ -127,11 +130,10 @@ class BlindCase(Case):
 
 def cases(scale: Scale) -> list[Case]:
     """Every pair of judges at a drift of exactly the margin, and blind ones at the margin and without drift."""
-    draws = scale.draws(_DRAWS)
-    uneven = [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=draws) for judges in JUDGES]
-    at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (True, False))
-    alike = product((0.0,), BACKGROUNDS[-1:], [c for c in BLIND_CLUSTERS if c >= ENOUGH], (USUAL,), (True, False))
-    blind = [BlindCase(*design, simulations=draws) for design in (*at_margin, *alike)]
+    uneven = [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in JUDGES]
+    at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (EVEN, UNEVEN))
+    alike = product((0.0,), BACKGROUNDS[-1:], ENOUGH, (USUAL,), (EVEN, UNEVEN))
+    blind = [BlindCase(*design, simulations=scale.draws(DRAWS)) for design in (*at_margin, *alike)]
     return [*uneven, *(blind if scale.every_case else (blind[0], blind[-1]))]
 
 
@@ -155,12 +157,12 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
             "human labels pass with 5 % of templates broken that the judge sees as unchanged, C >= C_min",
             at_margin,
             "passed",
-            0.06,
+            ASKED[ALPHA],
             scale=scale,
         ),
         at_least(
             ROW,
-            f"human labels pass without drift, {USUAL} of each of {ENOUGH} or more templates, 8 % of answers flip",
+            f"human labels pass without drift, {USUAL} of each of {ENOUGH[0]} or more templates, 8 % of answers flip",
             alike,
             "passed",
             0.8,
