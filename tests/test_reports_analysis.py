@@ -19,6 +19,7 @@ from reports.analysis.safe import sentence
 from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
 from reports.analysis.sensitivity import scored as scored_only
 from reports.page.about import about
+from reports.page.detail_tables import churn_table
 from reports.run import decided
 
 SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
@@ -249,10 +250,20 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
         else r
         for r in rows
     ]
-    report = decided(data_of(flipped, spec_of(design)))
+    data = data_of(flipped, spec_of(design))
+    report = decided(data)
     [c] = [c for c in report.drift.contrasts if c.estimand == "E1"]
     assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
     assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
+    found = dataclasses.replace(report, analysis=analyse(report.drift, report.rules, report.verdict, data.panels))
+    table = churn_table(found)
+    assert table.rows[0][table.headers.index("A/A churn")] == "25.0 %"
+
+
+def test_a_column_of_reruns_that_nobody_made_is_left_out():
+    design = small(policies=("none",), clusters=8, items=16)
+    found, report = analysed(design, lambda arm, _s, _p, i: arm != "naive" or i > 1)
+    assert "A/A churn" not in churn_table(dataclasses.replace(report, analysis=found)).headers
 
 
 def test_nothing_lost_is_nowhere():

@@ -84,8 +84,23 @@ def test_a_gated_deployed_contrast_is_not_called_ungated(found):
     assert any(line.endswith("It is gated: FAIL.") for line in asides(gated, found.verdict.head))
 
 
-def test_what_to_do_names_every_arm_by_its_verdict(found):
-    assert to_do(found) == "What to do: hold back naive (FAIL); this gate does not hold back smd (PASS)."
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        (
+            {"naive": Status.FAIL, "smd": Status.PASS},
+            "hold back naive (FAIL); this gate does not hold back smd (PASS).",
+        ),
+        (
+            {"naive": Status.INCONCLUSIVE, "smd": Status.INCONCLUSIVE},
+            "do not clear naive, smd yet (INCONCLUSIVE): kvaudit plan sizes a next run.",
+        ),
+        ({"naive": Status.INVALID, "smd": Status.PASS}, "mend the records of naive (INVALID); this gate does not"),
+    ],
+)
+def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
+    decisions = tuple(replace(d, status=statuses[d.arm]) for d in found.verdict.decisions)
+    assert to_do(replace(found, verdict=replace(found.verdict, decisions=decisions))).startswith(f"What to do: {said}")
 
 
 @pytest.mark.parametrize(
@@ -143,3 +158,10 @@ def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
     assert sentence(replace(found.verdict, decisions=one)).endswith(
         "Shown to be beyond the margin: 1; worse, its size open: 0; by a seed that fails alone: 1."
     )
+
+
+def test_what_stands_beside_the_gate_is_called_by_what_it_compares(found):
+    [shown] = [section for section in page_of(found).sections if section.anchor == "beside"]
+    assert shown.finding == "2 cells as deployed: 2 FAIL."
+    assert shown.explain.startswith("The candidate compressed, the reference not:")
+    assert "against" not in shown.tables[0].headers, "it would be the same in every row"

@@ -62,8 +62,8 @@ def loss_sections(findings: Findings) -> list[Section]:
             tables=(tables.churn_table(findings),),
             notes=(
                 "Lost, gained, churn: of answers against the reference's of the same pair of seeds. A/A churn: two "
-                "answers of one checkpoint; only churn beyond it is change, and one sample has none. Any two seeds: "
-                "the same without pairing, beside two seeds of one arm.",
+                "answers of one checkpoint, where it was sampled more than once; only churn beyond it is change. Any "
+                "two seeds: the same without pairing, beside two seeds of one arm.",
             )
             if findings.analysis.churn
             else (),

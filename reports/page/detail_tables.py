@@ -236,9 +236,10 @@ def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
 
 
 def churn_table(findings: Findings) -> Table:
-    """Net drift beside what moved."""
-    headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", "A/A churn", "any two seeds"]
-    headers += ["two seeds of one arm"]
+    """Net drift beside what moved, and what moves by itself where a checkpoint answered more than once."""
+    again = any(c.rerun is not None for c in findings.analysis.churn)
+    headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", *(["A/A churn"] if again else [])]
+    headers += ["any two seeds", "two seeds of one arm"]
     rows = [
         [
             place_name(findings, c.cell),
@@ -246,7 +247,7 @@ def churn_table(findings: Findings) -> Table:
             f"{100 * c.losses:.1f}",
             f"{100 * c.gains:.1f}",
             percent(c.churn),
-            percent(c.rerun),
+            *([percent(c.rerun)] if again else []),
             percent(c.draws),
             percent(c.draws_rerun),
         ]

@@ -38,14 +38,6 @@ def banner(findings: Findings) -> Banner:
 
 
 def _verdict_sections(findings: Findings) -> list[Section]:
-    serving = findings.comparison.mode == "serving"
-    fixed = "the rules fixed before the numbers were seen."
-    if findings.rules.declared == AFTER_RUN:
-        fixed = "rules that were declared after the run, when its numbers could be known."
-    drift_of = "drift from policy none" if serving else "drift of each arm from the reference"
-    alone = {d.estimand for d in findings.verdict.decisions if d.gated}
-    alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
-    decisions = findings.verdict.decisions
     said = cautions(findings, findings.verdict.head)
     return [
         Section(
@@ -69,32 +61,62 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             notes=(*said, *map(inline, beside.cleared(findings)), *tables.limits(findings)),
             finding=said[0],
         ),
-        Section(
-            "gate",
-            "Gate",
-            f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the "
-            "margin.",
-            tables=(tables.gate_table(findings, decisions, gated=True),),
-            notes=tables.gate_notes(findings),
-            finding=summaries.statuses([d for d in decisions if d.gated], "gated cells"),
-        ),
-        Section(
-            "beside",
-            "Beside the gate",
-            "The same cells against the reference served the other way: compressed like the candidate, or not at all, "
-            "which is what a user of the compressed candidate notices. Not part of the verdict.",
-            tables=(tables.gate_table(findings, decisions, gated=False),),
-            notes=tables.beside_notes(findings),
-            finding=summaries.statuses([d for d in decisions if not d.gated], "cells beside the verdict"),
-        ),
-        Section(
-            "compared",
-            "What was compared",
-            f"The two sides of every difference in this report, and {fixed}",
-            tables=(tables.compared(findings),),
-            finding=summaries.compared(findings),
-        ),
+        _gate_section(findings),
+        _beside_section(findings),
+        _compared_section(findings),
     ]
+
+
+def _gate_section(findings: Findings) -> Section:
+    gated = [d for d in findings.verdict.decisions if d.gated]
+    serving = findings.comparison.mode == "serving"
+    drift_of = "drift from policy none" if serving else "drift of each arm from the reference"
+    alone = {d.estimand for d in gated}
+    alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
+    return Section(
+        "gate",
+        "Gate",
+        f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the margin.",
+        tables=(tables.gate_table(findings, gated, gated=True),),
+        notes=tables.gate_notes(findings),
+        finding=summaries.statuses(gated, "gated cells"),
+    )
+
+
+_OTHER_WAY = {  # by what is decided beside the verdict: the cells, and a sentence for a stranger
+    "E1": ("cells served alike", "Candidate and reference served alike: what training changed, compression apart."),
+    "E2": (
+        "cells as deployed",
+        "The candidate compressed, the reference not: what a user of the compressed candidate notices.",
+    ),
+}
+_OTHER_WAYS = ("cells beside the verdict", "The same cells against the reference served another way.")
+
+
+def _beside_section(findings: Findings) -> Section:
+    shown = [d for d in findings.verdict.decisions if not d.gated]
+    cells, explain = _OTHER_WAY.get("/".join({d.estimand for d in shown}), _OTHER_WAYS)
+    return Section(
+        "beside",
+        "Beside the gate",
+        f"{explain} Not part of the verdict.",
+        tables=(tables.gate_table(findings, shown, gated=False),),
+        notes=tables.beside_notes(findings),
+        finding=summaries.statuses(shown, cells),
+    )
+
+
+def _compared_section(findings: Findings) -> Section:
+    fixed = "the rules fixed before the numbers were seen."
+    if findings.rules.declared == AFTER_RUN:
+        fixed = "rules that were declared after the run, when its numbers could be known."
+    return Section(
+        "compared",
+        "What was compared",
+        f"The two sides of every difference in this report, and {fixed}",
+        tables=(tables.compared(findings),),
+        finding=summaries.compared(findings),
+    )
 
 
 def _detail_sections(findings: Findings) -> list[Section]:
