@@ -9,6 +9,8 @@ from reports.drift.results import Rates, Reason
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
 from reports.page.about import about, asides, cautions, sentence, to_do
+from reports.page.figures import forest
+from reports.page.figures.canvas import style
 from reports.page.story import page_of
 from reports.page.tables import beside_notes, decided_table, footnoted, gate_notes, gate_table
 from reports.page.words import note, rates, unsampled
@@ -165,3 +167,16 @@ def test_what_stands_beside_the_gate_is_called_by_what_it_compares(found):
     assert shown.finding == "2 cells as deployed: 2 FAIL."
     assert shown.explain.startswith("The candidate compressed, the reference not:")
     assert "against" not in shown.tables[0].headers, "it would be the same in every row"
+
+
+def test_cells_of_one_arm_share_one_panel_of_the_forest(found):
+    """Two files compared have one row in each suite: side by side in panels, they would not be compared by eye."""
+    suites = [replace(found.verdict.head, suite=name) for name in ("refusal", "agent", "math")]
+
+    def titles(decisions):
+        with style():
+            svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=tuple(decisions)))).svg
+        return svg.count("drift, pp (margin 5)")
+
+    assert titles(suites) == 1
+    assert titles([*suites, replace(suites[0], arm="smd")]) == 3

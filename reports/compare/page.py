@@ -135,6 +135,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             "What is decided",
             "Each row is candidate minus reference on the same items: below zero is worse, and PASS needs the lower "
             "bound above minus the margin. All rows must pass.",
+            figures=("forest",),
             tables=(comparison_table(compared),),
             notes=(f"p: one-sided for a drop, adjusted over the {gated} rows.",),
             first=True,
@@ -155,7 +156,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             "What was compared",
             f"The first file is the reference. One-sided level {compared.findings.rules.alpha:g}.",
             tables=(_files((compared.sides.reference, compared.sides.candidate)),),
-            finding=f"{len(compared.records)} scored answers of {compared.metric}.",
+            finding=f"{len(compared.records)} answers, scored by {inline(compared.metric)}.",
         ),
         Section(
             "problems",

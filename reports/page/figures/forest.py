@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from audit.core.text import inline
@@ -24,13 +25,39 @@ _ENDS = {"E2": ", end to end", "E3": ", worst policy"}
 _DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
 
+_Row = tuple[str, str, str]  # policy, arm, estimand
+_Group = tuple[str, int]  # suite, length
+
+
 def draw(findings: Findings) -> Drawing | None:
-    """One panel per suite and length; None without a single number."""
+    """One panel per suite and length, or all of them in one where each has a single row; None without a number."""
     known = [d for d in findings.verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
     if not known:
         return None
-    groups = list(dict.fromkeys((d.suite, d.context_tokens) for d in known))
-    rows = list(dict.fromkeys((d.policy, d.arm, d.estimand) for d in known))
+    groups = list(dict.fromkeys(_group(d) for d in known))
+    rows = list(dict.fromkeys(_row(d) for d in known))
+    if len(rows) == 1 and len({d.margin for d in known}) == 1:
+        figure = blank(7.5, 1.2 + 0.27 * len(groups))
+        _panel(figure.subplots(), known, [_group(d) for d in known], [_length(*group) for group in groups])
+    else:
+        figure = _panels(findings, known, groups, rows)
+    figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
+    return save(figure, "forest", "Drift of every gated cell with its 95 % interval and the margin band.")
+
+
+def _group(d: Decision) -> _Group:
+    return d.suite, d.context_tokens
+
+
+def _row(d: Decision) -> _Row:
+    return d.policy, d.arm, d.estimand
+
+
+def _length(suite: str, tokens: int) -> str:
+    return f"{suite}, {tokens} tokens" if tokens else suite
+
+
+def _panels(findings: Findings, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
     columns = min(_COLUMNS, len(groups))
     lines = -(-len(groups) // columns)
     figure = blank(2.1 + 2.7 * columns, lines * (1.1 + 0.27 * len(rows)))
@@ -38,31 +65,38 @@ def draw(findings: Findings) -> Drawing | None:
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for panel, group in zip(panels.flat, groups, strict=False):
-        _panel(panel, [d for d in known if (d.suite, d.context_tokens) == group], rows, findings)
-    figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
-    return save(figure, "forest", "Drift of every gated cell with its 95 % interval and the margin band.")
+        own = [d for d in known if _group(d) == group]
+        _panel(panel, own, [_row(d) for d in own], _names(findings, rows), rows)
+        panel.set_title(inline(_length(*group)))
+    return figure
 
 
-def _panel(panel: Axes, decisions: Sequence[Decision], rows: list[tuple[str, str, str]], findings: Findings) -> None:
+def _names(findings: Findings, rows: list[_Row]) -> list[str]:
+    labels = findings.comparison.labels
+    if findings.comparison.mode == "serving":
+        return [labels.get(policy, policy) for policy, *_ in rows]
+    return [f"{arm} @ {labels.get(policy, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
+
+
+def _panel(
+    panel: Axes, decisions: Sequence[Decision], own: Sequence[Hashable], names: list[str], rows: Sequence[Hashable] = ()
+) -> None:
+    """Decisions in the rows ``own`` of all ``rows``, in their own order where none are given."""
     margin = 100 * (decisions[0].margin or 0)
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
     panel.axvline(0, color=INK, linewidth=0.8)
-    for d in decisions:
+    places = {row: y for y, row in enumerate(rows or dict.fromkeys(own))}
+    for d, row in zip(decisions, own, strict=True):
         assert d.effect is not None
-        y = rows.index((d.policy, d.arm, d.estimand))
+        y = places[row]
         hue, marker, filled = LOOK[d.status]
         panel.plot([100 * d.effect.low, 100 * d.effect.high], [y, y], color=hue, linewidth=1.6)
         panel.plot([100 * d.effect.lower], [y], marker="|", color=hue, markersize=8)
         face = hue if filled else "none"
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
-    labels = findings.comparison.labels
-    names = [f"{arm} @ {labels.get(policy, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
-    if findings.comparison.mode == "serving":
-        names = [labels.get(policy, policy) for policy, *_ in rows]
-    panel.set_yticks(range(len(rows)), [inline(name) for name in names])
-    panel.set_ylim(len(rows) - 0.5, -0.5)
-    panel.set_title(inline(f"{decisions[0].suite}, {decisions[0].context_tokens} tokens"))
+    panel.set_yticks(range(len(names)), [inline(name) for name in names])
+    panel.set_ylim(len(names) - 0.5, -0.5)
     panel.set_xlabel(f"drift, pp (margin {margin:g})")
     quiet(panel)
 

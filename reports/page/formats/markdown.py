@@ -45,7 +45,7 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
         yield f"**{escape(section.finding)}**"
     yield escape(section.explain)
     if section.figures:
-        yield "(The figure is in report.html.)"
+        yield "(The figure stands in the HTML page.)"
     for table in section.tables:
         if table:
             yield _table(table)
