@@ -34,6 +34,7 @@ from reports.gate.verdict import (
     JUDGE_DIFF,
     LABELS,
     PRECEDENCE,
+    TEMPLATES,
     Adjustment,
     ArmVerdict,
     Decision,
@@ -45,7 +46,7 @@ from reports.gate.verdict import (
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide, effective_clusters
-from reports.stats.templates import Part, parts_show_margin, too_large
+from reports.stats.templates import Part, parts_show_margin, template_bound, too_large
 
 _STATUS = {
     Call.PASS: Status.PASS,
@@ -127,7 +128,7 @@ def _reason(call: Call, effect: Effect, margin: float, what: str) -> Reason | No
             f"one template holds more than {50 * margin:g} % of the items, so the others cannot show a {pp} margin",
         ),
         Call.TEMPLATES: Reason(
-            "TEMPLATES",
+            TEMPLATES,
             f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
             f"model with a {what} of {pp}",
         ),
@@ -250,11 +251,20 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         rates=c.rates,
         worst=c.worst,
         best=c.best,
+        template_bound=_template_bound(shown, cell.margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST_POLICY else (),
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
     )
+
+
+def _template_bound(shown: Judged, margin: float | None, alpha: float) -> float | None:
+    """What the template rule leaves open in the test's own direction; nothing where the interval leaves more."""
+    c, sign = shown.row.contrast, shown.row.sign
+    if c.effect is None or margin is None or _toward(c.effect, sign).lower <= -margin:
+        return None
+    return template_bound(templates_of(c, sign), alpha=alpha)
 
 
 def _effective(c: Contrast, effect: Effect) -> float:

@@ -33,6 +33,7 @@ EXIT_CODES = {
 PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
 JUDGE_DIFF, LABELS = "JUDGE_DIFF", "LABELS"
 NO_CLUSTERS = "NOCLUSTERS"
+TEMPLATES = "TEMPLATES"
 FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
 
 
@@ -65,6 +66,7 @@ class Decision:
     pvalue_floor: float = 0.0  # no adjusted p-value can be smaller
     worst: float | None = None  # the estimate with unscored samples counted against the candidate
     best: float | None = None
+    template_bound: float | None = None  # the lowest drift that templates leave open, where the interval is within
     worst_seed: SeedDrift | None = None  # the seed that lost most by itself, where several are averaged
     policies: tuple[str, ...] = ()
     statement: str = ""

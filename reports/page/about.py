@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from audit.core.inputs import WORKED_WITH
 from audit.core.text import inline
 from reports.drift.results import Reason
+from reports.gate.family import PARITY
 from reports.gate.rules import AFTER_RUN, DEFAULT_ESTIMANDS, WARN, Rules
 from reports.gate.seeds import SEED
-from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, Decision, Status, Verdict, worst
+from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, TEMPLATES, Decision, Status, Verdict, worst
 from reports.page.findings import Findings
 from reports.page.tables import against, calibrated, deployed, named
 from reports.page.words import beyond, drift, is_relative, percent, points, rates, short_suites, unsampled
@@ -254,7 +255,14 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
         _other_side(findings, d) for d in findings.verdict.decisions if d.effect and head and is_other_side(d, head)
     ]
     return [
-        inline(line) for line in (_blind_spot(findings, head), *other, *_recipe_level(findings), *calibrated(findings))
+        inline(line)
+        for line in (
+            _blind_spot(findings, head),
+            *_templates(findings),
+            *other,
+            *_recipe_level(findings),
+            *calibrated(findings),
+        )
     ]
 
 
@@ -285,6 +293,36 @@ def _blind_spot(findings: Findings, head: Decision | None) -> str:
         return unsampled(head.blind_spot, alpha, head.effect.n_clusters)
     have = min((c.n_clusters for c in findings.drift.cells), default=0)
     return unsampled(blind_spot(have, alpha), alpha, have)
+
+
+def _templates(findings: Findings) -> list[str]:
+    """Could a few broken templates hide a loss of the margin where the interval alone would pass?"""
+    cells = [d for d in findings.verdict.decisions if d.gated and d.template_bound is not None and d.estimand != PARITY]
+    held = [d for d in cells if any(reason.code == TEMPLATES for reason in d.reasons)]
+    lines = []
+    for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
+        if own:
+            d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
+            place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings, d)}"
+            most = f"{-100 * min(d.template_bound or 0.0, 0.0):.1f} pp"
+            lines.append(words.format(cells=cells_words(len(own)), most=most, place=place))
+    return lines
+
+
+def cells_words(count: int) -> str:
+    """1 cell, 2 cells."""
+    return f"{count} cell{'s' if count != 1 else ''}"
+
+
+_WEIGHTED = "the templates that were seen, weighted otherwise, plus one like them that lost everything,"
+_CLEARED = (
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} leave a loss of at most {{most}} "
+    "open ({place})."
+)
+_HELD = (
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} could lose more than the margin, "
+    "up to {most} ({place}): data cannot tell."
+)
 
 
 def is_other_side(d: Decision, head: Decision) -> bool:
