@@ -141,10 +141,11 @@ def sentence(verdict: Verdict) -> str:
         return SENTENCES[verdict.status]
     by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
     far = sum(beyond(d) for d in failed if d not in by_seed)
+    open_ = len(failed) - far - len(by_seed)
     seeds = f"; by a seed that fails alone: {len(by_seed)}" if by_seed else ""
     return (
         f"Regression detected, and not shown to be within the declared margin, in {len(failed)} of {len(gated)} gated "
-        f"cells. Shown to be beyond the margin: {far}; worse, its size open: {len(failed) - far - len(by_seed)}{seeds}."
+        f"cells. Shown to be beyond the margin: {far or 'none'}; worse, its size open: {open_ or 'none'}{seeds}."
     )
 
 
