@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from reports.stats.clustered import cr3, cr3_effect, totals
-from reports.stats.rule import blind_spot, clusters_required, clusters_to_decide
+from reports.stats.rule import blind_spot, clusters_required
 from reports.stats.seeds import recipe_effect
 from reports.stats.signflip import holm
 from reports.stats.tango import design_effect, ess_tango, tango_interval, tango_z
@@ -113,16 +113,6 @@ def test_design_effect_of_a_hand_computed_case():
 def test_clusters_required(margin, clusters):
     assert clusters_required(margin, 0.05) == clusters
     assert blind_spot(clusters, 0.05) <= margin < blind_spot(clusters - 1, 0.05)
-
-
-def test_clusters_to_decide_scales_with_the_square_of_the_half_width():
-    base = ess_tango(np.tile([-1.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0], 20), np.repeat(np.arange(40), 5))
-    wanted = clusters_to_decide(base, 0.02)
-    half = base.estimate - base.lower
-    assert wanted == max(149, math.ceil(40 * (half / 0.02) ** 2))
-    assert wanted > 149
-    sunk = ess_tango(np.tile([-1.0, 0, 0, 0, 0], 40), np.repeat(np.arange(40), 5))
-    assert clusters_to_decide(sunk, 0.05) is None
 
 
 def test_holm_of_a_known_family():

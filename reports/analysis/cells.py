@@ -192,4 +192,4 @@ def reached(decisions: Iterable[Decision], adjustment: Adjustment) -> Iterator[R
             df = e.n_clusters - 1
             error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
             found = error * (adjustment.critical + float(special.stdtrit(df, POWER)))
-            yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.clusters_to_decide)
+            yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.larger)

@@ -184,13 +184,16 @@ class SeedSpread:
 
 @dataclass(frozen=True)
 class Reach:
-    """The smallest drop that a gated cell would have found with power .8, and how many templates would decide it."""
+    """The smallest drop that a gated cell would have found with power .8, and how many more templates would pass it.
+
+    ``larger`` is in words, of an open cell that more templates would help or would not; see ``gate.verdict.Larger``.
+    """
 
     cell: CellName
     margin: float
     n_clusters: int
     detectable: float
-    clusters_to_decide: int | None
+    larger: str | None
 
 
 @dataclass(frozen=True)

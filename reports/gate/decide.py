@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from reports.drift.results import Contrast, Drift, People, Rates, Reason
 from reports.drift.validity import some
+from reports.gate.chance import larger
 from reports.gate.family import (
     HOLM,
     PARITY,
@@ -38,6 +39,7 @@ from reports.gate.verdict import (
     Adjustment,
     ArmVerdict,
     Decision,
+    Larger,
     Status,
     Verdict,
     worst,
@@ -45,7 +47,7 @@ from reports.gate.verdict import (
 )
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
-from reports.stats.rule import Call, blind_spot, calls, clusters_required, clusters_to_decide, effective_clusters
+from reports.stats.rule import Call, blind_spot, calls, clusters_required, effective_clusters
 from reports.stats.templates import Part, parts_show_margin, template_bound, too_large
 
 _STATUS = {
@@ -82,7 +84,7 @@ class Judged:
     pvalue: float
     holm: float
     room: float
-    needed: int | None
+    larger: Larger | None
     judge: Status | None = None  # by the judge's labels, where human labels decide
 
 
@@ -142,14 +144,14 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     Human labels correct the effect, not the seed variance: the recipe is decided where it agrees with the checkpoints.
     """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
-    status, reasons, recipe, needed, room = Status.INVALID, c.reasons, None, None, 0.0
+    status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
         effect = _toward(c.effect, row.sign)
         status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
         if at_floor(effect, c.rates, margin) and status is not Status.FAIL:  # a loss that is shown stays shown
             status, reasons = Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons)
         recipe = _recipe(row, margin, pvalues.recipe)
-        needed = clusters_to_decide(effect, margin) if status is Status.INCONCLUSIVE else None
+        more = larger(c, margin, row.sign) if status is Status.INCONCLUSIVE else None
         room = effect.lower + margin
     judge = None
     if c.judged:
@@ -157,7 +159,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
         judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
         status, reasons = _looked_everywhere(c.people, status, reasons)
         recipe = None if recipe is None else _agreed(recipe, status)
-    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, needed, judge)
+    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge)
 
 
 def _recipe(row: Row, margin: float, pvalue: float) -> Status | None:
@@ -226,8 +228,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
     else:
         judged = [judge(row, cell.margin) for row in cell.rows]
     shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
-    open_needs = [j.needed for j in judged if j.status is Status.INCONCLUSIVE]
-    known_needs = [need for need in open_needs if need is not None]
+    more = [j.larger for j in judged if j.status is Status.INCONCLUSIVE]
     c = shown.row.contrast
     return Decision(
         estimand=cell.estimand,
@@ -245,7 +246,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         adjusted_by=HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
-        clusters_to_decide=max(known_needs) if known_needs and len(known_needs) == len(open_needs) else None,
+        larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
         blind_spot=blind_spot(_effective(c, c.effect), alpha) if c.effect else None,
         effect=c.effect,
         rates=c.rates,
@@ -323,7 +324,7 @@ def without_pass(d: Decision, reason: Reason | None) -> Decision:
     recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
     if d.status not in PASSED:
         return replace(d, recipe=recipe)
-    return replace(d, status=Status.INCONCLUSIVE, recipe=recipe, reasons=(reason, *d.reasons), clusters_to_decide=None)
+    return replace(d, status=Status.INCONCLUSIVE, recipe=recipe, reasons=(reason, *d.reasons), larger=None)
 
 
 def _same_answers(labelled: Contrast, c: Contrast) -> bool:

@@ -22,6 +22,14 @@ class Status(StrEnum):
     WAIVED = "WAIVED"
 
 
+class Larger(StrEnum):
+    """How many more templates like those of a run would pass with power .8, were there no drift."""
+
+    TWICE = "about twice"
+    TEN_TIMES = "about ten times"
+    NEVER = "not at this margin"
+
+
 EXIT_CODES = {
     Status.PASS: 0,
     Status.PASS_NOTED: 0,
@@ -58,7 +66,7 @@ class Decision:
     pvalue_drop: float | None  # adjusted over the gated cells by the verdict's ``adjustment``
     pvalue_holm: float | None  # the same by Holm
     clusters_required: int | None
-    clusters_to_decide: int | None
+    larger: Larger | None  # of an open cell; None where the estimate is past the margin, or of several suites
     blind_spot: float | None
     effect: Effect | None
     rates: Rates | None

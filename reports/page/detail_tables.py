@@ -347,7 +347,7 @@ def reach(findings: Findings) -> Table:
             str(r.n_clusters),
             f"{100 * r.margin:g}",
             f"{100 * r.detectable:.1f}",
-            "-" if r.clusters_to_decide is None else str(r.clusters_to_decide),
+            r.larger or "-",
         ]
         for r in findings.analysis.reach
     ]
@@ -356,7 +356,7 @@ def reach(findings: Findings) -> Table:
         "templates",
         "margin, pp",
         "smallest drop found with power .8, pp",
-        "templates that would decide",
+        "templates that would pass if nothing was lost",
     ]
     return table_of(headers, rows)
 

@@ -7,8 +7,9 @@ from math import log, log1p
 
 from reports.calibration.stamp import Stamp
 from reports.drift.results import SeedDrift
+from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import PARITY
-from reports.gate.verdict import AT_FLOOR, FLOOR, NO_CLUSTERS, Decision, Status
+from reports.gate.verdict import AT_FLOOR, FLOOR, NO_CLUSTERS, Decision, Larger, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect
 from reports.stats.rule import clusters_required
@@ -165,12 +166,14 @@ def beyond(d: Decision) -> bool:
 
 def _advice(d: Decision, have: int) -> str:
     """What would decide an open cell, measured against the templates that the run has."""
-    if d.clusters_to_decide is None:
-        return MORE_UNLIKELY
-    if d.clusters_required and have < d.clusters_required == d.clusters_to_decide:
+    if d.larger is None:
+        within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
+        return "more templates in every suite" if d.estimand == SELECTIVITY and within else MORE_UNLIKELY
+    if d.clusters_required and have < d.clusters_required:
         return too_few(d.clusters_required, d.margin or 0, have)
-    more = ", more templates than were asked" if d.clusters_to_decide > have else ""
-    return f"about {d.clusters_to_decide} templates would decide{more} ({have})"
+    if d.larger is Larger.NEVER:
+        return f"without a drift, ten times as many templates ({have}) would still not pass four times in five"
+    return f"without a drift, {d.larger} as many templates ({have}) would pass four times in five"
 
 
 def too_few(required: int, margin: float, have: int) -> str:

@@ -17,8 +17,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.effect import Effect
-
 
 def clusters_required(margin: float, alpha: float) -> int:
     """C_min: fewest clusters with which a total failure of a share ``margin`` is missed at most ``alpha`` often."""
@@ -74,20 +72,6 @@ def calls(
     if clusters < clusters_required(margin, alpha):
         passed = np.full_like(passed, Call.CLUSTERS)
     return np.where(within, passed, np.where(dropped, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
-
-
-def clusters_to_decide(effect: Effect, margin: float) -> int | None:
-    """Clusters that would bring the one-sided lower bound to -margin if the estimate stayed where it is.
-
-    The half-width shrinks with the root of the clusters: C * (half-width / (estimate + margin))^2, at least C_min.
-    None when the estimate itself is at or below the margin: more data are unlikely to pass.
-    """
-    room = effect.estimate + margin
-    if room <= 0:
-        return None
-    half = effect.estimate - effect.lower
-    wanted = math.ceil(effect.n_clusters * (half / room) ** 2)
-    return max(wanted, clusters_required(margin, effect.alpha))
 
 
 def fixed_sequence(passes: Sequence[bool]) -> int | None:
