@@ -461,6 +461,18 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
     assert decision.effect.lower > -0.05
 
 
+def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
+    run, path = tmp_path / "run", tmp_path / "few.csv"
+    shutil.copytree(written[0], run)
+    command("adjudicate", run, "--out", path, "--concordant", 20)
+    label(path, lambda row: True)
+    assert command("adjudicate", run, "--read", path).exit_code == 4
+    (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
+    assert [r.code for r in decision.reasons] == ["LABELS", "MARGIN"]
+    assert "in 40 of 60 templates" in decision.reasons[0].text
+    assert decision.clusters_to_decide is None
+
+
 def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     command("adjudicate", run, "--read", sheet)

@@ -155,9 +155,9 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
         room = effect.lower + margin
     judge = None
     if c.judged:
-        alone = _by_judge(row)
-        judge = judged(alone, margin, pvalues._replace(adjusted=pvalues.judge)).status
-        status, reasons = _looked_everywhere(c.people, status, reasons)
+        judge = judged(_by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge)).status
+        if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
+            status, reasons, needed = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge)
 
@@ -176,17 +176,13 @@ def at_floor(effect: Effect, rates: Rates | None, margin: float) -> bool:
     return rates is not None and rates.reference_lower <= margin and effect.lower <= 0
 
 
-def _looked_everywhere(
-    people: People | None, status: Status, reasons: tuple[Reason, ...]
-) -> tuple[Status, tuple[Reason, ...]]:
-    """No PASS before people saw a pair of every template: a judge that is blind to one shows no difference there."""
-    if people is None or not people.unseen or status not in PASSED:
-        return status, reasons
-    text = (
+def _unseen(people: People) -> Reason:
+    """A judge that is blind to a template shows no difference there, so people must have seen a pair of every one."""
+    return Reason(
+        LABELS,
         f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
-        f"{people.unseen} more, one of each (kvaudit adjudicate --concordant {people.templates} or more)"
+        f"{people.unseen} more, one of each (kvaudit adjudicate --concordant {people.templates} or more)",
     )
-    return Status.INCONCLUSIVE, (Reason(LABELS, text), *reasons)
 
 
 def _agreed(recipe: Status, status: Status) -> Status:
