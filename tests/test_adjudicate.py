@@ -470,7 +470,7 @@ def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
     (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS", "MARGIN"]
     assert "in 40 of 60 templates" in decision.reasons[0].text
-    assert decision.clusters_to_decide is None
+    assert decision.larger is None
 
 
 def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):

@@ -157,7 +157,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     if c.judged:
         judge = judged(_by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge)).status
         if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
-            status, reasons, needed = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
+            status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge)
 
