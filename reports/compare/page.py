@@ -133,8 +133,8 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
         Section(
             "gate",
             "What is decided",
-            "Each row is candidate minus reference on the same items: below zero is worse, and PASS needs the lower "
-            "bound above minus the margin. All rows must pass.",
+            "Each row is candidate minus reference on the same items: below zero is worse. PASS needs the lower bound "
+            "above minus the margin, and templates that could not hide a loss of it. All rows must pass.",
             figures=("forest",),
             tables=(comparison_table(compared),),
             notes=(f"p: one-sided for a drop, adjusted over the {gated} rows.",),

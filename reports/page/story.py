@@ -76,7 +76,8 @@ def _gate_section(findings: Findings) -> Section:
     return Section(
         "gate",
         "Gate",
-        f"Each row is a {drift_of}{alike}: below zero is worse, and PASS needs the lower bound above minus the margin.",
+        f"Each row is a {drift_of}{alike}: below zero is worse. PASS needs the lower bound above minus the margin, and "
+        "templates that could not hide a loss of it.",
         tables=(tables.gate_table(findings, gated, gated=True),),
         notes=tables.gate_notes(findings),
         finding=summaries.statuses(gated, "gated cells"),
