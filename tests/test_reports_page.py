@@ -101,8 +101,8 @@ def test_a_gated_deployed_contrast_is_not_called_ungated(found):
     ],
 )
 def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
-    decisions = tuple(replace(d, status=statuses[d.arm]) for d in found.verdict.decisions)
-    assert to_do(replace(found, verdict=replace(found.verdict, decisions=decisions))).startswith(f"What to do: {said}")
+    arms = tuple(replace(arm, status=statuses[arm.arm]) for arm in found.verdict.arms)
+    assert to_do(replace(found, verdict=replace(found.verdict, arms=arms))).startswith(f"What to do: {said}")
 
 
 @pytest.mark.parametrize(
@@ -180,3 +180,14 @@ def test_cells_of_one_arm_share_one_panel_of_the_forest(found):
 
     assert titles(suites) == 1
     assert titles([*suites, replace(suites[0], arm="smd")]) == 3
+
+
+def test_a_checkpoint_is_decided_by_policy(tmp_path):
+    ruin = policy("streaming", 64)
+    design = {"arms": ("base",), "train": False, "policies": ("none", ruin, SNAP), "serving": {ruin: 0.4}}
+    run = build(tmp_path / "run", Design(**design, suites=("refusal",), items=600, clusters=100, seed_sd=0.0))
+    served = decided(load_run(run))
+    table = decided_table(served)
+    assert table.headers == ("policy", "verdict", "refusal", "deciding cell")
+    assert {row[0]: row[1] for row in table.rows} == {"streaming 64": "FAIL", "snapkv 96": "PASS"}
+    assert to_do(served) == "What to do: hold back streaming 64 (FAIL); this gate does not hold back snapkv 96 (PASS)."

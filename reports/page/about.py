@@ -10,10 +10,10 @@ from reports.drift.results import Reason
 from reports.gate.family import PARITY
 from reports.gate.rules import AFTER_RUN, DEFAULT_ESTIMANDS, WARN, Rules
 from reports.gate.seeds import SEED
-from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, TEMPLATES, Decision, Status, Verdict, worst
+from reports.gate.verdict import AT_FLOOR, FLOOR, JUDGE_DIFF, TEMPLATES, Decision, Status, Verdict
 from reports.page.findings import Findings
-from reports.page.tables import against, calibrated, deployed, named
-from reports.page.words import beyond, drift, is_relative, percent, points, rates, short_suites, unsampled
+from reports.page.tables import against, calibrated, decided_lines, deployed, named
+from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites, unsampled
 from reports.stats.rule import blind_spot
 from reports.stats.seeds import SEEDS_ADVISED
 
@@ -195,11 +195,12 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
     lines += [
-        f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}: {d.reasons[0].code}: {d.reasons[0].text}"
+        f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}: "
+        f"{d.reasons[0].code}: {d.reasons[0].text}"
         for d in invalid[:INVALID_SHOWN]
     ]
     if len(invalid) > INVALID_SHOWN:
-        lines.append(f"and {len(invalid) - INVALID_SHOWN} more invalid cells in the gate table")
+        lines.append(f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table")
     lines += [*(unscored(head) if head else ()), *short_suites(findings), *_floors(findings), *_flips(findings)]
     return [inline(line) for line in lines]
 
@@ -208,14 +209,10 @@ def to_do(findings: Findings) -> str:
     """What follows from the verdict for every arm, or for every policy where nothing was trained."""
     if late(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
-    found: dict[str, list[Status]] = {}
-    serving = findings.comparison.mode == "serving"
-    for d in (d for d in findings.verdict.decisions if d.gated):
-        name = findings.comparison.labels.get(d.policy, d.policy) if serving else d.arm
-        found.setdefault(name, []).append(d.standing)
+    lines = decided_lines(findings)
     parts = []
     for status, words in _TO_DO.items():
-        names = [name for name, standing in found.items() if worst(standing) is status]
+        names = [line.name for line in lines if line.status is status]
         parts += [words.format(", ".join(names))] if names else []
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
 
@@ -306,13 +303,8 @@ def _templates(findings: Findings) -> list[str]:
             d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
             place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings, d)}"
             most = f"{-100 * min(d.template_bound or 0.0, 0.0):.1f} pp"
-            lines.append(words.format(cells=cells_words(len(own)), most=most, place=place))
+            lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
     return lines
-
-
-def cells_words(count: int) -> str:
-    """1 cell, 2 cells."""
-    return f"{count} cell{'s' if count != 1 else ''}"
 
 
 _WEIGHTED = "the templates that were seen, weighted otherwise, plus one like them that lost everything,"

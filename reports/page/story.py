@@ -39,11 +39,12 @@ def banner(findings: Findings) -> Banner:
 
 def _verdict_sections(findings: Findings) -> list[Section]:
     said = cautions(findings, findings.verdict.head)
+    one = "policy" if findings.comparison.mode == "serving" else "arm"
     return [
         Section(
             "decided",
             "What is decided",
-            "One line per arm: its verdict, the verdict of each suite, the cell that decides it"
+            f"One line per {one}: its verdict, the verdict of each suite, the cell that decides it"
             + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
             figures=("forest",),
             tables=(tables.decided_table(findings),),

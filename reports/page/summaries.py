@@ -10,7 +10,7 @@ from reports.drift.results import Contrast
 from reports.gate.verdict import PRECEDENCE, Decision, Status
 from reports.page.detail_tables import FEWEST_LOST
 from reports.page.findings import Findings
-from reports.page.words import drift, percent, scientific
+from reports.page.words import counted, drift, percent, scientific
 
 
 def statuses(decisions: Iterable[Decision], what: str) -> str:
@@ -23,12 +23,11 @@ def statuses(decisions: Iterable[Decision], what: str) -> str:
 def compared(findings: Findings) -> str:
     """The sides, and how much is gated."""
     sides, rules = findings.comparison, findings.rules
-    who = (
-        "serving policies of one checkpoint"
-        if sides.mode == "serving"
-        else f"{len(sides.candidates)} arms against {sides.reference}"
-    )
-    return f"{who}, {len(sides.suites)} suites, {len(rules.primary)} gated policies, one-sided level {rules.alpha:.3g}."
+    who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
+    if sides.mode == "serving":
+        who = f"{counted(len(sides.policies), 'way')} to serve one checkpoint"
+    asked = f"{counted(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
+    return f"{who}; {asked}."
 
 
 def parity(findings: Findings) -> str:
@@ -46,7 +45,7 @@ def lowest(findings: Findings, contrasts: Sequence[Contrast]) -> str:
     """The lowest of several drifts; it is picked for being that."""
     known = [(c.effect, c) for c in contrasts if c.effect]
     if not known:
-        return ""
+        return "No cell has a number."
     effect, c = min(known, key=lambda pair: pair[0].estimate)
     where = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}, {c.suite}"
     return f"The lowest of {len(known)}: {where}: {drift(effect)}."
@@ -136,9 +135,10 @@ def training(findings: Findings) -> str:
     """Where sampler and learner were furthest apart."""
     found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in findings.curves if "mismatch/max_abs_gap" in c.largest}
     if not found:
-        return f"{len(findings.curves)} arms."
+        return f"{counted(len(findings.curves), 'arm')}."
     most = max(found, key=lambda arm: found[arm])
-    return f"{len(findings.curves)} arms; sampler and learner furthest apart in {most}: {scientific(found[most])} nats."
+    apart = f"sampler and learner furthest apart in {most}: {scientific(found[most])} nats"
+    return f"{counted(len(findings.curves), 'arm')}; {apart}."
 
 
 def cache(findings: Findings) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.text import clip, inline
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
-from reports.gate.verdict import Decision, Status
+from reports.gate.verdict import Decision, Status, worst
 from reports.page.findings import Findings
 from reports.page.words import drift, error_rates, note, percent, points, pvalue, rates
 from reports.stats.rule import clusters_required
@@ -47,18 +47,49 @@ def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int 
     return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
 
 
+class Line(NamedTuple):
+    """What is decided of an arm, or of a serving policy where nothing was trained."""
+
+    name: str
+    status: Status
+    recipe: Status | None
+    suites: Mapping[str, Status]
+    cells: tuple[Decision, ...]
+
+
+def decided_lines(findings: Findings) -> list[Line]:
+    """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
+    gated = [d for d in findings.verdict.decisions if d.gated]
+    if findings.comparison.mode == "training":
+        return [
+            Line(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
+            for a in findings.verdict.arms
+        ]
+    return [_policy_line(findings, [d for d in gated if d.policy == p]) for p in dict.fromkeys(d.policy for d in gated)]
+
+
+def _policy_line(findings: Findings, cells: list[Decision]) -> Line:
+    suites = {
+        name: worst(d.standing for d in cells if d.suite == name) for name in dict.fromkeys(d.suite for d in cells)
+    }
+    name = findings.comparison.labels.get(cells[0].policy, cells[0].policy)
+    return Line(name, worst(suites.values()), None, suites, tuple(cells))
+
+
 def decided_table(findings: Findings) -> Table:
-    """Arm, verdicts by suite, the deciding cell, and the worst that a user of the compressed candidate meets."""
+    """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
     suites = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
-    recipe = ["with seed variance"] if any(arm.recipe for arm in findings.verdict.arms) else []
+    lines = decided_lines(findings)
+    recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
     found = [d for d in deployed(findings) if d.estimand == "E2"]
     served = [DEPLOYED + ("" if any(d.gated for d in found) else ", not gated")] if found else []
     rows = []
-    for arm in findings.verdict.arms:
-        row = [arm.arm, arm.status.value, *([arm.recipe.value if arm.recipe else "-"] if recipe else [])]
-        row += [arm.suites[suite].value if suite in arm.suites else "-" for suite in suites]
-        rows.append([*row, _deciding(findings, arm.arm), *([_deployed(findings, arm.arm)] if served else [])])
-    headers = ["arm", "verdict", *recipe, *suites, "deciding cell", *served]
+    for line in lines:
+        row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
+        row += [line.suites[suite].value if suite in line.suites else "-" for suite in suites]
+        rows.append([*row, _deciding(findings, line), *([_deployed(findings, line.name)] if served else [])])
+    what = "policy" if findings.comparison.mode == "serving" else "arm"
+    headers = [what, "verdict", *recipe, *suites, "deciding cell", *served]
     return table_of(headers, rows, words=len(headers))
 
 
@@ -93,10 +124,9 @@ def _numbered(findings: Findings, d: Decision) -> str:
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
-def _deciding(findings: Findings, arm: str) -> str:
+def _deciding(findings: Findings, line: Line) -> str:
     rank = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.PASS_NOTED, Status.PASS)
-    own = [d for d in findings.verdict.decisions if d.gated and d.arm == arm]
-    d = min(own, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
+    d = min(line.cells, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
     return _numbered(findings, d) + (", as deployed" if d.estimand == "E2" and d.policy != DENSE_POLICY else "")
 
 
@@ -163,10 +193,10 @@ def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, see
     found = f"{d.status.value}, waived" if d.waiver else d.status.value
     row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(findings, d)] if sides else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
-    worst = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
+    lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
     both, change, bounds, moved = numbers(d)
     why = "; ".join(text for text in (note(d), d.statement) if text)
-    return [*row, both, change, bounds, *([worst] if seeds else []), moved, adjusted(d), why]
+    return [*row, both, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
 
 
 def numbers(d: Decision) -> list[str]:

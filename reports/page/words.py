@@ -50,6 +50,11 @@ def pvalue(value: float | None) -> str:
     return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def size(count: float) -> str:
     """Bytes as KB, MB or GB (powers of 1000)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
