@@ -12,10 +12,10 @@ import pandas as pd
 
 from audit.core.spec import SuiteSpec
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
+from reports.gate.sizes import Design, chance
 from reports.gate.verdict import Decision, Status, Verdict
 from reports.records.load import RunData
 from reports.run import decided
-from reports.stats.power import power
 
 ALPHA = 0.05
 Rng = np.random.Generator
@@ -133,9 +133,14 @@ def planned_pass(data: RunData, arms: Sequence[str]) -> dict[CellOf, float]:
         index=["suite", "policy", "item_id"], columns="arm", values="score", observed=True
     )
     squares = table[list(arms)].diff(axis=1).iloc[:, 1:].pow(2).mean(axis=1).groupby(["suite", "policy"], observed=True)
-    df = {suite: len(names) - 1 for suite, names in templates_of(data).items()}
+    templates = {suite: len(names) for suite, names in templates_of(data).items()}
+
+    def passes(suite: str, differs: float, items: int) -> float:
+        size = Design(MARGIN / 100, max(differs, 1e-9), templates[suite], items // templates[suite], correlation=0.0)
+        return chance(size)
+
     return {
-        (str(suite), str(policy)): float(power(len(own), MARGIN / 100, max(float(own.mean()), 1e-9), df=df[str(suite)]))
+        (str(suite), str(policy)): passes(str(suite), float(own.mean()), len(own))
         for (suite, policy), own in squares
         if own.notna().all()
     }

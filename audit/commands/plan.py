@@ -14,8 +14,6 @@ from audit.core.errors import SpecError
 from audit.core.files import write_output
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from reports.gate.sizes import Design, Sizes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
@@ -28,12 +26,16 @@ def plan(
     clusters: Annotated[int, typer.Option(help="Templates.")] = 60,
     items_per_cluster: Annotated[int, typer.Option(help="Items of each template.")] = 5,
     samples: Annotated[int, typer.Option(help="Answers to each item.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Paired training seeds that are averaged.")] = 1,
     policies: Annotated[int, typer.Option(help="Serving policies.")] = 1,
-    arms: Annotated[int, typer.Option(help="Checkpoints: the reference and its candidates, times their seeds.")] = 2,
+    arms: Annotated[int, typer.Option(help="Arms: the reference and its candidates.")] = 2,
     icc: Annotated[float, typer.Option(help="Correlation of paired differences inside a template.")] = 0.1,
     sampling_share: Annotated[
         float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
     ] = 0.5,
+    seed_share: Annotated[
+        float, typer.Option(help="Share of the rest that more seeds shrink; 0 where nothing is trained.")
+    ] = 0.85,
     drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; a loss is below 0.")] = 0.0,
     alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
     power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
@@ -41,7 +43,7 @@ def plan(
     suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
     out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
 ) -> None:
-    """Before a run: its power, what it can detect, the items to buy, and how long that takes."""
+    """Before a run: its chance to pass, what it can detect, what to buy, and how long that takes."""
     with user_errors():
         from reports.gate.sizes import Design
 
@@ -52,6 +54,8 @@ def plan(
             items_per_cluster=items_per_cluster,
             samples=samples,
             sampling_share=sampling_share,
+            seeds=seeds,
+            seed_share=seed_share,
             policies=policies,
             arms=arms,
             correlation=icc,
@@ -65,80 +69,114 @@ def plan(
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design buys and the suggested size, and write that where asked."""
-    from reports.gate.sizes import plan_sizes, snippet
+    from reports.gate.sizes import needed_clusters, plan_sizes, snippet
 
     if not _NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
-    text = snippet(sizes, suite)
+    needed = needed_clusters(design)
+    text = snippet(design, needed, suite)
     if out is not None:
         write_output(out, text)
     console = wide_console()
-    for name, value in lines(sizes):
+    for name, value in (*lines(sizes), *_what_decides(sizes), *_suggested(sizes, needed)):
         say(console, f"{name:<36}{value}")
-    _suggest(console, sizes, text, out)
+    say(console, "")
+    say(console, text.rstrip())
+    if out is not None:
+        say(console, f"written: {out}")
 
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
+    from reports.gate.sizes import smallest_margin
     from reports.page.words import percent
 
     d = sizes.design
-    yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each"
+    seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
+    yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each{seeds}"
     yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
-    yield f"power to pass {100 * d.margin:g} pp", _chance(sizes)
+    yield f"chance to pass {100 * d.margin:g} pp", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
-        yield f"power to pass all {d.policies} policies", together
+        yield f"chance to pass all {d.policies} policies", together
+    yield "price of the template rule", _price(sizes)
     beyond = f"more than the {percent(d.discordance)} of the items that differ can lose"
     yield f"power to find a drop of {100 * d.margin:g} pp", beyond if sizes.detects is None else percent(sizes.detects)
-    smallest = f"{100 * sizes.smallest_margin:.1f} pp" if sizes.smallest_margin else "any, the gain is large enough"
-    yield f"margin passed with power {d.power:g}", smallest
+    smallest = smallest_margin(d)
+    yield f"margin passed with power {d.power:g}", "none" if smallest is None else f"{100 * smallest:.1f} pp"
     found = f"{100 * sizes.detectable:.1f} pp"
-    yield f"drop found with power {d.power:g} (MDE)", f"{found}, {beyond}" if _beyond(sizes) else found
+    yield (
+        f"drop found with power {d.power:g} (MDE)",
+        f"{found}, {beyond}" if sizes.detectable > d.discordance else found,
+    )
     yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
     yield "C_min", f"{sizes.required_clusters} templates for {100 * d.margin:g} pp at alpha {d.alpha:g}"
     yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and entirely unsampled"
-    yield "answers", _answers(sizes, sizes.answers, sizes.seconds)
-
-
-def _beyond(sizes: Sizes) -> bool:
-    return sizes.detectable > sizes.design.discordance
+    yield "answers", _answers(d)
 
 
 def _chance(sizes: Sizes) -> str:
     from reports.page.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
-    if sizes.passes < sizes.power:
-        return (
-            f"0 %: fewer templates than C_min; the interval alone passes {percent(sizes.power)} of the time {assumed}"
-        )
-    return f"{percent(sizes.passes)} {assumed}"
+    alone = f"the interval alone {percent(sizes.interval)}"
+    if sizes.lowest_estimate is None:
+        return f"0 %: fewer templates than C_min; {alone} {assumed}"
+    return f"{percent(sizes.passes)} {assumed}; {alone}"
 
 
-def _answers(sizes: Sizes, count: int, seconds: float | None) -> str:
+def _price(sizes: Sizes) -> str:
+    """What passes at all, and what passes with the asked power."""
+    from reports.gate.sizes import lowest_drift
+
+    d, lowest = sizes.design, sizes.lowest_estimate
+    if lowest is None:
+        return "nothing passes with fewer templates than C_min"
+    drift = lowest_drift(d)
+    likely = "no true drift" if drift is None else f"a true drift of {100 * drift:+.1f} pp or more"
+    return f"no estimate below {100 * lowest:+.1f} pp passes, {likely} passes with power {d.power:g}"
+
+
+def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """The chance to pass after each thing that can be bought, the cheapest first, and what items buy alone.
+
+    Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
+    """
+    from reports.gate.sizes import more_items, steps
+    from reports.page.words import percent
+
+    if sizes.lowest_estimate is None:
+        yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
+        return
+    yield "what decides, cheapest first", f"{percent(sizes.passes)} as planned"
+    taken = list(steps(sizes.design))
+    for number, step in enumerate(taken):
+        yield "", f"{percent(step.passes)} with {step.words}{' too' if number else ''}"
+    if len(taken) > 1:
+        alone = more_items(sizes.design)
+        yield "", f"{percent(alone.passes)} with {alone.words} and nothing else"
+
+
+def _answers(d: Design) -> str:
     from reports.gate.sizes import SECONDS_PER_HOUR
 
-    d = sizes.design
-    grid = f"{count} ({d.arms} checkpoints, {d.policies} policies, {d.samples} answers to an item)"
-    if seconds is None:
+    seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
+    grid = f"{d.answers} ({d.arms} arms{seeds}, {d.policies} policies, {d.samples} answers to an item)"
+    if d.seconds is None:
         return f"{grid}; --rate ANSWERS_PER_SECOND gives the time"
-    return f"{grid}: {seconds / 60:.1f} minutes, {seconds / SECONDS_PER_HOUR:.2f} GPU-hours at {d.rate:g} per second"
-
-
-def _suggest(console: Console, sizes: Sizes, text: str, out: Path | None) -> None:
-    d = sizes.design
-    buy = sizes.needed_clusters - d.clusters
-    items = sizes.needed_clusters * d.items_per_cluster
-    verb = f"buy {buy} more templates" if buy > 0 else "enough"
-    say(
-        console,
-        f"{'to reach power ' + format(d.power, 'g'):<36}{verb}: {items} items in {sizes.needed_clusters} templates "
-        f"({sizes.needed_items} items for the power, {sizes.required_clusters} templates for C_min)",
+    return (
+        f"{grid}: {d.seconds / 60:.1f} minutes, {d.seconds / SECONDS_PER_HOUR:.2f} GPU-hours at {d.rate:g} per second"
     )
-    say(console, f"{'answers then':<36}{_answers(sizes, sizes.needed_answers, sizes.needed_seconds)}")
-    say(console, "")
-    say(console, text.rstrip())
-    if out is not None:
-        say(console, f"written: {out}")
+
+
+def _suggested(sizes: Sizes, needed: int) -> Iterator[tuple[str, str]]:
+    """The templates that reach the asked power, everything else as planned."""
+    from dataclasses import replace
+
+    d = sizes.design
+    larger = replace(d, clusters=needed)
+    verb = f"buy {needed - d.clusters} more templates" if needed > d.clusters else "enough"
+    size = f"{larger.items} items in {needed} templates ({sizes.required_clusters} for C_min)"
+    yield f"to reach power {d.power:g} by templates", f"{verb}: {size}"
+    yield "answers then", _answers(larger)

@@ -8,6 +8,7 @@ the same correlation and sizes, and no drift. Every draw has a fixed seed, so th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,7 @@ class Audits(NamedTuple):
     floor: Array  # [B] of the design effect
 
 
+@lru_cache(maxsize=4)  # a search over sizes or margins asks for one again and again
 def pool_of(found: Differences, *, items: int, samples: int, seeds: int) -> Pool:
     """Templates of ``items`` whose differences are averaged over samples and seeds."""
     rng = np.random.default_rng(0)
@@ -84,7 +86,7 @@ def _averages(rng: np.random.Generator, found: Differences, shape: tuple[int, in
     kind = rng.random(shape)
     draws = np.where(kind < found.decoding, samples * seeds, np.where(kind < found.decoding + found.training, seeds, 1))
     moved = rng.binomial(draws, found.discordance)
-    gained = rng.binomial(moved, (1 + found.drift / found.discordance) / 2)
+    gained = rng.binomial(moved, min(1.0, max(0.0, (1 + found.drift / found.discordance) / 2)))
     average: Array = (2 * gained - moved) / draws
     return average
 

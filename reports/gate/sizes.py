@@ -1,24 +1,31 @@
-"""How many items, templates and samples a margin takes before a run is made. Pure.
+"""What a design can show before a run is made, and what it would take. Pure.
 
-Power and sizes are the formulas of ``stats.power`` (Miller 2024 times a design effect) with t quantiles at the planned
-number of templates; C_min and the blind spot are those of the gate. Priors go in, never a finished run's own result.
+The chance to pass is simulated under the gate's own rule (``gate.chance``); the width of intervals and the drop that
+is found follow from ``stats.power`` with t quantiles at the planned number of templates; C_min and the blind spot are
+those of the gate. Priors go in, never a finished run's own result.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from audit.core.errors import SpecError
+from reports.gate.chance import AUDITS, Differences, Pool, audits_of, interval_rate, lowest_estimate, pass_rate, pool_of
 from reports.gate.rules import margin_of
 from reports.stats import power as kernels
 from reports.stats.rule import blind_spot, clusters_required
 
 DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
 DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1
+DEFAULT_SEED_SHARE = 0.85  # .84 and more in the default audit's cells that moved little
 _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
-_MOST = 10**12  # items; beyond, a size says nothing
+_MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; beyond, a chance takes more than seconds
+_SEARCHED = 500  # audits at each step of a search
+SAMPLES_ADVISED, SEEDS_ADVISED, ITEMS_TIMES = 4, 5, 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Design:
     per second.
 
     ``discordance``: share of items whose single answers differ between the arms. ``sampling_share``: part of that
-    variance which is decoding noise, so that more samples shrink it. ``correlation``: ICC of the paired difference.
+    variance which is decoding noise, so that more samples shrink it; ``seed_share``: part of the rest which is the
+    training run's, so that more seeds shrink it. ``correlation``: ICC of the paired difference.
     """
 
     margin: float
@@ -36,6 +44,8 @@ class Design:
     items_per_cluster: int = 5
     samples: int = 1
     sampling_share: float = DEFAULT_SAMPLING_SHARE
+    seeds: int = 1
+    seed_share: float = DEFAULT_SEED_SHARE
     policies: int = 1
     arms: int = _ARMS
     correlation: float = DEFAULT_CORRELATION
@@ -49,79 +59,162 @@ class Design:
         """N of one suite at one length."""
         return self.clusters * self.items_per_cluster
 
+    @property
+    def answers(self) -> int:
+        """Answers over all arms, seeds and policies."""
+        return self.items * self.samples * self.policies * self.arms * self.seeds
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the answers take, None without a rate."""
+        return None if self.rate is None else self.answers / self.rate
+
+    @property
+    def training(self) -> float:
+        """Share of the variance that more seeds shrink and more samples do not."""
+        return (1 - self.sampling_share) * self.seed_share
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a design buys, and what it would take. ``margin`` is that of the design, in score units.
-
-    ``needed_items`` reach the asked power at the design's cluster size, ``needed_clusters`` also C_min.
-    """
+    """What a design buys."""
 
     design: Design
     deff: float
     error: float  # standard error of the drift
-    power: float  # P(lower bound above the margin) at the assumed drift
-    passes: float  # the same, 0 below C_min
+    passes: float  # P(PASS) at the assumed drift
+    interval: float  # P(lower bound above the margin): a PASS, were it not for the templates
     detects: float | None  # P(upper bound below 0) at a drop of the margin; None where too few items differ for one
-    smallest_margin: float  # that these items pass with the asked power; 0 where a gain passes any
-    detectable: float  # smallest drop found with the asked power
+    detectable: float  # smallest drop found with the asked power by a cell alone
     half_width: float  # of the two-sided 95 % interval
     required_clusters: int  # C_min
     blind_spot: float
-    needed_items: int
-    needed_clusters: int
-    answers: int  # of the planned design, over all arms and policies
-    needed_answers: int
-    seconds: float | None
-    needed_seconds: float | None
+    lowest_estimate: float | None  # that passes, however precise; None below C_min
+
+
+class Step(NamedTuple):
+    """A larger design, in words, and its chance to pass."""
+
+    words: str
+    passes: float
 
 
 def plan_sizes(design: Design) -> Sizes:
-    """Power and sizes of a design. Raises SpecError for numbers that cannot be."""
-    _check(design)
+    """What a design buys. Raises SpecError for numbers that cannot be."""
+    check(design)
     df = design.clusters - 1
-    variance = _variance(design, design.drift)
     deff = float(kernels.design_effect(design.correlation, design.items_per_cluster))
-    error = float(kernels.standard_error(design.items, variance, deff=deff))
-    chance = float(
-        kernels.power(design.items, design.margin, variance, deff=deff, drift=design.drift, alpha=design.alpha, df=df)
-    )
-    required = clusters_required(design.margin, design.alpha)
-    items = _items(design, variance, deff)
-    clusters = max(required, math.ceil(items / design.items_per_cluster))
-    per_item = design.samples * design.policies * design.arms
-    needed = clusters * design.items_per_cluster * per_item
+    error = float(kernels.standard_error(design.items, _variance(design, design.drift), deff=deff))
+    audits = audits_of(_pool(design), design.clusters)
     return Sizes(
         design=design,
         deff=deff,
         error=error,
-        power=chance,
-        passes=chance if design.clusters >= required else 0.0,
+        passes=pass_rate(audits, margin=design.margin, alpha=design.alpha),
+        interval=interval_rate(audits, margin=design.margin, alpha=design.alpha),
         detects=_detects(design, deff),
-        smallest_margin=float(
-            kernels.smallest_margin(
-                design.items, variance, deff=deff, drift=design.drift, alpha=design.alpha, power=design.power, df=df
-            )
-        ),
         detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
         half_width=float(kernels.minimal_detectable(error, df=df, alpha=0.025, power=0.5)),
-        required_clusters=required,
+        required_clusters=clusters_required(design.margin, design.alpha),
         blind_spot=blind_spot(design.clusters, design.alpha),
-        needed_items=items,
-        needed_clusters=clusters,
-        answers=design.items * per_item,
-        needed_answers=needed,
-        seconds=None if design.rate is None else design.items * per_item / design.rate,
-        needed_seconds=None if design.rate is None else needed / design.rate,
+        lowest_estimate=lowest_estimate(design.clusters, margin=design.margin, alpha=design.alpha),
     )
 
 
 def _variance(design: Design, drift: float) -> float:
-    """Of an item's difference at a true ``drift``."""
-    found = kernels.difference_variance(
-        design.discordance, drift=drift, samples=design.samples, sampling_share=design.sampling_share
+    """Of an item's difference at a true ``drift``, averaged over samples and seeds."""
+    draws = design.samples * design.seeds
+    common = 1 - design.sampling_share - design.training
+    share = common + design.training / design.seeds + design.sampling_share / draws
+    return float(kernels.difference_variance(design.discordance, drift=drift)) * share
+
+
+def _pool(design: Design) -> Pool:
+    found = Differences(
+        discordance=design.discordance,
+        drift=design.drift,
+        decoding=design.sampling_share,
+        training=design.training,
+        correlation=design.correlation,
     )
-    return float(found)
+    return pool_of(found, items=design.items_per_cluster, samples=design.samples, seeds=design.seeds)
+
+
+def chance(design: Design, *, audits: int = AUDITS) -> float:
+    """P(PASS) of a design that was checked."""
+    found = audits_of(_pool(design), design.clusters, audits=audits)
+    return pass_rate(found, margin=design.margin, alpha=design.alpha)
+
+
+def steps(design: Design) -> Iterator[Step]:
+    """Samples, then seeds, then items, the cheapest first, each on top of the last: only items have to be written.
+
+    A step that changes nothing, since it is planned already or has no share in the variance, is left out.
+    """
+    if design.samples < SAMPLES_ADVISED and design.sampling_share > 0:
+        design = replace(design, samples=SAMPLES_ADVISED)
+        yield Step(f"{SAMPLES_ADVISED} answers to an item", chance(design, audits=_SEARCHED))
+    if design.seeds < SEEDS_ADVISED and design.training > 0:
+        design = replace(design, seeds=SEEDS_ADVISED)
+        yield Step(f"{SEEDS_ADVISED} seeds", chance(design, audits=_SEARCHED))
+    yield more_items(design)
+
+
+def more_items(design: Design) -> Step:
+    """Four times the items of each template."""
+    larger = replace(design, items_per_cluster=ITEMS_TIMES * design.items_per_cluster)
+    return Step(f"{ITEMS_TIMES} times the items of each template", chance(larger, audits=_SEARCHED))
+
+
+def needed_clusters(design: Design) -> int:
+    """Templates with which the design passes with the asked power, to two in a hundred; at least C_min.
+
+    Raises SpecError where more than 20,000 would be needed.
+    """
+    low = high = max(2, clusters_required(design.margin, design.alpha))
+    while high > _MOST_CLUSTERS or not _enough(design, high):
+        if high >= _MOST_CLUSTERS:
+            raise SpecError(
+                f"more than {_MOST_CLUSTERS:,} templates would be needed; assume a smaller drop or ask a larger margin"
+            )
+        low, high = high, min(2 * high, _MOST_CLUSTERS)
+    while high - low > max(1, high // 50):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _enough(design, middle) else (middle, high)
+    return high
+
+
+def _enough(design: Design, clusters: int) -> bool:
+    return chance(replace(design, clusters=clusters), audits=_SEARCHED) >= design.power
+
+
+def smallest_margin(design: Design) -> float | None:
+    """The smallest margin that is passed with the asked power, to a tenth of a point; None where none below 1 is."""
+    audits = audits_of(_pool(design), design.clusters, audits=_SEARCHED)
+
+    def enough(margin: float) -> bool:
+        return pass_rate(audits, margin=margin, alpha=design.alpha) >= design.power
+
+    return _first(enough, 0.0, 0.999)
+
+
+def lowest_drift(design: Design) -> float | None:
+    """The lowest true drift that passes with the asked power, to a tenth of a point; None where no gain is enough."""
+
+    def enough(drift: float) -> bool:
+        return chance(replace(design, drift=drift), audits=_SEARCHED) >= design.power
+
+    return _first(enough, -min(design.margin, design.discordance), design.discordance)
+
+
+def _first(enough: Callable[[float], bool], low: float, high: float) -> float | None:
+    """The lowest value that is enough between one that is not and the highest there is."""
+    if not enough(high):
+        return None
+    while high - low > 0.001:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def _detects(design: Design, deff: float) -> float | None:
@@ -133,51 +226,32 @@ def _detects(design: Design, deff: float) -> float | None:
     return float(kernels.detection_power(design.items, design.margin, variance, deff=deff, alpha=design.alpha, df=df))
 
 
-def _items(design: Design, variance: float, deff: float) -> int:
-    """Items at which the asked power is reached, with the t quantiles of the templates that they make."""
-    df, items = math.inf, 0
-    for _ in range(50):  # each round's t quantile moves the next size by less
-        wanted = int(
-            kernels.items_needed(
-                design.margin, variance, deff=deff, drift=design.drift, alpha=design.alpha, power=design.power, df=df
-            )
-        )
-        if wanted == items:
-            break
-        if wanted > _MOST:
-            raise SpecError(
-                f"more than {_MOST:.0e} items would be needed; assume a smaller drop or ask a larger margin"
-            )
-        items = wanted
-        df = max(1, math.ceil(items / design.items_per_cluster) - 1)
-    return items
-
-
-def snippet(sizes: Sizes, suite: str) -> str:
-    """The part of a spec that asks for the suggested size."""
-    d = sizes.design
+def snippet(design: Design, clusters: int, suite: str) -> str:
+    """The part of a spec that asks for that many templates."""
     return (
         "evaluate:\n"
-        f"  suites: {{{suite}: {{items: {sizes.needed_clusters * d.items_per_cluster}}}}}"
-        f"  # {sizes.needed_clusters} templates of {d.items_per_cluster}\n"
-        f"  samples: {d.samples}\n"
+        f"  suites: {{{suite}: {{items: {clusters * design.items_per_cluster}}}}}"
+        f"  # {clusters} templates of {design.items_per_cluster}\n"
+        f"  samples: {design.samples}\n"
         "gate:\n"
-        f"  alpha: {d.alpha:g}\n"
-        f"  margins: {{{suite}: {100 * d.margin:g}}}\n"
+        f"  alpha: {design.alpha:g}\n"
+        f"  margins: {{{suite}: {100 * design.margin:g}}}\n"
     )
 
 
 _POSITIVE = {
-    "clusters": 10**7,
-    "items_per_cluster": 10**6,
+    "clusters": _MOST_CLUSTERS,
+    "items_per_cluster": _MOST_ITEMS,
     "samples": 10**4,
+    "seeds": 10**3,
     "policies": 10**4,
     "arms": 10**3,
 }
 _SHARES = {"margin": "--margin", "discordance": "--discordance", "power": "--power"}
+_PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_share": "--seed-share"}
 
 
-def _check(design: Design) -> None:
+def check(design: Design) -> None:
     """Raise SpecError with the option that is wrong."""
     for name, most in _POSITIVE.items():
         value, least = getattr(design, name), 2 if name == "clusters" else 1
@@ -190,9 +264,9 @@ def _check(design: Design) -> None:
     margin_of(100 * design.margin, "--margin")
     if not 0 < design.alpha < 0.5:
         raise SpecError(f"--alpha is {design.alpha:g}, wanted a number above 0 and below 0.5")
-    for value, option in ((design.correlation, "--icc"), (design.sampling_share, "--sampling-share")):
-        if not 0 <= value <= 1:
-            raise SpecError(f"{option} is {value:g}, wanted a number from 0 to 1")
+    for name, option in _PARTS.items():
+        if not 0 <= getattr(design, name) <= 1:
+            raise SpecError(f"{option} is {getattr(design, name):g}, wanted a number from 0 to 1")
     if design.rate is not None and not 0 < design.rate < math.inf:
         raise SpecError(f"--rate is {design.rate:g}, wanted answers per second above 0")
     _check_drift(design)
