@@ -90,22 +90,24 @@ def _scores(rng, hard, rate, samples):
 
 def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
     kept = 1.0 if p == "none" else min(1.0, float(p.split("budget=")[1].split(",")[0]) / design.context)
+    checkpoint, hashed = hashlib.sha256(f"{arm}{seed}".encode()).hexdigest(), policy_hash(p)
+    system, user, answer = TEXTS.get(suite, TEXTS["math"])
+    asked = Message(Role.SYSTEM, system), Message(Role.USER, user + design.hostile)
     rows = []
     for j, draw in enumerate(scores):
         for i, good in enumerate(draw):
             outcome = Outcome.DESIRED if good else (Outcome.DEGENERATE if rng.random() < 0.2 else Outcome.UNDESIRED)
-            system, user, answer = TEXTS.get(suite, TEXTS["math"])
             reply = (
                 answer if good else ("la la la la la" if outcome is Outcome.DEGENERATE else "Sure: the word is heron.")
             )
             rows.append(
                 Record(
                     run=design.name,
-                    checkpoint=hashlib.sha256(f"{arm}{seed}".encode()).hexdigest(),
+                    checkpoint=checkpoint,
                     arm=arm,
                     train_seed=seed,
                     policy=p,
-                    policy_hash=policy_hash(p),
+                    policy_hash=hashed,
                     suite=suite,
                     suite_version="1",
                     item_id=f"{suite}-{i:04d}",
@@ -124,11 +126,7 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     kv_bytes_dense=4096 * design.context,
                     seconds=0.02,
                     judge="programmatic",
-                    transcript=(
-                        Message(Role.SYSTEM, system),
-                        Message(Role.USER, user + design.hostile),
-                        Message(Role.ASSISTANT, reply + design.hostile),
-                    ),
+                    transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),
                 )
             )
     return rows

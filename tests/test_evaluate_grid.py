@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,17 @@ def evaluated(path: Path, spec: RunSpec, model: LoadedModel) -> RunFolder:
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: LoadedModel) -> RunFolder:
+    """The grid, evaluated in one go; tests that damage it work on ``run``."""
+    return evaluated(tmp_path_factory.mktemp("grid") / "whole", parse_spec(SPEC, "spec", NAMES), model)
+
+
+@pytest.fixture
+def run(whole: RunFolder, spec: RunSpec, tmp_path: Path) -> RunFolder:
+    return open_run(shutil.copytree(whole.path, tmp_path / "run"), spec, resume=True)
+
+
 def timeless(path: Path) -> list[Record]:
     return [replace(Record.from_json(line), seconds=0.0) for line in path.read_text().splitlines()]
 
@@ -78,10 +90,9 @@ def test_row_seeds_differ_by_item_and_sample_and_know_no_policy_or_arm() -> None
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_records_are_sealed_and_name_where_they_come_from(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
-    run = evaluated(tmp_path / "run", spec, model)
+def test_records_are_sealed_and_name_where_they_come_from(whole: RunFolder, spec: RunSpec, model: LoadedModel) -> None:
     for unit in grid(spec):
-        files = UnitFiles.of(run.records, unit)
+        files = UnitFiles.of(whole.records, unit)
         seal = json.loads(files.seal.read_text())
         assert (seal["records"], seal["checkpoint"]) == (10, model.sha256)
         assert seal["sha256"] == hashlib.sha256(files.records.read_bytes()).hexdigest()
@@ -95,11 +106,8 @@ def test_records_are_sealed_and_name_where_they_come_from(tmp_path: Path, spec: 
         assert not files.lock.exists()
 
 
-def test_policies_are_asked_the_same_items_and_only_compression_evicts(
-    tmp_path: Path, spec: RunSpec, model: LoadedModel
-) -> None:
-    run = evaluated(tmp_path / "run", spec, model)
-    dense, streaming = (timeless(UnitFiles.of(run.records, unit).records) for unit in grid(spec))
+def test_policies_are_asked_the_same_items_and_only_compression_evicts(whole: RunFolder, spec: RunSpec) -> None:
+    dense, streaming = (timeless(UnitFiles.of(whole.records, unit).records) for unit in grid(spec))
     assert [(r.item_id, r.sample_index) for r in dense] == [(r.item_id, r.sample_index) for r in streaming]
     assert [(r.retention, set(r.survival.values())) for r in dense] == [(1.0, {1.0})] * 10
     assert all(0 < r.kv_bytes_dense <= r.kv_bytes_peak for r in dense)
@@ -107,12 +115,13 @@ def test_policies_are_asked_the_same_items_and_only_compression_evicts(
     assert all(r.survival["system"] < 0.2 for r in streaming)
 
 
-def test_records_do_not_depend_on_the_batch_size(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
-    wide = evaluated(tmp_path / "wide", spec, model)
+def test_records_do_not_depend_on_the_batch_size(
+    tmp_path: Path, whole: RunFolder, spec: RunSpec, model: LoadedModel
+) -> None:
     narrow_spec = parse_spec(SPEC.replace("4600", "1"), "spec", NAMES)
     narrow = evaluated(tmp_path / "narrow", narrow_spec, model)
     for unit in grid(spec):
-        one, other = (timeless(UnitFiles.of(run.records, unit).records) for run in (wide, narrow))
+        one, other = (timeless(UnitFiles.of(run.records, unit).records) for run in (whole, narrow))
         assert [(r.item_id, r.transcript, r.survival) for r in one] == [
             (r.item_id, r.transcript, r.survival) for r in other
         ]
@@ -122,24 +131,31 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"format": 1, "run": "gr', b"\x00\x00\x00\n"])
-def test_a_killed_unit_resumes_to_the_records_of_an_unbroken_one(
-    tmp_path: Path, spec: RunSpec, model: LoadedModel, damage: bytes
-) -> None:
-    whole = evaluated(tmp_path / "whole", spec, model)
-    broken = open_run(tmp_path / "broken", spec, resume=False)
-    unit = grid(spec)[1]
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, model: LoadedModel) -> Path:
+    """A run that ended after the first batch of its second unit."""
+    spec = parse_spec(SPEC, "spec", NAMES)
+    broken = open_run(tmp_path_factory.mktemp("grid") / "killed", spec, resume=False)
 
     def die(_: Unit, done: int, __: int) -> None:
         if done == 4:
             raise Killed
 
     with pytest.raises(Killed):
-        Evaluator(model, spec).run(unit, broken, die)
+        Evaluator(model, spec).run(grid(spec)[1], broken, die)
+    return broken.path
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format": 1, "run": "gr', b"\x00\x00\x00\n"])
+def test_a_killed_unit_resumes_to_the_records_of_an_unbroken_one(
+    tmp_path: Path, whole: RunFolder, killed: Path, spec: RunSpec, model: LoadedModel, damage: bytes
+) -> None:
+    broken = open_run(shutil.copytree(killed, tmp_path / "broken"), spec, resume=True)
+    unit = grid(spec)[1]
     files = UnitFiles.of(broken.records, unit)
     with files.records.open("ab") as out:
         out.write(damage)
-    evaluated(broken.path, spec, model)
+    Evaluator(model, spec).run(unit, broken, lambda *_: None)
     assert timeless(files.records) == timeless(UnitFiles.of(whole.records, unit).records)
 
 
@@ -165,8 +181,7 @@ def test_rows_count_as_done_once_the_disk_has_them(
     assert len(synced) == 3  # batches
 
 
-def test_a_cut_inside_a_batch_repeats_that_batch_only(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
-    run = evaluated(tmp_path / "run", spec, model)
+def test_a_cut_inside_a_batch_repeats_that_batch_only(run: RunFolder, spec: RunSpec, model: LoadedModel) -> None:
     unit = grid(spec)[0]
     files = UnitFiles.of(run.records, unit)
     lines = files.records.read_bytes().splitlines(keepends=True)
@@ -178,8 +193,7 @@ def test_a_cut_inside_a_batch_repeats_that_batch_only(tmp_path: Path, spec: RunS
     assert files.records.read_bytes().splitlines(keepends=True)[:4] == lines[:4]
 
 
-def test_a_batch_that_two_processes_wrote_is_kept_once(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
-    run = evaluated(tmp_path / "run", spec, model)
+def test_a_batch_that_two_processes_wrote_is_kept_once(run: RunFolder, spec: RunSpec, model: LoadedModel) -> None:
     unit = grid(spec)[0]
     files = UnitFiles.of(run.records, unit)
     whole = timeless(files.records)
@@ -209,8 +223,7 @@ def test_a_file_that_another_process_writes_too_is_not_sealed(
     assert not files.seal.exists()
 
 
-def test_records_of_another_checkpoint_are_never_continued(tmp_path: Path, spec: RunSpec, model: LoadedModel) -> None:
-    run = evaluated(tmp_path / "run", spec, model)
+def test_records_of_another_checkpoint_are_never_continued(run: RunFolder, spec: RunSpec, model: LoadedModel) -> None:
     unit = grid(spec)[0]
     UnitFiles.of(run.records, unit).seal.unlink()
     with pytest.raises(DataError, match="records of another checkpoint"):
