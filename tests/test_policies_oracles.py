@@ -1,4 +1,4 @@
-"""Each rule against a naive re-derivation in numpy, 200 draws each: the same entries stay, ties included.
+"""Each rule against a naive re-derivation in numpy, 100 draws each: the same entries stay, ties included.
 
 Nothing here is shared with the product: scores are sums in float64 loops, and what stays is picked by sorting.
 """
@@ -9,15 +9,15 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from draws import draws
 
 from audit.cache.evict import only_victim, retained
 from audit.policies import Policy, View, parse_policy
 
 Array = np.ndarray[Any, Any]
 SEEN = 41
-DRAWS = pytest.mark.parametrize("seed", range(200))
+DRAWS = draws(100)
 
 
 def view(seed: int, *, window: int = 4, slots: int = 20, batch: int = 2, groups: int = 2) -> View:
