@@ -39,7 +39,7 @@ from reports.labels.sheet import (
     text_hash,
 )
 from reports.labels.stored import LABELS_FILE, CellLabels, Labels, load_labels, render_labels
-from reports.page.detail_tables import cells_table, errors_table, labelled_cells, panel_notes
+from reports.page.people_tables import cells_table, errors_table, labelled_cells, panel_notes
 from reports.records.load import load_run
 from reports.run import decided, measured
 

@@ -19,7 +19,7 @@ from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES, load_plugins
 from audit.runs.pipeline import Pipeline
-from reports.page.about import remarks
+from reports.page.remarks import remarks
 from reports.records.load import load_run
 from reports.run import decided
 from suites.gsm8k import Gsm8k

@@ -11,9 +11,9 @@ from reports.drift.results import ClusterSums, Contrast
 from reports.gate.chance import larger
 from reports.gate.decide import decide, decide_cell
 from reports.gate.verdict import EXIT_CODES, Larger, Status, worst
-from reports.page.about import cautions
+from reports.page.gate_table import gate_table
+from reports.page.limits import cautions
 from reports.page.story import banner
-from reports.page.tables import gate_table
 from reports.page.words import note
 from reports.records.load import load_run
 from reports.run import decided

@@ -10,7 +10,7 @@ from scipy import stats
 from reports.drift.results import ClusterSums
 from reports.gate.family import HOLM, MAX_T, Row, joint_family
 from reports.gate.verdict import Status
-from reports.page.about import remarks
+from reports.page.remarks import remarks
 from reports.records.load import load_run
 from reports.run import decided
 from reports.stats.clustered import cr3_effect

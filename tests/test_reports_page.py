@@ -8,11 +8,13 @@ from reports_synthetic import Design, build, policy
 from reports.drift.results import Rates, Reason
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
-from reports.page.about import about, asides, cautions, sentence, to_do
+from reports.page.about import about, asides, sentence, to_do
 from reports.page.figures import forest
 from reports.page.figures.canvas import style
+from reports.page.gate_table import beside_notes, gate_notes, gate_table
+from reports.page.limits import cautions
 from reports.page.story import page_of
-from reports.page.tables import beside_notes, decided_table, footnoted, gate_notes, gate_table
+from reports.page.tables import decided_table, footnoted
 from reports.page.words import note, rates, unsampled
 from reports.records.load import load_run
 from reports.run import decided

@@ -7,7 +7,7 @@ from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
 from reports.gate.verdict import Status
-from reports.page.about import cautions
+from reports.page.limits import cautions
 from reports.run import decided
 
 SEEDS = (1, 2, 3, 4)

@@ -131,7 +131,7 @@ def _read(run: Path, sheet: Path) -> int:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    from reports.page.detail_tables import cells_table, panel_notes
+    from reports.page.people_tables import cells_table, panel_notes
 
     print_table(console, cells_table(findings))
     for line in panel_notes(findings):

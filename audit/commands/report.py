@@ -77,9 +77,10 @@ def write_checked(run: Path, asked: Asked | None = None) -> None:
 
 def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
-    from reports.page.about import cautions
+    from reports.page.gate_table import gate_table
+    from reports.page.limits import cautions
     from reports.page.story import banner
-    from reports.page.tables import decided_table, gate_table
+    from reports.page.tables import decided_table
 
     top = banner(findings)
     print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)

@@ -10,9 +10,12 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import chosen, churn_words, number, remarks, sentence, to_do, unscored
+from reports.page.about import chosen, churn_words, number, sentence, to_do, unscored
+from reports.page.gate_table import HOW_TO_READ, adjusted, numbers
+from reports.page.limits import calibrated, hidden
 from reports.page.page import Banner, Page, Section
-from reports.page.tables import HOW_TO_READ, Table, adjusted, calibrated, footnoted, numbers, table_of
+from reports.page.remarks import remarks
+from reports.page.tables import Table, footnoted, table_of
 from reports.page.words import drift, note, percent, unsampled
 from reports.records.readers.base import Log
 from reports.stats.judges import Kappa
@@ -68,7 +71,7 @@ def comparison_cautions(compared: Compared) -> list[str]:
     clusters = _clusters(compared, head)
     spot = head.blind_spot if head and head.blind_spot is not None else blind_spot(clusters, alpha)
     units = "templates" if compared.findings.drift.unclustered is None else "items"
-    return [unsampled(spot, alpha, clusters, units), *calibrated(compared.findings)]
+    return [unsampled(spot, alpha, clusters, units), *hidden(compared.findings), *calibrated(compared.findings)]
 
 
 def _clusters(compared: Compared, head: Decision | None) -> int:

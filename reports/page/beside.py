@@ -5,9 +5,9 @@ from __future__ import annotations
 from reports.analysis.safe import sentence
 from reports.page import detail_tables as tables
 from reports.page import summaries
-from reports.page.detail_tables import cells_table, errors_table, panel_notes
 from reports.page.findings import Findings
 from reports.page.page import Section
+from reports.page.people_tables import cells_table, errors_table, panel_notes
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences; the table has all

@@ -5,9 +5,12 @@ from __future__ import annotations
 from audit.core.text import inline
 from reports.gate.rules import AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
-from reports.page.about import about, asides, cautions, late, number, remarks, sentence
+from reports.page.about import about, asides, number, sentence
 from reports.page.findings import Findings
+from reports.page.gate_table import beside_notes, gate_notes, gate_table
+from reports.page.limits import cautions, limits
 from reports.page.page import Banner, Page, Section
+from reports.page.remarks import late, remarks
 
 
 def page_of(findings: Findings) -> Page:
@@ -59,7 +62,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             "limits",
             "Limits",
             "What the number cannot say, even when it is unflattering.",
-            notes=(*said, *map(inline, beside.cleared(findings)), *tables.limits(findings)),
+            notes=(*said, *map(inline, beside.cleared(findings)), *limits(findings)),
             finding=said[0],
         ),
         _gate_section(findings),
@@ -79,8 +82,8 @@ def _gate_section(findings: Findings) -> Section:
         "Gate",
         f"Each row is a {drift_of}{alike}: below zero is worse. PASS needs the lower bound above minus the margin, and "
         "templates that could not hide a loss of it.",
-        tables=(tables.gate_table(findings, gated, gated=True),),
-        notes=tables.gate_notes(findings),
+        tables=(gate_table(findings, gated, gated=True),),
+        notes=gate_notes(findings),
         finding=summaries.statuses(gated, "gated cells"),
     )
 
@@ -102,8 +105,8 @@ def _beside_section(findings: Findings) -> Section:
         "beside",
         "Beside the gate",
         f"{explain} Not part of the verdict.",
-        tables=(tables.gate_table(findings, shown, gated=False),),
-        notes=tables.beside_notes(findings),
+        tables=(gate_table(findings, shown, gated=False),),
+        notes=beside_notes(findings),
         finding=summaries.statuses(shown, cells),
     )
 

@@ -12,8 +12,7 @@ from reports.drift.results import Contrast
 from reports.gate.rules import Rules
 from reports.gate.verdict import Decision, Status, worst
 from reports.page.findings import Findings
-from reports.page.words import drift, error_rates, note, percent, points, pvalue, rates
-from reports.stats.rule import clusters_required
+from reports.page.words import drift, percent, points
 
 
 @dataclass(frozen=True)
@@ -172,49 +171,6 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
     return found
 
 
-def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
-    """One row per decision; columns that would say the same of every row are left out."""
-    shown = [d for d in decisions if d.gated is gated]
-    sides = len({d.estimand == "E2" for d in shown}) > 1
-    recipe, seeds = any(d.recipe for d in shown), any(d.worst_seed for d in shown)
-    headers = ["candidate", *(["against"] if sides else []), "suite", "verdict"]
-    headers += [*(["with seed variance"] if recipe else []), "rates", "drift, 95 % interval"]
-    headers += ["one-sided bounds, margin", *(["worst seed, pp"] if seeds else []), "lost / gained"]
-    headers += [f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
-    rows = [_gate_row(findings, d, sides=sides, recipe=recipe, seeds=seeds) for d in shown]
-    return footnoted(headers, rows, words=3 + sides + recipe)
-
-
-def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, seeds: bool) -> list[str]:
-    suite = (
-        named(findings, d) if len(findings.comparison.contexts) == 1 else f"{named(findings, d)}, {d.context_tokens}"
-    )
-    labels = findings.comparison.labels
-    found = f"{d.status.value}, waived" if d.waiver else d.status.value
-    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(findings, d)] if sides else []), suite, found]
-    row += [d.recipe.value if d.recipe else "-"] if recipe else []
-    lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
-    both, change, bounds, moved = numbers(d)
-    why = "; ".join(text for text in (note(d), d.statement) if text)
-    return [*row, both, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
-
-
-def numbers(d: Decision) -> list[str]:
-    """Rates, drift, the bounds that decide with the margin they are held to, and the items behind them."""
-    margin = f"{100 * d.margin:g}" if d.margin else "-"
-    if d.effect is None:
-        return [rates(d), "-", margin, "-"]
-    e = d.effect
-    return [rates(d), drift(e), f"[{points(e.lower)}, {points(e.upper)}] {margin}", f"{e.losses:.3g}/{e.gains:.3g}"]
-
-
-def adjusted(d: Decision) -> str:
-    """The p-value of a cell; at the smallest that its patterns can reach it says no more than that."""
-    if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
-        return f"<= {d.pvalue_floor:.1g}"
-    return pvalue(d.pvalue_drop)
-
-
 def named(findings: Findings, d: Decision) -> str:
     """The suite of a cell, with what is asked of it where that is more than its drift."""
     if d.estimand == "selectivity":
@@ -229,47 +185,6 @@ def against(findings: Findings, d: Decision) -> str:
     alike = findings.comparison.mode == "training" and d.estimand != "E2"
     policy = d.policy if alike else DENSE_POLICY
     return f"{findings.comparison.reference} @ {findings.comparison.labels.get(policy, policy)}"
-
-
-def gate_notes(findings: Findings) -> tuple[str, ...]:
-    """How to read the gate table, and what the templates can show."""
-    need = "; ".join(
-        f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
-        for suite, margin in findings.rules.margins.items()
-    )
-    gated = sum(d.gated for d in findings.verdict.decisions)
-    seeds = any(d.worst_seed for d in findings.verdict.decisions)
-    return (
-        f"Templates needed before a cell can pass: {inline(need)}.",
-        "Beyond the margin: the cell's own one-sided upper bound lies below minus the margin. Size open: it does not, "
-        "and the drop may be smaller or larger than the margin.",
-        f"p: one-sided for a drop, adjusted over the {gated} gated cells; max-T flips the sign of a whole template in "
-        "all cells at once.",
-        *(
-            ["Worst seed: the one that lost most by itself, which an average hides; its name in brackets."]
-            if seeds
-            else []
-        ),
-        *HOW_TO_READ,
-    )
-
-
-HOW_TO_READ = (
-    "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. Lost / "
-    "gained: summed score that moved, in items, averaged over samples and seeds.",
-    "Where a reference of less than three margins lost something, the loss is also given as a share of its rate.",
-)
-
-
-def beside_notes(findings: Findings) -> tuple[str, ...]:
-    """Whose family the p-values beside the gate belong to."""
-    shown = sum(not d.gated for d in findings.verdict.decisions)
-    if not shown:
-        return ()
-    return (
-        f"p: adjusted over the {shown} cells of this table, a family of its own: not over the gated cells, and not "
-        "with them.",
-    )
 
 
 def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> Table:
@@ -315,37 +230,6 @@ def outcomes(findings: Findings) -> Table:
         for c in findings.drift.cells
     ]
     return table_of([*headers, "degenerate", "unscored"], rows, words=3)
-
-
-def limits(findings: Findings) -> tuple[str, ...]:
-    """What must be said even when it is unflattering."""
-    lines = [
-        "Only the listed suites, policies and lengths were asked; nothing is said about others.",
-        _graders(findings),
-        f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval outside the gate is "
-        "unadjusted and exploratory.",
-    ]
-    if findings.comparison.mode == "training" and findings.verdict.recipe is None:
-        lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
-    return tuple(lines)
-
-
-def _graders(findings: Findings) -> str:
-    if any(c.people for c in findings.drift.contrasts):
-        return "Beyond the cells that people labelled, answers are graded as recorded."
-    return "Grading is by program; answers a person would grade otherwise are not corrected here."
-
-
-def calibrated(findings: Findings) -> list[str]:
-    """How often the gate and its intervals are wrong, from the calibration that ships; nothing of what is INVALID."""
-    c = findings.calibration
-    if c is None or findings.verdict.status is Status.INVALID:
-        return []
-    return [
-        f"{error_rates(c, findings.rules.alpha, findings.rules.margins.values())} Simulated at {c.scale} scale "
-        f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
-        f"intervals: at least {percent(c.coverage_min)}."
-    ]
 
 
 def reproducibility(findings: Findings) -> tuple[Table, ...]:

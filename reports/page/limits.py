@@ -1,0 +1,121 @@
+"""What a number cannot say: what was not sampled, what templates may hide, and how often the gate is wrong."""
+
+from __future__ import annotations
+
+from audit.core.text import inline
+from reports.gate.family import PARITY
+from reports.gate.rules import DEFAULT_ESTIMANDS
+from reports.gate.verdict import TEMPLATES, Decision, Status
+from reports.page.findings import Findings
+from reports.page.tables import named
+from reports.page.words import counted, drift, error_rates, percent, unsampled
+from reports.stats.rule import blind_spot
+from reports.stats.seeds import SEEDS_ADVISED
+
+
+def cautions(findings: Findings, head: Decision | None) -> list[str]:
+    """What a number cannot say: what was not sampled, the other side of the cell, and how often the gate is wrong."""
+    other = [
+        _other_side(findings, d) for d in findings.verdict.decisions if d.effect and head and _is_other_side(d, head)
+    ]
+    return [
+        inline(line)
+        for line in (
+            _blind_spot(findings, head),
+            *hidden(findings),
+            *other,
+            *_recipe_level(findings),
+            *calibrated(findings),
+        )
+    ]
+
+
+def _blind_spot(findings: Findings, head: Decision | None) -> str:
+    """Of the cell that is quoted; without one, of the suite with the fewest templates."""
+    alpha = findings.rules.alpha
+    if head and head.effect and head.blind_spot is not None:
+        return unsampled(head.blind_spot, alpha, head.effect.n_clusters)
+    have = min((c.n_clusters for c in findings.drift.cells), default=0)
+    return unsampled(blind_spot(have, alpha), alpha, have)
+
+
+def hidden(findings: Findings) -> list[str]:
+    """Could a few broken templates hide a loss of the margin where the interval alone would pass?"""
+    cells = [d for d in findings.verdict.decisions if d.gated and d.template_bound is not None and d.estimand != PARITY]
+    held = [d for d in cells if any(reason.code == TEMPLATES for reason in d.reasons)]
+    lines = []
+    for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
+        if own:
+            d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
+            place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings, d)}"
+            most = f"{-100 * min(d.template_bound or 0.0, 0.0):.1f} pp"
+            lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
+    return lines
+
+
+_WEIGHTED = "the templates that were seen, weighted otherwise, plus one like them that lost everything,"
+_CLEARED = (
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} leave a loss of at most {{most}} "
+    "open ({place})."
+)
+_HELD = (
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} could lose more than the margin, "
+    "up to {most} ({place}): data cannot tell."
+)
+
+
+def _is_other_side(d: Decision, head: Decision) -> bool:
+    """Whether a decision is the same cell against the reference served another way."""
+    same = (d.arm, d.policy, d.suite, d.context_tokens) == (head.arm, head.policy, head.suite, head.context_tokens)
+    return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
+
+
+def _other_side(findings: Findings, d: Decision) -> str:
+    assert d.effect is not None
+    policy = findings.comparison.labels.get(d.policy, d.policy)
+    if d.estimand == "E2":
+        who = f"{d.arm} served under {policy} against uncompressed {findings.comparison.reference}"
+        return f"End to end, {who}: {drift(d.effect)}."
+    return f"Served alike, {d.arm} against {findings.comparison.reference}, both under {policy}: {drift(d.effect)}."
+
+
+def _recipe_level(findings: Findings) -> list[str]:
+    """How far a recipe's claim from few seeds may be trusted, as simulated."""
+    few = len(findings.comparison.seeds) < SEEDS_ADVISED and findings.verdict.recipe is not None
+    if not few or findings.calibration is None:
+        return []
+    return [
+        f"With fewer than {SEEDS_ADVISED} seeds the 95 % interval of a recipe raises a false alarm in up to "
+        f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; {SEEDS_ADVISED} seeds keep 5 %."
+    ]
+
+
+def limits(findings: Findings) -> tuple[str, ...]:
+    """What must be said even when it is unflattering."""
+    lines = [
+        "Only the listed suites, policies and lengths were asked; nothing is said about others.",
+        _graders(findings),
+        f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval outside the gate is "
+        "unadjusted and exploratory.",
+    ]
+    if findings.comparison.mode == "training" and findings.verdict.recipe is None:
+        lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
+    return tuple(lines)
+
+
+def _graders(findings: Findings) -> str:
+    if any(c.people for c in findings.drift.contrasts):
+        return "Beyond the cells that people labelled, answers are graded as recorded."
+    return "Grading is by program; answers a person would grade otherwise are not corrected here."
+
+
+def calibrated(findings: Findings) -> list[str]:
+    """How often the gate and its intervals are wrong, from the calibration that ships; nothing of what is INVALID."""
+    c = findings.calibration
+    if c is None or findings.verdict.status is Status.INVALID:
+        return []
+    return [
+        f"{error_rates(c, findings.rules.alpha, findings.rules.margins.values())} Simulated at {c.scale} scale "
+        f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
+        f"intervals: at least {percent(c.coverage_min)}."
+    ]

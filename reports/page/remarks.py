@@ -1,0 +1,109 @@
+"""What must be read wherever a verdict is read: by whose rules, waivers, labels and versions it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from audit.core.inputs import WORKED_WITH
+from reports.drift.results import Reason
+from reports.gate.rules import AFTER_RUN, WARN, Rules
+from reports.gate.verdict import JUDGE_DIFF, Decision, Status
+from reports.page.findings import Findings
+
+_NAMED = 3  # cells that a line spells out
+
+
+def remarks(findings: Findings) -> Iterator[str]:
+    """One plain line each; none for a run of one set of versions that is decided by its spec."""
+    rules = findings.rules
+    if findings.drift.unclustered is not None:
+        yield _unclustered(findings.drift.unclustered, rules)
+    if rules.sha256 is not None:
+        yield _gate(rules)
+    if rules.profile:
+        yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
+    if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
+        yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
+    yield from _waivers(findings)
+    yield from _labels(findings)
+    yield from _versions(findings)
+    if findings.verdict.adjustment.reason:
+        yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
+
+
+def _unclustered(reason: Reason, rules: Rules) -> str:
+    """What holds where nothing says which items share a template: the user's word for it, or what to do."""
+    said = f"{reason.code}: {reason.text}."
+    if rules.items_are_independent:
+        said = "Items were declared independent by the user (--items-are-independent): no cluster is named."
+    return (
+        f"{said} Each item counts as its own template: if items do share templates, documents or scenarios, the "
+        "interval is too narrow and the blind spot too small."
+    )
+
+
+def late(rules: Rules) -> str:
+    """The alarm of rules that came after the run; empty for any others."""
+    if rules.declared != AFTER_RUN:
+        return ""
+    return (
+        f"{rules.source} came after the run. Its author may have seen the numbers: this verdict decides nothing, and "
+        "kvaudit gate refuses it."
+    )
+
+
+def _gate(rules: Rules) -> str:
+    line = f"Gate: {rules.source}, sha256 {(rules.sha256 or '')[:12]}, {rules.declared}"
+    if rules.declared != AFTER_RUN:
+        return line + "."
+    return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
+
+
+def _labels(findings: Findings) -> Iterator[str]:
+    """What human labels decided, and what judge labels alone were not let pass."""
+    if findings.verdict.judged is None:
+        return
+    people = [d for d in findings.verdict.decisions if d.gated and d.judged]
+    turned = [d for d in people if d.judged is not d.status]
+    more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
+    cells = [f"{_place(findings, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
+    turns = f" They change {'; '.join(cells)}{more}." if turned else " They change the verdict of none."
+    yield f"Human labels decide {len(people)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells.{turns}"
+    held = [
+        _place(findings, d)
+        for d in findings.verdict.decisions
+        if d.gated and any(r.code == JUDGE_DIFF for r in d.reasons)
+    ]
+    if held:
+        more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+        yield f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."
+    if findings.verdict.judged is not findings.verdict.status:
+        yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
+
+
+def _versions(findings: Findings) -> Iterator[str]:
+    """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
+    table = findings.provenance.get(WORKED_WITH)
+    if isinstance(table, Mapping) and len(table) > 1:
+        found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
+        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {'; '.join(found[:_NAMED])}{more}."
+
+
+def _place(findings: Findings, d: Decision) -> str:
+    return f"{d.estimand}, {d.arm}, {d.suite} {d.context_tokens} @ {findings.comparison.labels.get(d.policy, d.policy)}"
+
+
+def _waivers(findings: Findings) -> Iterator[str]:
+    for waiver in findings.waivers:
+        cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
+        places = ", ".join(
+            f"{d.arm}, {d.suite} @ {findings.comparison.labels.get(d.policy, d.policy)}" for d in cells[:3]
+        )
+        more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
+        let = f"lets {len(cells)} cells through ({places}{more})" if cells else "fits no cell and does nothing"
+        if len(cells) == 1:
+            let = f"lets {cells[0].status.value} through ({places})"
+        yield f"WAIVER by {waiver.who}, until {waiver.expires}: {waiver.why}; it {let}."
+    if findings.verdict.unwaived is not findings.verdict.status:
+        yield f"Without waivers the verdict is {findings.verdict.unwaived.value}."
