@@ -17,6 +17,7 @@ from reports.gate.chance import AUDITS, Differences, Pool, audits_of, interval_r
 from reports.gate.rules import margin_of
 from reports.stats import power as kernels
 from reports.stats.rule import blind_spot, clusters_required
+from reports.stats.seeds import SEEDS_ADVISED
 
 DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
 DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1
@@ -25,7 +26,7 @@ _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
 _MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; beyond, a chance takes more than seconds
 _SEARCHED = 500  # audits at each step of a search
-SAMPLES_ADVISED, SEEDS_ADVISED, ITEMS_TIMES = 4, 5, 4
+_SAMPLES_ADVISED, _ITEMS_TIMES = 4, 4
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ def steps(design: Design) -> Iterator[Step]:
 
     A step that changes nothing, since it is planned already or has no share in the variance, is left out.
     """
-    if design.samples < SAMPLES_ADVISED and design.sampling_share > 0:
-        design = replace(design, samples=SAMPLES_ADVISED)
-        yield Step(f"{SAMPLES_ADVISED} answers to an item", chance(design, audits=_SEARCHED))
+    if design.samples < _SAMPLES_ADVISED and design.sampling_share > 0:
+        design = replace(design, samples=_SAMPLES_ADVISED)
+        yield Step(f"{_SAMPLES_ADVISED} answers to an item", chance(design, audits=_SEARCHED))
     if design.seeds < SEEDS_ADVISED and design.training > 0:
         design = replace(design, seeds=SEEDS_ADVISED)
         yield Step(f"{SEEDS_ADVISED} seeds", chance(design, audits=_SEARCHED))
@@ -162,8 +163,8 @@ def steps(design: Design) -> Iterator[Step]:
 
 def more_items(design: Design) -> Step:
     """Four times the items of each template."""
-    larger = replace(design, items_per_cluster=ITEMS_TIMES * design.items_per_cluster)
-    return Step(f"{ITEMS_TIMES} times the items of each template", chance(larger, audits=_SEARCHED))
+    larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
+    return Step(f"{_ITEMS_TIMES} times the items of each template", chance(larger, audits=_SEARCHED))
 
 
 def needed_clusters(design: Design) -> int:
