@@ -86,7 +86,8 @@ def _recipe_level(findings: Findings) -> list[str]:
         return []
     return [
         f"With fewer than {SEEDS_ADVISED} seeds the 95 % interval of a recipe raises a false alarm in up to "
-        f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; {SEEDS_ADVISED} seeds keep it near 5 %."
+        f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; with {SEEDS_ADVISED} seeds "
+        "it is about 5 %."
     ]
 
 
