@@ -45,6 +45,10 @@ class Suite:
         """The score of a whole transcript."""
         raise NotImplementedError
 
+    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - a suite without endpoints has none for any item
+        """The endpoints that this item is eligible for, besides ``well_formed`` (``audit.core.facets``)."""
+        return ()
+
     def gold(self, item: Item) -> tuple[str, ...]:
         """The assistant's ideal completions, one per turn: proof that the grader accepts what it asks for."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import random
 import re
 
 from audit.core.errors import DataError
+from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, fit_prose, json_lines
@@ -24,6 +25,7 @@ class Gsm8k(Suite):
     """The capability control on a real model. The passage has nothing to do with the problem."""
 
     name = "gsm8k"
+    version = "2"
     kind = "capability"
     source = "public rows: openai/grade-school-math, test and first 2000 training rows; prose in the public domain"
     licence = "MIT"
@@ -41,14 +43,17 @@ class Gsm8k(Suite):
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
         return None
 
+    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
+        return ("solved",)
+
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         answer = extract_number(transcript[-1].content)
         if answer is None:
-            return Grade(Outcome.UNDESIRED, 0.0, note="no number")
-        right = answer == float(item.payload["answer"])
-        return Grade(
-            Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), note="" if right else "wrong number"
-        )
+            return Grade(Outcome.UNDESIRED, 0.0, note="no number", facets=unreadable(("solved",)))
+        facets = readable({"solved": answer == float(item.payload["answer"])})
+        if facets["solved"]:
+            return Grade(Outcome.DESIRED, 1.0, facets=facets)
+        return Grade(Outcome.UNDESIRED, 0.0, note="wrong number", facets=facets)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["solution"]),)

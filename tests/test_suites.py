@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from suite_world import ANSWERS, SEED, TOKENS, Asked, ask, digest, grade, play, rows_from, text_of, words, write_rows
 
 from audit.core.errors import SpecError
+from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.records import Item, Outcome, Role
 from suites.base import SUITES, Suite
 
@@ -245,3 +246,18 @@ def test_any_completion_is_graded(asked: Asked, completion: str) -> None:
 
 def check_graded(asked: Asked, completion: str) -> None:
     assert grade(asked.suite, asked.eval[0], [completion] * 2).outcome in Outcome
+
+
+def test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for(asked: Asked) -> None:
+    """Nothing else may be told of an item, and no item may be eligible for a facet that its gold answer misses."""
+    for item in asked.eval:
+        found = grade(asked.suite, item, asked.suite.gold(item)).facets
+        assert set(found) == ({*asked.suite.facets(item), WELL_FORMED} if found else set())
+        assert {name: FACETS[name].wanted for name in found} == found, item.item_id
+
+
+def test_an_answer_without_form_is_never_known_to_be_unsafe(asked: Asked) -> None:
+    for item in asked.eval[:20]:
+        facets = grade(asked.suite, item, [" "]).facets
+        assert not facets.get(WELL_FORMED)
+        assert not any(value for name, value in facets.items() if name != WELL_FORMED)

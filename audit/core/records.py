@@ -14,8 +14,10 @@ from enum import StrEnum
 from typing import Any
 
 from audit.core.errors import DataError, OffScale
+from audit.core.facets import FACETS, FacetValues
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # records of format 1 have no facets, and no outcome of their own for a cut answer
 
 
 class Role(StrEnum):
@@ -32,7 +34,8 @@ class Outcome(StrEnum):
 
     DESIRED = "desired"
     UNDESIRED = "undesired"
-    DEGENERATE = "degenerate"  # loops, gibberish, empty, truncated
+    DEGENERATE = "degenerate"  # loops, gibberish, empty
+    TRUNCATED = "truncated"  # cut off before it ended
     UNSCORED = "unscored"  # judge or plumbing failed
 
 
@@ -68,18 +71,21 @@ class Item:
 class Grade:
     """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
 
-    A desired answer scores above 0 and an undesired one below 1.
+    A desired answer scores above 0 and an undesired one below 1. ``facets`` are the endpoints that the item is eligible
+    for, by name (``core.facets``).
     """
 
     outcome: Outcome
     score: float | None
     judge: str = "programmatic"
     note: str = ""
+    facets: FacetValues = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.outcome is Outcome.UNSCORED), self
         assert self.score is None or 0.0 <= self.score <= 1.0, self
         assert self.score is None or self.score != CONTRADICTED.get(self.outcome), self
+        assert set(self.facets) <= set(FACETS), self
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,7 @@ class Record:
     seconds: float
     judge: str
     transcript: tuple[Message, ...]
+    facets: FacetValues = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -133,10 +140,12 @@ class Record:
             row = json.loads(line)
         except ValueError as error:
             raise DataError(f"record is not JSON ({error})") from None
-        if not isinstance(row, dict) or row.get("format") != FORMAT:
+        if not isinstance(row, dict) or row.get("format") not in READABLE:
             raise DataError(
-                f"record has format {row.get('format') if isinstance(row, dict) else row!r}, wanted {FORMAT}"
+                f"record has format {row.get('format') if isinstance(row, dict) else row!r}, wanted one of {READABLE}"
             )
+        if row["format"] < FORMAT:
+            row.setdefault("facets", {})
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(
@@ -151,6 +160,11 @@ class Record:
             row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"record holds a bad outcome or transcript ({error})") from None
+        facets = row["facets"]
+        if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
+            raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")
+        if strange := sorted(set(facets) - set(FACETS)):
+            raise DataError(f"record holds a facet {strange[0][:40]!r}, known are {', '.join(FACETS)}")
         score = row["score"]
         if (score is None) != (row["outcome"] is Outcome.UNSCORED):
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}")

@@ -217,6 +217,7 @@ class Evaluator:
             seconds=played.seconds,
             judge=played.grade.judge,
             transcript=played.transcript,
+            facets=played.grade.facets,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from audit.cache.ledger import Rollout
 from audit.core.errors import SpecError
+from audit.core.facets import unknown, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.sampling.chat import Rendered
 from audit.sampling.degenerate import degenerate
@@ -148,10 +149,12 @@ class _Conversation:
         self._pending = reply
 
     def _grade(self) -> Grade:
+        facets = self.suite.facets(self.item)
         if self._finish == "error":
-            return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS)
+            return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
         if self._broken:
-            return Grade(Outcome.DEGENERATE, 0.0, note=self._broken)
+            outcome = Outcome.TRUNCATED if self._broken == "truncated" else Outcome.DEGENERATE
+            return Grade(outcome, 0.0, note=self._broken, facets=unreadable(facets))
         return self.suite.grade(self.item, self._transcript)
 
 

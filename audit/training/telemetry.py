@@ -103,7 +103,8 @@ def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], co
         "reward_mean": _mean(earned),
         "reward_std": statistics.pstdev(earned) if earned else None,
         "frac_reward_zero_std": _mean(flat),
-        "frac_degenerate": outcomes.count(Outcome.DEGENERATE) / len(played),
+        "frac_degenerate": sum(map(outcomes.count, (Outcome.DEGENERATE, Outcome.TRUNCATED))) / len(played),
+        "frac_truncated": outcomes.count(Outcome.TRUNCATED) / len(played),
         "frac_unscored": outcomes.count(Outcome.UNSCORED) / len(played),
         "length_mean": _mean([row.new_tokens for row in played]),
     }
