@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.facets import FACETS
 from audit.core.numbers import (
     Alpha,
     BatchTokens,
@@ -324,13 +325,18 @@ def _served(key: str, asked: Iterable[str], served: tuple[str, ...], names: Name
 
 
 def _margins(suites: Iterable[str], given: dict[str, float], names: Names | None) -> dict[str, float]:
-    """The margin of every suite; without names only those that are given."""
-    for suite in given:
-        if suite not in suites:
-            raise UnknownName("suite in gate.margins", suite, suites)
+    """The margin of every suite, and of every SUITE.FACET that has one; without names only those that are given."""
+    own = list(suites)
+    for name in given:
+        suite, _, facet = name.partition(".")
+        if suite not in own and name not in own:
+            raise UnknownName("suite in gate.margins", name, own)
+        if name not in own and facet not in FACETS:
+            raise UnknownName("facet in gate.margins", name, (f"{suite}.{known}" for known in FACETS))
     if names is None:
         return given
-    return {suite: given[suite] if suite in given else _MARGIN_PP[names.kind(suite)] for suite in suites}
+    facets = {name: points for name, points in given.items() if name not in own}
+    return {**{suite: given.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
 
 
 def _alpha(gate: GateSpec) -> float:

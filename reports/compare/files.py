@@ -156,6 +156,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
         arms=(REFERENCE, CANDIDATE),
         seeds=tuple(seeds),
         policies=(DENSE_POLICY,),
+        facets=(),
         suites=tuple(sorted(set(records["suite"]))),
         contexts=tuple(sorted(int(c) for c in set(records["context_tokens"]))),
         capability=(),

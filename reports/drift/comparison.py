@@ -11,6 +11,7 @@ import pandas as pd
 
 from audit.core.policy_names import match_policies, short_names
 from audit.core.spec import BASE_ARM, RunSpec
+from reports.records.panel import facets_of
 
 
 class PlannedUnit(NamedTuple):
@@ -40,6 +41,7 @@ class Comparison:
     seeds: tuple[int, ...]
     policies: tuple[str, ...]  # canonical
     suites: tuple[str, ...]
+    facets: tuple[str, ...]  # SUITE.FACET, of the records and of what the gate names
     contexts: tuple[int, ...]
     capability: tuple[str, ...]  # the suites that measure it
     train_policy: str | None
@@ -75,6 +77,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         seeds=spec.train.seeds if spec.train else _recorded_seeds(records, reference),
         policies=policies,
         suites=suites,
+        facets=tuple(dict.fromkeys([*facets_of(records), *(name for name in spec.gate.margins if name not in suites)])),
         contexts=tuple(sorted({*spec.evaluate.context_tokens, *(int(c) for c in set(records["context_tokens"]))})),
         capability=_capability(suites, provenance),
         train_policy=match_policies([spec.train.policy], policies)[0] if spec.train else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
+Scores = Mapping[CellKey, Array]
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 
@@ -90,10 +91,16 @@ def contrast(
 def _with_numbers(
     blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
 ) -> Contrast:
-    present = ~np.isnan(panel.scores[cells[0]])
-    clusters = panel.clusters[present]
-    z = np.stack([_combine(panel, w, present, 0.0, 0.0) for w in weights])  # [S, N]
-    mean = z.mean(axis=0)
+    recorded = ~np.isnan(panel.floor[cells[0]])
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
+    known = ~np.isnan(z).all(axis=0)
+    if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
+        return replace(blank, reasons=(Reason("FEW_CLUSTERS", "too few templates have an answer that could be read"),))
+    present = recorded.copy()
+    present[recorded] = known
+    clusters, z = panel.clusters[present], z[:, known]
+    mean = np.nanmean(z, axis=0)
+    z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
     draws = panel.samples * len(weights)
     if blank.estimand == "E5":
         effect = _interaction_effect(mean, clusters, alpha)
@@ -109,8 +116,8 @@ def _with_numbers(
         recipe=recipe,
         rates=None if blank.estimand == "E5" else _rates(panel, weights, present, alpha),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
-        worst=float(np.mean([_combine(panel, w, present, 0.0, 1.0) for w in weights])),
-        best=float(np.mean([_combine(panel, w, present, 1.0, 0.0) for w in weights])),
+        worst=_bound(panel.floor, panel.best, weights, recorded),
+        best=_bound(panel.best, panel.floor, weights, recorded),
         sums=(_cluster_sums(panel, mean, clusters),),
         churn=moved.churn if moved else None,
         rerun=moved.rerun if moved else None,
@@ -157,7 +164,7 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_],
     """The mean score of both sides; a policy compared with itself has both sides in one cell of weight 0."""
     positive, negative = two_sides(weights)
     candidate, reference = (
-        np.mean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
+        np.nanmean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
     )
     draws = panel.samples * len(set(negative))
     lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha, graded=panel.graded)
@@ -173,6 +180,9 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
 
 def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
     candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
+    both = ~(np.isnan(candidate) | np.isnan(reference))
+    if not both.all():
+        candidate, reference = candidate[both], reference[both]
     # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
     return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
 
@@ -183,13 +193,22 @@ def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: flo
     return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
 
 
-def _combine(panel: Panel, weights: Weights, present: npt.NDArray[np.bool_], plus: float, minus: float) -> Array:
-    """Weighted cell scores [N]; unscored samples count ``plus`` where the weight is positive, else ``minus``."""
+def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
+    """Weighted cell scores [N]."""
     total = np.zeros(int(present.sum()))
     for cell, weight in weights.items():
-        table = panel.best if (plus if weight > 0 else minus) else panel.scores
         total += weight * table[cell][present]
     return total
+
+
+def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
+    """The estimate with what is not known taken from ``plus`` where the weight is positive, else from ``minus``."""
+    totals = [
+        _combine(plus, {cell: weight for cell, weight in w.items() if weight > 0}, present)
+        + _combine(minus, {cell: weight for cell, weight in w.items() if weight <= 0}, present)
+        for w in weights
+    ]
+    return float(np.mean(totals))
 
 
 def no_narrower(recipe: Effect, artifact: Effect) -> Effect:
@@ -212,7 +231,7 @@ def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...
         return (
             Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
         )
-    holes = np.stack([np.isnan(panel.scores[cell]) for cell in cells])  # [cells, N]
+    holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
     uneven = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
     if uneven:
         return (Reason("ITEMS", f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"),)

@@ -48,7 +48,7 @@ def _weights(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 
 def contrasts(comparison: Comparison, tables: Mapping[tuple[str, int], Panel], alpha: float) -> Iterator[Contrast]:
     """Every contrast that a comparison has; a suite and length without any record yields blanks with a reason."""
-    for suite in comparison.suites:
+    for suite in (*comparison.suites, *comparison.facets):
         for context in comparison.contexts:
             panel = tables.get((suite, context)) or _empty_panel(suite, context)
             yield from _panel_contrasts(comparison, panel, alpha)
@@ -87,7 +87,7 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 def _empty_panel(suite: str, context: int) -> Panel:
     none: dict[CellKey, Any] = {}
     codes = np.zeros(0, dtype=np.int64)
-    return Panel(suite, context, (), codes, (), 0, none, none, {}, 1, False, frozenset(), 0)
+    return Panel(suite, context, (), codes, (), 0, none, none, none, {}, 1, False, frozenset(), 0)
 
 
 def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], comparison: Comparison) -> Iterator[Cell]:

@@ -79,7 +79,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast enters the verdict by itself."""
-    if c.policy not in rules.primary or c.context_tokens not in rules.contexts:
+    if c.policy not in rules.primary or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
         return False
     if c.estimand == SELECTIVITY:
         return SELECTIVITY in rules.estimands
@@ -90,18 +90,23 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast is decided beside the verdict: of E1 and E2 the one that is not gated."""
-    if sides.mode == "serving" or c.policy not in rules.primary or _is_twin(c, rules):
+    if sides.mode == "serving" or c.policy not in rules.primary or _is_twin(c, rules) or not _has_say(c, sides, rules):
         return False
     return c.estimand in DEFAULT_ESTIMANDS and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast is the drift that E3, selectivity and parity are made of."""
-    if c.estimand != sides.base or c.context_tokens not in rules.contexts:
+    if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
         return False
     if sides.mode == "serving":
         return c.arm == sides.reference and c.policy != DENSE_POLICY
     return c.arm in sides.candidates
+
+
+def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """A suite is decided whatever is declared, since a margin may be missing; a facet where it has a margin."""
+    return c.suite not in sides.facets or c.suite in rules.margins
 
 
 def _is_twin(c: Contrast, rules: Rules) -> bool:

@@ -43,7 +43,7 @@ class Rules:
     """
 
     alpha: float
-    margins: dict[str, float]  # by suite
+    margins: dict[str, float]  # by suite, and by SUITE.FACET
     primary: tuple[str, ...]  # the policies that are gated
     contexts: tuple[int, ...]  # the lengths that are gated
     deployable: tuple[str, ...] = ()  # the policies among which E3 looks for the worst
@@ -71,7 +71,9 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
     primary, deployable = (tuple(match_policies(p, comparison.policies)) for p in (gate.primary, gate.deployable))
     return Rules(
         alpha=gate.alpha,
-        margins={suite: gate.margins[suite] / 100 for suite in comparison.suites if suite in gate.margins},
+        margins={
+            name: gate.margins[name] / 100 for name in (*comparison.suites, *comparison.facets) if name in gate.margins
+        },
         primary=primary,
         contexts=gate.contexts or comparison.contexts,
         deployable=deployable or primary,

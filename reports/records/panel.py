@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from audit.core.facets import FACETS
+from reports.records.rows import FACET_COLUMNS, UNREAD
+
 Array = npt.NDArray[np.float64]
+_Mask = npt.NDArray[np.bool_]
 
 
 class CellKey(NamedTuple):
@@ -25,19 +29,22 @@ class CellKey(NamedTuple):
 class Panel:
     """Scores [N] of every cell; NaN where a cell lacks the item.
 
-    ``scores`` counts unscored samples as 0, ``best`` as 1. ``samples`` is the largest number of draws per item;
+    Of a suite's score ``scores`` counts unscored samples as 0, as ``floor`` does, and ``best`` as 1. Of a facet, whose
+    scores are 1 where it is as wanted, ``scores`` averages the samples that could be read (NaN where none could),
+    ``floor`` counts the others as 0 and ``best`` as 1. ``samples`` is the largest number of draws per item;
     ``graded`` says that some draw is neither 0 nor 1.
     """
 
-    suite: str
+    suite: str  # or SUITE.FACET
     context_tokens: int
     items: tuple[str, ...]
     clusters: npt.NDArray[np.int64]  # [N] codes
     cluster_names: tuple[str, ...]  # [C]
     n_clusters: int
     scores: Mapping[CellKey, Array]
+    floor: Mapping[CellKey, Array]
     best: Mapping[CellKey, Array]
-    unscored: Mapping[CellKey, float]  # share of samples
+    unscored: Mapping[CellKey, float]  # share of samples of a suite's score
     samples: int
     graded: bool
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
@@ -45,15 +52,41 @@ class Panel:
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
-    """One panel per (suite, context)."""
+    """One panel per (suite, context), and one per (suite.facet, context) that some record has."""
     found = {}
     for index, part in records.groupby(["suite", "context_tokens"], sort=True, observed=True):
-        suite, context = cast(tuple[str, int], index)
-        found[str(suite), int(context)] = _panel(str(suite), int(context), part)
+        suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
+        score = part["score"].to_numpy(dtype=np.float64)
+        found[suite, context] = _panel(suite, context, part, score, read=np.ones(len(score), dtype=np.bool_))
+        for name, eligible, good, read in _facets(part):
+            metric = f"{suite}.{name}"
+            found[metric, context] = _panel(metric, context, part[eligible], good[eligible], read=read[eligible])
     return found
 
 
-def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
+def facets_of(records: pd.DataFrame) -> list[str]:
+    """SUITE.FACET of everything that some record has, in the order of the vocabulary."""
+    known = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
+    suites = {name: set(records.loc[records[column].notna(), "suite"].astype(str)) for name, column in known}
+    return [
+        f"{suite}.{name}"
+        for suite in sorted(set(records["suite"].astype(str)))
+        for name in suites
+        if suite in suites[name]
+    ]
+
+
+def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
+    """Every facet of some row: which rows are eligible, 1 where it is as wanted, which rows could be read."""
+    for name, column in FACET_COLUMNS.items():
+        if column in part:
+            value = part[column].to_numpy(dtype=np.float64)
+            eligible, read = ~np.isnan(value), value != UNREAD
+            if eligible.any():
+                yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
+
+
+def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask) -> Panel:
     keys, cell = _cells(part)
     items, item = _coded(part["item_id"])
     names, name = _coded(part["cluster_id"])
@@ -62,9 +95,9 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
     used, clusters = np.unique(first, return_inverse=True)
     shape = (len(items), len(keys))
     place = item * len(keys) + cell
-    score = part["score"].to_numpy(dtype=np.float64)
     missing = np.isnan(score)
-    counts = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape)
+    low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
+    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)
     most = int(counts.max())
     return Panel(
         suite=suite,
@@ -73,8 +106,9 @@ def _panel(suite: str, context: int, part: pd.DataFrame) -> Panel:
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
         n_clusters=len(used),
-        scores=_by_cell(keys, _means(place, np.where(missing, 0.0, score), counts)),
-        best=_by_cell(keys, _means(place, np.where(missing, 1.0, score), counts)),
+        scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
+        floor=_by_cell(keys, _means(place, low, counts)),
+        best=_by_cell(keys, _means(place, high, counts)),
         unscored=dict(zip(keys, (_total(cell, missing, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
         samples=most,
         graded=bool(np.any((score > 0) & (score < 1))),
@@ -108,6 +142,12 @@ def _coded(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
 def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
     sums: Array = np.bincount(place, weights=values.astype(np.float64), minlength=size).astype(np.float64)
     return sums
+
+
+def _counts(place: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Kept rows by [items, cells]."""
+    found = np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape)
+    return found.astype(np.int64)
 
 
 def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:

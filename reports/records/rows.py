@@ -23,7 +23,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from audit.core.errors import DataError, OffScale
-from audit.core.records import CONTRADICTED, FORMAT, Outcome, Record, Role
+from audit.core.facets import FACETS
+from audit.core.records import CONTRADICTED, READABLE, Outcome, Record, Role
 from audit.core.text import is_text
 from audit.core.yaml_file import one_line
 
@@ -36,7 +37,15 @@ COPIED = (
 _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
 _WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
 WHOLE = tuple(name for name in COPIED if _KINDS[name] == "int")
-REAL = (*(name for name in COPIED if _KINDS[name] == "float"), "score", *(f"survival_{role}" for role in ROLES))
+FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
+UNREAD = -1.0  # the answer has no form that the facet could be read in
+REAL = (
+    *(name for name in COPIED if _KINDS[name] == "float"),
+    "score",
+    *(f"survival_{role}" for role in ROLES),
+    *FACET_COLUMNS.values(),
+)
+_CODES = {None: UNREAD, False: 0.0, True: 1.0}
 Array = npt.NDArray[Any]
 
 
@@ -56,7 +65,7 @@ class Columns:
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score`` and ``survival_<role>``."""
+        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score``, survival and facets."""
         count = len(lines)
         for name in _WORDS:
             numbers = map(self._words[name].__getitem__, values[name])
@@ -140,12 +149,17 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
         return None  # perhaps half a character
     try:
         rows = _objects(raw.decode(), count)
-        if rows is None or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(_NAMES)}:
+        if rows is None or set(map(type, rows)) != {dict}:
+            return None
+        if set(map(len, rows)) == {len(_NAMES) - 1} and {row["format"] for row in rows} == {1}:
+            for row in rows:  # before there were facets
+                row.setdefault("facets", {})
+        if set(map(len, rows)) != {len(_NAMES)}:
             return None
         values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
         if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
             return None
-        return _kept(values) if _shares_fit(values["survival"]) else None
+        return _kept(values) if _shares_fit(values["survival"]) and _facets_fit(values["facets"]) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration):
         return None  # the strict reading says what and where
 
@@ -170,7 +184,7 @@ def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
         if types != (str,) and not (min(column) > -_LARGEST and max(column) < _LARGEST):
             return False
     sums = (math.isfinite(math.fsum(values[name])) for name in ("retention", "seconds"))  # NaN hides from min and max
-    return set(values["format"]) == {FORMAT} and all(sums)
+    return set(values["format"]) <= set(READABLE) and all(sums)
 
 
 def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:
@@ -190,6 +204,12 @@ def _shares_fit(survival: Sequence[Any]) -> bool:
     return set(map(type, shares)) <= {int, float} and math.isfinite(math.fsum(shares))
 
 
+def _facets_fit(tables: Sequence[Any]) -> bool:
+    if set(map(type, tables)) != {dict} or not set(chain.from_iterable(tables)) <= FACETS.keys():
+        return False
+    return set(map(type, chain.from_iterable(table.values() for table in tables))) <= {bool, type(None)}
+
+
 def _messages_fit(transcripts: Sequence[Any]) -> bool:
     if set(map(type, transcripts)) != {list}:
         return False
@@ -200,7 +220,7 @@ def _messages_fit(transcripts: Sequence[Any]) -> bool:
 
 
 def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What the report keeps of a block: scores with unscored as NaN and degenerate as 0, survival by role."""
+    """What the report keeps of a block: unscored as NaN, degenerate as 0, survival by role, facets by name."""
     kept = {name: values[name] for name in (*COPIED, "outcome")}
     degenerate = Outcome.DEGENERATE.value
     kept["score"] = [
@@ -209,12 +229,16 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     ]
     for role in ROLES:
         kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
+    for name, column in FACET_COLUMNS.items():
+        kept[column] = [_CODES[table[name]] if name in table else math.nan for table in values["facets"]]
     return kept
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     """The same columns of records."""
-    values: dict[str, Sequence[Any]] = {name: [getattr(r, name) for r in records] for name in (*COPIED, "survival")}
+    values: dict[str, Sequence[Any]] = {
+        name: [getattr(r, name) for r in records] for name in (*COPIED, "survival", "facets")
+    }
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = [record.score for record in records]
     return _kept(values)
