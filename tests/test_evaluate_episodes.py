@@ -130,9 +130,9 @@ def test_the_last_allowed_turn_ends_an_episode_that_would_go_on() -> None:
     assert played.grade.outcome is Outcome.UNDESIRED
 
 
-def test_a_truncated_answer_is_degenerate_scores_zero_and_never_reaches_the_grader() -> None:
+def test_a_truncated_answer_is_an_outcome_of_its_own_scores_zero_and_never_reaches_the_grader() -> None:
     (played,) = play(Scripted([["done…"]]), [(Counting(), item())], GREEDY, [0])
-    assert (played.grade.outcome, played.grade.score, played.grade.note) == (Outcome.DEGENERATE, 0.0, "truncated")
+    assert (played.grade.outcome, played.grade.score, played.grade.note) == (Outcome.TRUNCATED, 0.0, "truncated")
     assert played.finish_reason == "length"
 
 

@@ -129,7 +129,7 @@ def test_degenerate_counts_as_zero_even_if_it_carries_a_score():
     report = decided(data_of(rows, spec_of(design)))
     assert find(report, "E1").effect.estimate == -1
     cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
-    assert cell.outcomes == {"desired": 0, "undesired": 0, "degenerate": 16, "unscored": 0}
+    assert cell.outcomes == {"desired": 0, "undesired": 0, "degenerate": 16, "truncated": 0, "unscored": 0}
 
 
 def unscored(rows, share, arm="naive"):

@@ -33,7 +33,8 @@ DESIGN = Design(
     estimands=("E1", "E2", "E3", "selectivity", "parity"),
 )
 BASE = [row for _, rows in records_of(DESIGN) for row in rows]
-SCORES = {Outcome.DESIRED: 1.0, Outcome.UNDESIRED: 0.0, Outcome.DEGENERATE: 0.0, Outcome.UNSCORED: None}
+SCORES = {Outcome.DESIRED: 1.0, Outcome.UNDESIRED: 0.0, Outcome.DEGENERATE: 0.0, Outcome.TRUNCATED: 0.0}
+SCORES[Outcome.UNSCORED] = None
 calm = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -161,6 +161,17 @@ def test_no_constant_answer_wins(asked: Asked) -> None:
         assert sum(scores) <= CONSTANT * len(scores), constant
 
 
+def test_no_constant_answer_is_good_on_every_facet(asked: Asked) -> None:
+    suite = asked.suite
+    for constant in _constants(suite, asked.eval):
+        found = [grade(suite, item, constant).facets for item in asked.eval]
+        shares = {}
+        for name in sorted({name for facets in found for name, value in facets.items() if value is not None}):
+            good = [facets[name] is FACETS[name].wanted for facets in found if facets.get(name) is not None]
+            shares[name] = sum(good) / len(good)
+        assert not shares or min(shares.values()) <= CONSTANT, (constant, shares)
+
+
 def _constants(suite: Suite, items: list[Item]) -> set[tuple[str, ...]]:
     """Answers that anybody would try, and what is right for some items, said to all: one by one and in one breath."""
     plain = {(answer,) * suite.max_turns for answer in (*ANSWERS, suite.refusal)}

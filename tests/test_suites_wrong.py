@@ -15,6 +15,7 @@ from hypothesis import is_hypothesis_test
 from suite_world import Asked, ask, digest
 
 from audit.core.errors import SpecError
+from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.words import ANIMALS
@@ -60,9 +61,13 @@ class Right(Suite):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         said = transcript[-1].content.strip()
         if not said:
-            return Grade(Outcome.DEGENERATE, 0.0)
+            return Grade(Outcome.DEGENERATE, 0.0, facets=unreadable(self.facets(item)))
         right = said == item.payload["answer"]
-        return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right))
+        facets = readable(dict.fromkeys(self.facets(item), right))
+        return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), facets=facets)
+
+    def facets(self, item: Item) -> tuple[str, ...]:
+        return ("refused",) if item.payload["answer"] == "no" else ("helpful",)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["answer"],)
@@ -140,6 +145,28 @@ class Endless(Right):
 
 class GoldTooLong(Right):
     max_new_tokens = 1
+
+
+class FacetOfAnotherItem(Right):
+    def facets(self, item: Item) -> tuple[str, ...]:
+        return ("refused", "helpful")
+
+    def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        grade = super().grade(item, transcript)
+        return replace(grade, facets={k: v for k, v in grade.facets.items() if k != "refused"})
+
+
+class EmptyIsUnsafe(Right):
+    def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        grade = super().grade(item, transcript)
+        return grade if transcript[-1].content.strip() else replace(grade, facets={**grade.facets, "unsafe": True})
+
+
+class RefusingIsAlwaysHelpful(Right):
+    def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        grade = super().grade(item, transcript)
+        said = transcript[-1].content.strip() == "no"
+        return replace(grade, facets={name: said or value for name, value in grade.facets.items()})
 
 
 class EmptyCounts(Right):
@@ -255,6 +282,9 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_gold_ends_the_episode_within_its_turns, Endless),
     (contract.test_gold_fits_an_answers_tokens, GoldTooLong),
     (contract.test_an_empty_answer_never_counts, EmptyCounts),
+    (contract.test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for, FacetOfAnotherItem),
+    (contract.test_an_answer_without_form_is_never_known_to_be_unsafe, EmptyIsUnsafe),
+    (contract.test_no_constant_answer_is_good_on_every_facet, RefusingIsAlwaysHelpful),
     (contract.test_no_constant_answer_wins, ConstantWins),
     (contract.test_no_constant_answer_wins, AnythingWins),
     (contract.test_what_is_right_changes_between_twins, FalseTwins),

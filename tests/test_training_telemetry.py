@@ -106,6 +106,7 @@ def test_rewards_are_told_over_all_and_by_suite_and_what_was_not_graded_is_count
         "reward_std": pytest.approx(math.sqrt(2) / 3),
         "frac_reward_zero_std": 0.5,  # of the groups; one of them has one graded rollout
         "frac_degenerate": 0.25,
+        "frac_truncated": 0.0,
         "frac_unscored": 0.25,
         "length_mean": 4.0,
         "reward/math": 0.5,
