@@ -229,6 +229,7 @@ def test_without_clusters_nothing_passes_and_the_reason_says_what_to_do(tmp_path
     assert "or say --items-are-independent" in reason.text
     said = f"NOCLUSTERS: {reason.text}. Each item counts as its own template"
     assert all(said in " ".join(text.split()) for text in pages(done).values())
+    assert "name what items share, no further run is needed" in pages(done)["compare.md"]
 
 
 def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):

@@ -87,6 +87,11 @@ class Decision:
         return any(reason.code == FLOOR for reason in self.reasons)
 
     @property
+    def is_unclustered(self) -> bool:
+        """Whether this cell would pass had anybody said which items share a template."""
+        return any(reason.code == NO_CLUSTERS for reason in self.reasons)
+
+    @property
     def standing(self) -> Status:
         """The status that counts for the verdict."""
         return Status.WAIVED if self.waiver else self.status

@@ -11,6 +11,7 @@ from reports.page.tables import against, decided_lines, deployed, named
 from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites
 
 INVALID_SHOWN = 4  # cells in the banner
+_NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
 _TO_DO = {  # by the verdict of what is named
     Status.INVALID: "mend the records of {} (INVALID)",
     Status.FAIL: "hold back {} (FAIL)",
@@ -105,7 +106,8 @@ def to_do(findings: Findings) -> str:
         return "What to do: gate this run by the rules that were declared before it."
     lines = decided_lines(findings)
     parts = []
-    for status, words in _TO_DO.items():
+    unclustered = any(d.is_unclustered for d in findings.verdict.decisions)
+    for status, words in (_TO_DO | ({Status.INCONCLUSIVE: _NAME_CLUSTERS} if unclustered else {})).items():
         names = [line.name for line in lines if line.status is status]
         parts += [words.format(", ".join(names))] if names else []
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."

@@ -9,7 +9,7 @@ from reports.calibration.stamp import Stamp
 from reports.drift.results import SeedDrift
 from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import PARITY
-from reports.gate.verdict import AT_FLOOR, FLOOR, NO_CLUSTERS, Decision, Larger, Status
+from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Larger, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect
 from reports.stats.rule import clusters_required
@@ -127,10 +127,8 @@ MORE_UNLIKELY = "more data unlikely to pass"
 def note(d: Decision) -> str:
     """Why a cell did not pass, and what would decide an open one; empty for one that did."""
     why = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
-    if d.status is not Status.INCONCLUSIVE or d.effect is None:
+    if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
-    if d.reasons[0].code == NO_CLUSTERS:
-        return f"{why}; name what items share"
     return f"{FLOOR}: {AT_FLOOR}" if d.at_floor else f"{why}; {_advice(d, d.effect.n_clusters)}"
 
 
