@@ -25,7 +25,7 @@ _POOLED = 200_000  # items of a pool: its own mean is off by a tenth of a point
 _FEWEST = 256  # templates of a pool
 _HELD = 600_000  # templates of all audits of one question
 AUDITS = 1000  # of one question, fewer where they would be larger than that: a standard error of .013 at .8
-_FEWEST_AUDITS = 64
+_FEWEST_AUDITS, _FEWEST_TURNED = 64, 16  # a class is not a chance, and a report has many cells
 _POWER = 0.8
 
 
@@ -103,14 +103,14 @@ def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
 def turned(sums: Array, counts: Array, *, moved: float, floor: float, times: int, audits: int) -> Audits:
     """Audits of ``times`` as many templates as those at hand (sums [C], counts [C]), each turned by a coin."""
     rng = np.random.default_rng(2)
-    size = _affordable(times * len(sums), audits)
+    size = _affordable(times * len(sums), audits, fewest=_FEWEST_TURNED)
     turns = random_signs(rng, size, times * len(sums))
     every = np.full(size, times * moved)
     return Audits(turns * np.tile(sums, times), np.tile(counts, times), every, np.full(size, floor))
 
 
-def _affordable(clusters: int, audits: int) -> int:
-    return max(_FEWEST_AUDITS, min(audits, _HELD // clusters))
+def _affordable(clusters: int, audits: int, *, fewest: int = _FEWEST_AUDITS) -> int:
+    return max(fewest, min(audits, _HELD // clusters))
 
 
 def pass_rate(found: Audits, *, margin: float, alpha: float) -> float:
