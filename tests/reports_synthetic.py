@@ -149,7 +149,9 @@ def spec_of(design):
             "reference": "dense" if design.train else "base",
             "alpha": 0.05,
             "primary": list(design.primary or design.policies),
-            "margins": {s: m for s, m in {**MARGINS, **design.margins}.items() if s in design.suites},
+            "margins": {
+                s: m for s, m in {**MARGINS, **design.margins}.items() if s in (*design.suites, *design.margins)
+            },
         },
     }
     if design.train:

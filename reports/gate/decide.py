@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from audit.core.facets import WELL_FORMED
 from reports.drift.results import Contrast, Drift, People, Rates, Reason
 from reports.drift.validity import some
 from reports.gate.chance import larger
@@ -32,6 +33,7 @@ from reports.gate.verdict import (
     AT_FLOOR,
     EXIT_CODES,
     FLOOR,
+    FORM,
     JUDGE_DIFF,
     LABELS,
     PRECEDENCE,
@@ -313,6 +315,26 @@ def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:
     return without_pass(d, Reason(JUDGE_DIFF, text))
 
 
+def _broken_form(cell: GatedCell, drift: Drift) -> Reason | None:
+    """Why a facet, which is silent of answers without form, passes nothing where those may have become many more."""
+    for c in (row.contrast for row in cell.rows):
+        suite, _, facet = c.suite.rpartition(".")
+        if c.suite not in drift.comparison.facets or facet == WELL_FORMED or cell.margin is None:
+            continue
+        place = (c.estimand, c.arm, c.policy, c.context_tokens, f"{suite}.{WELL_FORMED}")
+        form = next((o for o in drift.contrasts if (*_cell(o), o.suite) == place), None)
+        if form is None or form.effect is None or form.rates is None:
+            return Reason(FORM, "how many answers have a form that can be read is not known")
+        if form.effect.lower <= -cell.margin:
+            shares = f"{100 * (1 - form.rates.reference):.1f} to {100 * (1 - form.rates.candidate):.1f} %"
+            return Reason(FORM, f"answers without form, of which {facet} says nothing, went from {shares}")
+    return None
+
+
+def _cell(c: Contrast) -> tuple[str, str, str, int]:
+    return c.estimand, c.arm, c.policy, c.context_tokens
+
+
 def without_pass(d: Decision, reason: Reason | None) -> Decision:
     """The decision; INCONCLUSIVE for this reason, if there is one, where checkpoints or recipe would pass."""
     if reason is None or (d.status not in PASSED and d.recipe not in PASSED):
@@ -336,7 +358,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     unclustered = None if rules.items_are_independent else drift.unclustered
 
     def open_where_unknown(d: Decision, cell: GatedCell) -> Decision:
-        return without_pass(held(d, cell, uneven), unclustered)
+        return without_pass(without_pass(held(d, cell, uneven), unclustered), _broken_form(cell, drift))
 
     found, adjustment = _decisions(cells, rules.alpha)
     if rules.worst_seed:
