@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from suite_world import write_rows
 from test_cli import kvaudit, refused
-from test_evaluate_public import data  # noqa: F401
 
 from audit.core.errors import RunError, SpecError
 from audit.core.files import read_json
@@ -34,22 +34,32 @@ evaluate:
 """
 
 
-@pytest.fixture
-def started(
-    tmp_path: Path,
-    tiny_folder: Path,
-    data: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
-    """A finished run on public rows and a model of its own, one of its two units lost again."""
-    monkeypatch.setattr(Gsm8k, "max_new_tokens", 4)
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    (tmp_path / "spec.yaml").write_text(SPEC.format(model=tmp_path / "model"))
-    code, out, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--threads", 1)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A folder with public rows, a model and a finished run on both, one of its two units lost again; and a copy."""
+    folder = tmp_path_factory.mktemp("inputs") / "here"
+    shutil.copytree(tiny_folder, folder / "model")
+    write_rows(folder)
+    (folder / "spec.yaml").write_text(SPEC.format(model=folder / "model"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVAUDIT_DATA", str(folder))
+        patch.setattr(Gsm8k, "max_new_tokens", 4)
+        code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
-    for path in (tmp_path / "run" / "records").glob(f"{sealed(tmp_path)[0].name.partition('.')[0]}.*"):
+    for path in (folder / "run" / "records").glob(f"{sealed(folder)[0].name.partition('.')[0]}.*"):
         path.unlink()
-    return tmp_path
+    shutil.copytree(folder, folder.with_name("untouched"))
+    return folder
+
+
+@pytest.fixture
+def started(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder as it was before the last test: its run knows the model by path."""
+    shutil.rmtree(whole)
+    shutil.copytree(whole.with_name("untouched"), whole)
+    monkeypatch.setenv("KVAUDIT_DATA", str(whole))
+    monkeypatch.setattr(Gsm8k, "max_new_tokens", 4)
+    return whole
 
 
 def sealed(folder: Path) -> list[Path]:
@@ -60,13 +70,13 @@ def goes_on(folder: Path) -> tuple[object, ...]:
     return ("run", folder / "spec.yaml", "--out", folder / "run", "--resume", "--threads", 1)
 
 
-def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def elsewhere(started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same public rows in another folder: a process caches what it has parsed by path."""
-    copy = folder / "elsewhere"
     for name in ("gsm8k", "long_text"):
-        shutil.copytree(folder / name, copy / name)
-    monkeypatch.setenv("KVAUDIT_DATA", str(copy))
-    return copy
+        shutil.copytree(started / name, tmp_path / name)
+    monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path))
+    return tmp_path
 
 
 def edited(path: Path, **values: Any) -> None:
@@ -74,23 +84,20 @@ def edited(path: Path, **values: Any) -> None:
 
 
 def test_a_run_notes_what_it_reads_and_goes_on_with_the_same_from_another_folder(
-    started: Path, monkeypatch: pytest.MonkeyPatch
+    started: Path, elsewhere: Path
 ) -> None:
     noted = read_json(started / "run" / "provenance.json")["inputs"]
     assert set(noted["rows"]) == {"gsm8k/test.jsonl", "long_text/book.txt"}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(noted["model files"])
     assert noted["plug-ins"] == {}
-    elsewhere(started, monkeypatch)
     code, _, err = kvaudit(*goes_on(started))
     assert code == 0, err
     assert len({read_json(seal)["inputs"] for seal in sealed(started)}) == 1
 
 
 @pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "long_text/book.txt"])
-def test_public_rows_that_changed_are_refused_by_name(
-    started: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path = elsewhere(started, monkeypatch) / name
+def test_public_rows_that_changed_are_refused_by_name(started: Path, elsewhere: Path, name: str) -> None:
+    path = elsewhere / name
     path.write_text(path.read_text().replace("1", "2"))
     before = {path: path.read_bytes() for path in (started / "run" / "records").iterdir()}
     for words in (goes_on(started), ("join", started / "run")):
@@ -100,8 +107,8 @@ def test_public_rows_that_changed_are_refused_by_name(
     assert {path: path.read_bytes() for path in (started / "run" / "records").iterdir()} == before
 
 
-def test_a_book_that_was_added_is_refused(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (elsewhere(started, monkeypatch) / "long_text" / "new.txt").write_text("One more sentence. And one more.")
+def test_a_book_that_was_added_is_refused(started: Path, elsewhere: Path) -> None:
+    (elsewhere / "long_text" / "new.txt").write_text("One more sentence. And one more.")
     assert "long_text/new.txt had sha256 none (it was not read), now " in refused(*goes_on(started))
 
 

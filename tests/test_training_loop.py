@@ -46,7 +46,7 @@ def runs(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grpo, "play", watch)
-            return grpo.train(config(arm=arm, steps=2), base, out / arm, silent)
+            return grpo.train(short(arm=arm, steps=2), base, out / arm, silent)
 
     return Trained({arm: train(arm) for arm in ARMS}, asked)
 
@@ -110,9 +110,9 @@ def test_telemetry_holds_every_key_and_no_nan(trained: dict[str, Path]) -> None:
     row = json.loads(text.splitlines()[0])
     wanted = """step reward_mean reward_std frac_reward_zero_std length_mean loss grad_norm entropy clip_fraction kl_ref
         learner_tokens kv_bytes_peak kv_bytes_dense token_savings seconds_rollout seconds_learner seconds_shadow_check
-        reward/math mismatch/kl mismatch/k3_kl mismatch/chi2_token mismatch/chi2_seq mismatch/ess mismatch/ess_clamped
-        mismatch/max_abs_log_ratio mismatch/overlap_p5 mismatch/overlap_mean mismatch/frac_ratio_below_1e-4
-        mismatch/rejection_rate mismatch/max_abs_gap"""
+        reward/refusal mismatch/kl mismatch/k3_kl mismatch/chi2_token mismatch/chi2_seq mismatch/ess
+        mismatch/ess_clamped mismatch/max_abs_log_ratio mismatch/overlap_p5 mismatch/overlap_mean
+        mismatch/frac_ratio_below_1e-4 mismatch/rejection_rate mismatch/max_abs_gap"""
     assert not set(wanted.split()) - set(row)
     assert row["distill_kl"] > 0
     assert 0 < row["token_savings"] < 1
@@ -203,7 +203,7 @@ def test_final_rollouts_change_no_weight(
     base: LoadedModel, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "play", play_for_parity)
-    without = grpo.train(config(steps=2, ledger_every=0), base, tmp_path, silent)
+    without = grpo.train(short(steps=2, ledger_every=0), base, tmp_path, silent)
     assert not (without / "ledgers").exists()
     assert sha256(without / "model.safetensors") == sha256(trained["smd"] / "model.safetensors")
 
