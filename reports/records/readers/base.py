@@ -100,7 +100,7 @@ class Log:
     @property
     def metrics(self) -> set[str]:
         """All that the file scores, those on another scale too."""
-        return {*self.rows["metric"], *self.scales}
+        return {*self.rows["metric"].unique(), *self.scales}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,9 @@ def _by_table(path: Path) -> Cluster:
 class SharedFields:
     """Which fields of a file's rows several items share: what could name their clusters, where nobody has said."""
 
-    def __init__(self, prefix: str = "") -> None:
-        """``prefix`` is what ``--cluster`` needs before the name of such a field."""
-        self._prefix = prefix
+    def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
+        """``prefix`` is what ``--cluster`` needs before the name of such a field; ``known`` fields mean something."""
+        self._prefix, self._known = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value
 
@@ -85,7 +85,7 @@ class SharedFields:
         self._items.add(item)
         for field, value in fields.items():
             name = name_of(value)
-            if name is not None and name != name_of(target):
+            if name is not None and name != name_of(target) and field not in self._known:
                 self._values.setdefault(field, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from reports.records.readers.clusters import SharedFields
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")
-KNOWN = {*NEEDED, *SAMPLES, "cluster", "suite", "seed", "metric"}
+KNOWN = (*NEEDED, *SAMPLES, "cluster", "suite", "seed", "metric")
 UNSCORED = ("", "na", "n/a", "nan", "none", "null")  # no score was given
 _LONGEST_HEADER = 65536  # characters
 
@@ -50,7 +50,7 @@ class Table(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of the table; a row that does not fit is named and kept out."""
-        problems, shared = Problems(), SharedFields()
+        problems, shared = Problems(), SharedFields(known=KNOWN)
         try:
             rows = list(self._rows(path, request, problems, shared))
         except (UnicodeDecodeError, csv.Error) as error:
@@ -73,7 +73,7 @@ class Table(Reader):
                     problems.add(f"{path.name}:{reader.line_num}: {len(fields)} fields, the header has {len(header)}")
                     continue
                 where = f"{path.name}:{reader.line_num}"
-                shared.add(row["item"].strip(), {name: value for name, value in row.items() if name not in KNOWN})
+                shared.add(row["item"].strip(), row)
                 try:
                     yield _row(row, request, reader.line_num)
                 except OffScale as error:
