@@ -25,7 +25,7 @@ class Suite:
     source: ClassVar[str] = ""
     licence: ClassVar[str] = ""
     max_turns: ClassVar[int] = 1  # assistant turns
-    max_new_tokens: ClassVar[int] = 32  # per assistant turn
+    max_new_tokens: int = 32  # per assistant turn, unless a spec gives more to a model that talks longer
     twins: ClassVar[int] = 1  # items in a row of one cluster between which what is right changes
     refusal: ClassVar[str] = ""  # the sentence that the prompt asks a refusal to be, where it names one
 

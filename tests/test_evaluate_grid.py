@@ -90,6 +90,31 @@ def test_row_seeds_differ_by_item_and_sample_and_know_no_policy_or_arm() -> None
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_spec_may_let_a_suite_answer_longer(model: LoadedModel, tmp_path: Path) -> None:
+    asked = {}
+    for longest in ("", ", max_new_tokens: 3"):
+        spec = parse_spec(SPEC.replace("items: 5", "items: 2" + longest), "spec", NAMES)
+        run = evaluated(tmp_path / f"run{len(longest)}", spec, model)
+        rows = [row for unit in grid(spec) for row in timeless(UnitFiles.of(run.records, unit).records)]
+        asked[longest] = max(row.new_tokens for row in rows)
+    assert asked == {"": 40, ", max_new_tokens: 3": 3}
+
+
+def test_the_length_of_answers_is_part_of_a_spec_only_where_it_is_given() -> None:
+    plain, longer = (
+        parse_spec(SPEC.replace("items: 5", f"items: 5{more}"), "spec", NAMES) for more in ("", ", max_new_tokens: 96")
+    )
+    assert plain.sha256 == parse_spec(SPEC, "spec", NAMES).sha256 != longer.sha256
+    assert plain.written()["evaluate"]["suites"] == {"math": {"items": 5}}
+    assert longer.limited(2).written()["evaluate"]["suites"] == {"math": {"items": 2, "max_new_tokens": 96}}
+
+
+def test_an_answer_that_the_model_has_no_room_for_is_a_spec_error(model: LoadedModel) -> None:
+    spec = parse_spec(SPEC.replace("items: 5", "items: 5, max_new_tokens: 90000"), "spec", NAMES)
+    with pytest.raises(SpecError, match="an answer of suite math need 90900 positions"):
+        check_contexts(spec, model)
+
+
 def test_records_are_sealed_and_name_where_they_come_from(whole: RunFolder, spec: RunSpec, model: LoadedModel) -> None:
     for unit in grid(spec):
         files = UnitFiles.of(whole.records, unit)

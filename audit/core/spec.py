@@ -159,9 +159,10 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
 
 
 class SuiteSpec(Part):
-    """How much of a suite is asked."""
+    """How much of a suite is asked, and how long an answer may be; by itself a suite says how long."""
 
     items: Count = 128
+    max_new_tokens: Count | None = None
 
 
 class EvaluateSpec(Part):
@@ -261,8 +262,11 @@ class RunSpec(Part):
         return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def written(self) -> dict[str, Any]:
-        """The complete spec as plain values, every default spelled out but those of ``_OPTIONAL``."""
+        """The complete spec as plain values, every default spelled out but those of ``_OPTIONAL`` and of suites."""
         row, default = self.model_dump(mode="json"), GateSpec().model_dump(mode="json")
+        for part in row["evaluate"]["suites"].values():
+            if part["max_new_tokens"] is None:
+                del part["max_new_tokens"]
         row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
         return row
 
@@ -273,7 +277,10 @@ class RunSpec(Part):
 
     def limited(self, items: int) -> RunSpec:
         """The same run with at most ``items`` items per suite: another spec, with another hash."""
-        suites = {name: SuiteSpec(items=min(items, part.items)) for name, part in self.evaluate.suites.items()}
+        suites = {
+            name: part.model_copy(update={"items": min(items, part.items)})
+            for name, part in self.evaluate.suites.items()
+        }
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
 
     @model_validator(mode="after")

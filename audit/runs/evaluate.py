@@ -70,13 +70,22 @@ def served(spec: RunSpec) -> list[Policy]:
     return [parse_policy(text) for text in spec.evaluate.policies]
 
 
+def asked_suite(spec: RunSpec, name: str) -> Suite:
+    """The suite as the grid asks it: with answers as long as the spec allows them."""
+    suite, longest = SUITES.get(name)(), spec.evaluate.suites[name].max_new_tokens
+    if longest is not None:
+        suite.max_new_tokens = longest
+    return suite
+
+
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
     """Raise SpecError when a context length of the spec, with an answer, exceeds the model's positions."""
     asked = [("evaluate", suite, context) for suite in spec.evaluate.suites for context in spec.evaluate.context_tokens]
     if spec.train is not None:
         asked += [("train", suite, spec.train.context_tokens) for suite in spec.train.suites]
     for section, suite, context in asked:
-        needed = context + SUITES.get(suite).max_new_tokens
+        made_suite = SUITES.get(suite)() if section == "train" else asked_suite(spec, suite)
+        needed = context + made_suite.max_new_tokens
         if needed > model.max_positions:
             raise SpecError(
                 f"{section}.context_tokens {context} and an answer of suite {suite} need {needed} positions, "
@@ -104,7 +113,7 @@ class Evaluator:
         """Make every item now; raises what would otherwise come up after hours: no data, no room in a context."""
         for suite in self._spec.evaluate.suites:
             for context in self._spec.evaluate.context_tokens:
-                self._batches(SUITES.get(suite)(), context)
+                self._batches(asked_suite(self._spec, suite), context)
 
     def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
         """Write what is missing of a unit's records, then seal them.
@@ -112,7 +121,7 @@ class Evaluator:
         Raises DataError when the file holds records of another checkpoint.
         """
         files = UnitFiles.of(run.records, unit)
-        suite = SUITES.get(unit.suite)()
+        suite = asked_suite(self._spec, unit.suite)
         batches = self._batches(suite, unit.context_tokens)
         sizes = [len(batch) * self._spec.evaluate.samples for batch in batches]
         sampler = Sampler(self._model, unit.policy)
