@@ -19,6 +19,7 @@ from audit.commands.compare import compare
 from audit.commands.displace import displace
 from audit.commands.gate import gate
 from audit.commands.generate import generate
+from audit.commands.judge import judge
 from audit.commands.listing import listing
 from audit.commands.pin import pin
 from audit.commands.plan import plan
@@ -38,7 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(listing, name="list")
 _VERDICTS = (report, gate, pin, adjudicate, compare, plan, calibrate)
-_RUNS = (run, join, train, evaluate, displace, generate, show, verify, pretrain)
+_RUNS = (run, join, train, evaluate, judge, displace, generate, show, verify, pretrain)
 for command in (*_VERDICTS, *_RUNS):
     app.command()(command)
 

@@ -11,7 +11,6 @@ import typer
 
 from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from audit.commands.run import set_data
-from audit.core.errors import DataError
 from audit.core.inputs import PLUGINS, TABLE, check_same
 from audit.core.text import inline
 
@@ -66,21 +65,13 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
 
 def _opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
     """The run, by the spec and the plug-ins that it began with; raises DataError and RunError for others."""
-    from audit.core.spec_file import load_spec
-    from audit.runs.folder import SPEC, RunFolder
-    from audit.runs.names import NAMES, load_plugins
+    from audit.runs.folder import begun_run
+    from audit.runs.names import load_plugins
 
     files = load_plugins(plugins)
-    spec = load_spec(path / SPEC, NAMES)
-    set_data(spec)
-    run = RunFolder(path, spec)
-    story = run.provenance()
-    if (began := story.get("spec_sha256")) != spec.sha256:
-        raise DataError(
-            f"{str(run.path / SPEC)!r} has hash {spec.sha256[:12]}, the run began with {str(began)[:12]}; "
-            "put the first one back"
-        )
-    if isinstance(noted := story.get(TABLE), dict):  # a run of an earlier version noted none
+    run = begun_run(path)
+    set_data(run.spec)
+    if isinstance(noted := run.provenance().get(TABLE), dict):  # a run of an earlier version noted none
         check_same(PLUGINS, noted.get(PLUGINS, {}), files)
     return run
 

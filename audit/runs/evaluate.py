@@ -158,10 +158,8 @@ class Evaluator:
     def _batches(self, suite: Suite, context: int) -> list[list[Item]]:
         key = (suite.name, context)
         if key not in self._known:
-            part = self._spec.evaluate
-            count = self._model.chat.count_tokens
-            items = made("evaluate", suite, "eval", part.suites[suite.name].items, part.seed, context, count)
-            self._known[key] = self._batched(suite, items, part)
+            items = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
+            self._known[key] = self._batched(suite, items, self._spec.evaluate)
         return self._known[key]
 
     def _batched(self, suite: Suite, items: Sequence[Item], part: EvaluateSpec) -> list[list[Item]]:
@@ -228,6 +226,12 @@ class Evaluator:
             transcript=played.transcript,
             facets=played.grade.facets,
         )
+
+
+def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:
+    """What the grid asks of one suite at one length, under whatever policy and from whatever model."""
+    part = spec.evaluate
+    return made("evaluate", suite, "eval", part.suites[suite.name].items, part.seed, context, count)
 
 
 def made(

@@ -89,6 +89,17 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     return True
 
 
+def begun_run(path: Path) -> RunFolder:
+    """The run in a folder, by the spec it began with; raises DataError for another one."""
+    run = RunFolder(path, load_spec(path / SPEC, NAMES))
+    if (began := run.provenance().get("spec_sha256")) != run.spec.sha256:
+        raise DataError(
+            f"{str(path / SPEC)!r} has hash {run.spec.sha256[:12]}, the run began with {str(began)[:12]}; "
+            "put the first one back"
+        )
+    return run
+
+
 def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
     """Start a run in ``path``, or go on with it; raises RunError as ``check_folder`` does.
 

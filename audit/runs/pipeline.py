@@ -16,6 +16,7 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
+from audit.core.provenance import JUDGED
 from audit.core.spec import BASE_ARM, RunSpec
 from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid, served
@@ -70,6 +71,11 @@ class Pipeline:
         *,
         takeover: bool = False,
     ) -> None:
+        if JUDGED in run.provenance():
+            raise RunError(
+                f"{str(run.path)!r} holds the answers of another run, judged again; go on with that run, "
+                "then judge it again"
+            )
         check_checkpoints(run.path)
         self._run, self._spec, self._console, self._takeover = run, run.spec, console, takeover
         self._hold(PLUGINS, plugins or {})

@@ -11,7 +11,7 @@ from audit.core.errors import SpecError
 from audit.core.facets import unknown, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.sampling.chat import Rendered
-from audit.sampling.degenerate import degenerate
+from audit.sampling.degenerate import Fault, degenerate
 from audit.sampling.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
 from suites.base import Suite
 
@@ -99,7 +99,6 @@ class _Conversation:
         self._pending = _NOTHING
         self._turns = self._new_tokens = 0
         self._finish = ""
-        self._broken: str | None = None  # why the answer is degenerate
 
     def answer(self, completion: Completion) -> None:
         """Take the model's answer; end the row, or hold the environment's reply ready."""
@@ -109,8 +108,8 @@ class _Conversation:
         self._new_tokens += len(completion.ids)
         self._turns += 1
         self._finish = completion.finish_reason
-        self._broken = degenerate(text, completion.finish_reason)
-        messages = None if self._broken else self.suite.step(self.item, self._transcript)
+        broken = degenerate(text, completion.finish_reason)
+        messages = None if broken else self.suite.step(self.item, self._transcript)
         if messages is None:
             self.open = False
         elif self._turns >= self.suite.max_turns:
@@ -129,7 +128,7 @@ class _Conversation:
         return Played(
             item=self.item,
             transcript=self._transcript,
-            grade=self._grade(),
+            grade=graded(self.suite, self.item, self._transcript, self._finish),
             rollout=rollout,
             finish_reason=self._finish,
             prompt_tokens=self._prompt_tokens,
@@ -148,14 +147,26 @@ class _Conversation:
         self._roles += reply.roles
         self._pending = reply
 
-    def _grade(self) -> Grade:
-        facets = self.suite.facets(self.item)
-        if self._finish == "error":
-            return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
-        if self._broken:
-            outcome = Outcome.TRUNCATED if self._broken == "truncated" else Outcome.DEGENERATE
-            return Grade(outcome, 0.0, note=self._broken, facets=unreadable(facets))
-        return self.suite.grade(self.item, self._transcript)
+
+def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
+    """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
+
+    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader.
+    """
+    facets = suite.facets(item)
+    if finish_reason == "error":
+        return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
+    if fault := _fault(transcript[len(item.messages) :], finish_reason):
+        outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
+        return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
+    return suite.grade(item, tuple(transcript))
+
+
+def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:
+    """What is wrong with the first answer that says nothing; only the last one can have been cut."""
+    answers = [message.content for message in said if message.role is Role.ASSISTANT]
+    ends = ["stop"] * (len(answers) - 1) + ["length" if finish_reason == "length" else "stop"]
+    return next(filter(None, map(degenerate, answers, ends)), None)
 
 
 def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:

@@ -43,7 +43,8 @@ from audit.sampling.weights import (
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_HUB_WEIGHTS = ["*.safetensors"]
+_HUB_FILES = [*_HUB_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
 # What transformers reads of a folder besides weights.
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
@@ -106,7 +107,19 @@ def load_model(name_or_path: str = EMBEDDED, *, dtype: DtypeName = "float32", de
     )
 
 
-def locate(name_or_path: str) -> Path:
+def load_chat(name_or_path: str = EMBEDDED) -> Chat:
+    """The tokenizer and chat template of a model, and none of its weights; raises DataError as ``load_model`` does."""
+    with _quiet(name_or_path):
+        if name_or_path.endswith(".gguf"):
+            path = Path(name_or_path).expanduser()
+            refuse_code(path.parent)
+            return Chat(_gguf_tokenizer(path))
+        folder = locate(name_or_path, weights=False)
+        refuse_code(folder)
+        return Chat(AutoTokenizer.from_pretrained(folder, **_LOCAL))
+
+
+def locate(name_or_path: str, *, weights: bool = True) -> Path:
     """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / EMBEDDED
@@ -116,7 +129,8 @@ def locate(name_or_path: str) -> Path:
     if path.exists() or not _HUB_ID.fullmatch(name_or_path):
         raise DataError(f"model {name_or_path!r} is no folder, .gguf file or hub id; give one of those, or 'embedded'")
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        ignored = ["*/*"] if weights else ["*/*", *_HUB_WEIGHTS]
+        return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
     except (OSError, HfHubHTTPError, HFValidationError, RuntimeError) as error:
         raise DataError(
             f"model {name_or_path!r} is neither a local folder nor reachable on the hub "
@@ -206,17 +220,11 @@ def _load_folder(folder: Path, dtype: DtypeName) -> tuple[Any, Any]:
 
 def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     """Dequantise a GGUF file into a plain model: what transformers makes of it can be neither trained nor saved."""
-    if not path.is_file():
-        raise DataError(f"model file {str(path)!r} does not exist")
-    check_gguf(path)
+    tokenizer = _gguf_tokenizer(path)
     wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
-    try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=wanted, output_loading_info=True, **_LOCAL
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
-    except ImportError as error:
-        raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=wanted, output_loading_info=True, **_LOCAL
+    )
     check_complete(str(path), loaded, info)
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
@@ -227,6 +235,16 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     plain.load_state_dict(loaded.state_dict())
     check_numbers(str(path), plain)
     return plain, tokenizer
+
+
+def _gguf_tokenizer(path: Path) -> Any:
+    if not path.is_file():
+        raise DataError(f"model file {str(path)!r} does not exist")
+    check_gguf(path)
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
+    except ImportError as error:
+        raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
 
 
 @contextmanager
