@@ -118,7 +118,8 @@ def grouped_attention(
         return _beside_sinks(query, key, value, visible, scaling, sink_logits)
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
-    packed = query.reshape(batch, key.shape[1], groups * length, size)
+    packed = query.reshape(batch, key.shape[1], groups * length, size)  # [B, H, G*Q, D]: as queries of one head
+    # rows of the mask follow ``packed``: all queries of a group's first head, then all of its second
     if visible is not None and groups > 1:
         apart = visible.shape[1] == heads
         visible = visible.reshape(batch, key.shape[1], -1, key.shape[2]) if apart else visible.repeat(1, 1, groups, 1)

@@ -32,6 +32,7 @@ class QueryMoments:
             self._sum = query.new_zeros(batch, heads, size, dtype=dtype)
             self._outer = query.new_zeros(batch, heads, size, size, dtype=dtype)
         counted = positions >= self._sink
+        # zeros for what is not counted, so that sums may run over all columns
         plain = self._rotary.turn(query.to(dtype), -positions) * counted[:, None, :, None]
         self._count += counted.sum(1)
         self._sum += plain.sum(2)
@@ -122,6 +123,7 @@ class MovingSinks:
 
     def move(self, store: Store, rows: Tensor | slice, *, by: Tensor) -> None:
         """Set the sinks of some rows, in their first slots, ``by`` [b] positions further than they were computed at."""
+        # protected, so no cut ever moved them: the sinks are the first slots
         keys = store.entries(slice(None))[0][:, :, : self._sink]
         if not self._known.numel():
             self._first = keys.clone()
@@ -129,6 +131,7 @@ class MovingSinks:
         fresh = torch.zeros_like(self._known)
         fresh[rows] = True
         fresh &= ~self._known
+        # a row's first cut: its sinks still stand as they were computed
         self._first[fresh] = keys[fresh]
         self._known |= fresh
         first = self._first[rows]

@@ -72,6 +72,7 @@ class EvictingCache:
         self._announced = positions.to(self._device, torch.int32)
         if self.routes:
             self.routes.begin(self._announced, int(self.seen.max()))
+        # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
         starts = bool((self.seen == new).all()) and not any(layer.store.length for layer in self.layers)
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
         on_device, coded = positions.to(self._device, torch.int32), None
@@ -90,7 +91,7 @@ class EvictingCache:
         self._order: tuple[Tensor, Tensor] | None = None  # there and back [B, Q]
         if not starts or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
-        order = torch.sort((positions < 0).int(), dim=1, stable=True).indices
+        order = torch.sort((positions < 0).int(), dim=1, stable=True).indices  # stable: real tokens keep their order
         self._order = (order.to(self._device), order.argsort(1).to(self._device))
         return positions.gather(1, order), None if pinned is None else pinned.cpu().gather(1, order)
 
@@ -116,10 +117,12 @@ class EvictingCache:
         out = layer.attention(call, now) if selector is None else self._attend_some(layer, selector, call)
         layer.remember(call.query, now)
         layer.weigh()
-        self.bytes_peak = max(self.bytes_peak, self.bytes)
+        self.bytes_peak = max(self.bytes_peak, self.bytes)  # the new entries are in and nothing has left yet
+        # asked in every layer, also where the choice waits for others: ``due`` counts the decoded tokens
         due, layers = layer.due(now, budgets), self._compressing(layer)
         if layers and bool(due.any()):
             self._evict(layers, due, budgets)
+        # after the eviction: what leaves now is in no group of codes, as ``coded_keys`` of the replay has it
         for done in layers:
             done.flush(now, on_write=False)
             done.weigh()
@@ -186,7 +189,7 @@ class EvictingCache:
         """Repeat every row ``group`` times, members with keys of their own: they share one prefill."""
         if group == 1:
             return
-        self._row_keys.expand(group, row_keys, self.seen)
+        self._row_keys.expand(group, row_keys, self.seen)  # before ``seen`` is repeated: one number per prompt
         for part in (*self.layers, self._pins, self._times, self._choices, self.routes):
             if part is not None:
                 part.expand(group)
@@ -215,7 +218,7 @@ class EvictingCache:
             if not layer.plan.attends:
                 rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
                 continue
-            table = layer.store.evicted_at[:, :, :-1][:, :, :tokens].cpu()
+            table = layer.store.evicted_at[:, :, :-1][:, :, :tokens].cpu()  # without the column of empty slots
             missing = tokens - table.shape[2]
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))
         return torch.stack(rows, 1)

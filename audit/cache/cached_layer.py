@@ -82,6 +82,7 @@ class CachedLayer:
         evictor = self.plan.evictor
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         bounded = evictor.evicts and not evictor.shares_heads and not (now.decoding and evictor.phase == "prefill")
+        # the most that can stand here: a budget, and what comes in before the next cut
         limit = int(budgets.max()) + max(call.key.shape[2], evictor.interval) if bounded else None
         self.store.append(call.key, call.value, now.positions, limit=limit)
         self.flush(now, on_write=True)
@@ -119,6 +120,7 @@ class CachedLayer:
         if isinstance(store, QuantisedStore) and queries == 1 and store.attends_codes:
             visible = visibility(now.positions, store.positions, window) if padded else None
             return store.attend_one(call.query, visible, call.scaling, call.sink_logits)
+        # the kernel's own causal mask will do: nothing stands before, and no query is too late for the first key
         whole = now.starts and queries > 1 and (window is None or queries <= window)
         out = []
         for part in store.read():
@@ -134,6 +136,7 @@ class CachedLayer:
     def _masked(self, part: Entries, call: AttentionCall, at: Tensor) -> Tensor:
         """Of some rows' queries at positions [b, Q], in blocks whose mask stays small."""
         store, query = self.store, call.query
+        # one mask for all heads, until the first cut lets them differ
         positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]
         groups = query.shape[1] // part.keys.shape[1]
         elements = len(query) * positions.shape[1] * groups * store.length
@@ -178,6 +181,8 @@ class CachedLayer:
     def replaces(self, budgets: Tensor) -> bool:
         """Whether one entry per head leaves, so that the newest can take its slot."""
         evictor, store = self.plan.evictor, self.store
+        # the newest entry would stand out of order, which neighbours and runs of codes do not bear; of heads that
+        # share a budget, one may lose two
         if evictor.ordered or evictor.shares_heads or isinstance(store, QuantisedStore):
             return False
         return self._is_full and bool((budgets + 1 == store.length).all())
@@ -227,6 +232,7 @@ class CachedLayer:
             kept[cut.rows] = retained(importance, view.positions, view.seen, evictor, pinned)
             self._keep(kept, now)
         if self._sinks:
+            # all that is gone stood between the sinks and the rest: tokens seen less those held
             self._sinks.move(store, cut.rows, by=view.seen - cut.budgets[cut.due].to(view.seen.device))
 
     def _keep(self, kept: Tensor, now: Forward) -> None:

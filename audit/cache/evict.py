@@ -38,6 +38,7 @@ def attention_mass(
         block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
+        # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
         visible = visibility(asked, positions, None)
         shares = softmax(logits.masked_fill(~visible[:, :, None], -_INF), sink_logits)
         total += (shares * (asked >= 0)[:, None, None, :, None]).sum((2, 3))
@@ -64,11 +65,12 @@ def only_victim(
     """The one slot per head [B, H] that ``retained`` would drop from budget + 1, whatever the order of slots."""
     rank = _rank(importance, positions, seen, policy, pinned)
     lowest = rank == rank.amin(-1, keepdim=True)
-    return torch.where(lowest, positions, -1).argmax(-1)
+    return torch.where(lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it
 
 
 def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None) -> Tensor:
     protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
     if pinned is not None:
         protected |= pinned
+    # empty slots last, after the protection: their position -1 is below every sink
     return importance.masked_fill(protected, _INF).masked_fill(positions < 0, -_INF)

@@ -58,6 +58,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
         found = ", ".join(dict.fromkeys(kinds)) or "none with attention"
         raise RunError(f"model {text.model_type!r} has no full-attention layer ({found}): there is nothing to compress")
     layers = sum(kind in GOVERNED for kind in kinds)
+    # counted among the governed ones alone, over which the budgets of layers have the policy's mean
     governed = iter(range(layers))
     return [
         _plan(kind, text, policy.for_layer(next(governed), layers) if kind in GOVERNED else policy) for kind in kinds

@@ -145,7 +145,7 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 def _shortened(times: Tensor) -> Tensor:
     """Half the bytes where every time fits."""
-    if times.shape[-1] >= _SHORT_NEVER - 1:
+    if times.shape[-1] >= _SHORT_NEVER - 1:  # times go up to the number of tokens, and one number is taken
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)
 
@@ -205,6 +205,7 @@ def _signed(stored: Tensor) -> Tensor:
 def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     """The same numbers if all are there and of their kind; a TypeError is a damaged header."""
     whole = [name for name in _SCALARS if name != "retention"]
+    # the type itself: to isinstance, JSON's true is a whole number
     if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in whole):
         raise TypeError(f"{', '.join(whole)} are whole numbers")
     if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
@@ -251,6 +252,7 @@ def _check(path: Path, rollout: Rollout) -> None:
     tokens = rollout.ids.shape[0]
     if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
         raise DataError(f"ledger {str(path)!r}: experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens")
+    # the last token was drawn and perhaps never fed
     if rollout.experts is not None and int(rollout.experts[:-1].min()) < 0:
         raise DataError(f"ledger {str(path)!r}: a token that later ones saw was sent to no expert; the file is damaged")
     along = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs]

@@ -69,7 +69,7 @@ class States:
         for name, part in some.parts.items():
             if name not in self.parts:
                 self.parts[name] = part.new_zeros(batch, *part.shape[1:])
-            self.parts[name] = self.parts[name].index_copy(0, rows, part)
+            self.parts[name] = self.parts[name].index_copy(0, rows, part)  # a copy: gradients flow through the old one
 
     def repeated(self, group: int) -> States:
         """Every row ``group`` times, as a copy."""
@@ -91,7 +91,7 @@ def advance(run: LayerRun, hidden: Tensor, real: Tensor, states: States, *, last
 
     ``real`` is on the CPU. ``last`` says that nobody asks for the states afterwards: padding on the right may follow.
     """
-    right = not bool((real[:, 1:] & ~real[:, :-1]).any())
+    right = not bool((real[:, 1:] & ~real[:, :-1]).any())  # no real token stands behind padding
     if bool(real.all()) or (last and right):
         return run(hidden, states)
     counts, device = real.sum(1), hidden.device
@@ -144,6 +144,7 @@ def _carried(
         return out
 
     def run(hidden: Tensor, states: States) -> Tensor:
+        # no mask: ``advance`` has taken the padding out, or nothing real follows it
         out: Tensor = plain(self, hidden, cache_params=states, attention_mask=None, **kwargs)
         return out
 

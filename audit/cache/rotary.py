@@ -58,7 +58,7 @@ class Rotary:
 
 def _is_fixed(config: Any) -> bool:
     table = config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
-    table = table.get("full_attention", table)
+    table = table.get("full_attention", table)  # some models have a table per kind of layer
     return table.get("rope_type", "default") in _FIXED
 
 
@@ -126,7 +126,7 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     return rotary
 
 
-_KNOWN: WeakKeyDictionary[Any, Rotary | None] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, Rotary | None] = WeakKeyDictionary()  # one probe per model
 
 
 def _of(model: Any) -> Rotary | None:

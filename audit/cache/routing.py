@@ -48,6 +48,7 @@ class RecordedRoutes:
         if table is None:
             table = own.new_full((self._rows, 1, self._blocks, own.shape[-1]), NOBODY, dtype=torch.int16)
         if self._needed >= table.shape[1]:
+            # twice what is needed, so that few steps copy; the column of padding is dropped and comes last again
             more = table.new_full((self._rows, 2 * self._needed - table.shape[1] + 1, *table.shape[2:]), NOBODY)
             table = torch.cat([table[:, :-1], more], 1)
         self._table = table
@@ -109,11 +110,12 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # another top-k is none of experts: some models choose groups of them first
         if func not in _CHOOSES or args[0].dim() != 2 or args[0].shape[1] != self._experts:
             return result
         self.met += 1
         chosen = self._routes.chosen(self._block, result.indices)
-        return torch.return_types.topk((args[0].gather(1, chosen), chosen))
+        return torch.return_types.topk((args[0].gather(1, chosen), chosen))  # this router's scores, with gradient
 
 
 class _Watch:
@@ -156,7 +158,7 @@ class _Watch:
         if choice is None:
             return
         choice.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.leave()
+        self.leave()  # a layer computed again for its gradient calls no hook that would
         if choice.met != 1 and output is not None:
             raise RunError(
                 f"a {type(block).__name__} chose experts {choice.met} times by a top-k over all {self._experts}, "

@@ -51,7 +51,7 @@ class Pins:
 
     def _check(self) -> None:
         policy = self._policy
-        beyond = self._at[:, policy.sink :].sum(1)
+        beyond = self._at[:, policy.sink :].sum(1)  # pins among the sinks take no room of their own
         if len(beyond) and int(beyond.max()) + policy.sink + policy.window > policy.budget:
             raise SpecError(
                 f"policy {policy.name}: pin={policy.pin} holds {int(beyond.max())} tokens, which do not fit "
@@ -65,7 +65,7 @@ class Pins:
             return torch.zeros_like(positions, dtype=torch.bool)
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
         found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
-        return found & (positions >= 0) & (positions < table.shape[1])
+        return found & (positions >= 0) & (positions < table.shape[1])  # later tokens were never announced as pins
 
     def expand(self, group: int) -> None:
         """Repeat every row ``group`` times."""

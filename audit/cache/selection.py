@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from audit.core.errors import DataError
 
 NONE = -1  # fills up a list
-_LATE = 2**31 - 1
+_LATE = 2**31 - 1  # sorts NONE behind every unit
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Selection:
         if layer not in self.layers:
             return []
         lists = self.chosen[self.layers.index(layer)]
-        units = lists[head * len(lists) // heads].tolist()
+        units = lists[head * len(lists) // heads].tolist()  # neighbouring heads share a list
         return [
             (query, frozenset(p for p in range(query + 1) if p // self.unit in named))
             for query, named in zip(self.queries.tolist(), units, strict=True)
@@ -54,7 +54,8 @@ class Selection:
 def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
     """Which keys lists of units name: bool [B, A, Q, K] from units [B, A, Q, k] below ``most`` and positions [B, K]."""
     marks = torch.zeros(*units.shape[:3], most + 1, dtype=torch.bool, device=units.device)
-    marks = marks.scatter(3, torch.where(units < 0, most, units).long(), True)
+    marks = marks.scatter(3, torch.where(units < 0, most, units).long(), True)  # the last column takes NONE
+    # padding counts to unit 0: callers hide it by its position
     own = (keys.clamp(min=0) // unit).long()[:, None, None]
     return marks.gather(3, own.expand(*marks.shape[:3], -1))
 
@@ -162,6 +163,7 @@ def misfit(selection: Selection, evicted_at: Tensor) -> str | None:
     ordered = torch.cat([queries.new_tensor([-1]), queries, queries.new_tensor([tokens])])
     if not bool((ordered[1:] > ordered[:-1]).all()):
         return f"has choosing queries that do not rise from 0 to {tokens - 1}"
+    # each unit above the one before, and behind the first NONE nothing but NONE
     if bool((torch.where(chosen < 0, _LATE, chosen).diff(dim=-1) < (chosen[..., 1:] >= 0).int()).any()):
         return "names a unit twice, or not in order"
     if bool((chosen * selection.unit > queries[:, None]).any()) or bool((chosen[..., 0] < 0).any()):
@@ -175,7 +177,7 @@ def blind(selection: Selection, evicted_at: Tensor) -> bool:
     keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
     for layer in selection.layers if choices else ():
         gone = evicted_at[layer]
-        if bool((gone > len(keys)).all()):
+        if bool((gone > len(keys)).all()):  # nothing left here, and no list is empty (``misfit``)
             continue
         assert choices is not None
         chosen = choices.visible(layer, selection.queries[None], keys[None])[0]  # [A, N, T]

@@ -47,7 +47,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+        return query_length, 0  # for a mask that nobody reads: the evicting cache makes its own
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -156,7 +156,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if self._evicting is not None and not self._evicting.is_settled:
             raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
         if self._evicting is None:
-            rows = torch.arange(batch, device=ids.device) + self._seed
+            rows = torch.arange(batch, device=ids.device) + self._seed  # what policies that draw draw by
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary, blocks=self._blocks)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")

@@ -136,13 +136,14 @@ class Store:
             order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
         else:
             order = torch.where(kept, positions, LATE).argsort(dim=2)[:, :, :counts]
+        # before packing: heads with fewer entries carry dropped slots along, which have to read as empty
         self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
         self._pack(order)
         self.length, self.ordered, self.uniform = counts, True, False
 
     def _pack(self, order: Tensor) -> None:
         counts = order.shape[2]
-        shrink = self._slots["positions"].shape[2] > counts + counts // 2 + SLACK
+        shrink = self._slots["positions"].shape[2] > counts + counts // 2 + SLACK  # memory goes back once a third idles
         for name, tensor in self._slots.items():
             index = order if tensor.dim() == 3 else order[..., None].expand(-1, -1, -1, tensor.shape[3])
             moved = tensor.gather(2, index)
@@ -170,7 +171,7 @@ class Store:
         if needed > self.evicted_at.shape[2]:
             grow = 2 * needed - self.evicted_at.shape[2]
             self.evicted_at = _pad(self.evicted_at, grow, NEVER)
-            self.evicted_at[:, :, -grow - 1] = NEVER
+            self.evicted_at[:, :, -grow - 1] = NEVER  # until now the column of empty slots, from here a token's
         trash = self.evicted_at.shape[2] - 1
         index = torch.where(dropped >= 0, dropped, trash).long()
         self.evicted_at.scatter_(2, index, seen.to(torch.int32)[:, None, None].expand(*index.shape))

@@ -44,6 +44,7 @@ class Replay:
         self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
+        # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, States] = {}
@@ -72,11 +73,11 @@ class Replay:
         call = self._behind_prefix(call)
         window = self._plans[layer].sliding_window
         chosen = self._choices is not None and layer in self._choices.slots
-        if self._codes and window is None:
+        if self._codes and window is None:  # a layer with a window of its own is never quantised
             return self._in_two_precisions(call, self._codes)
         query, key = call.query, call.key
         plain = self._evicted_at is None and self._prefix is None and not chosen
-        if plain and (window is None or query.shape[2] <= window):
+        if plain and (window is None or query.shape[2] <= window):  # what is hidden is the future alone
             return causal_attention(query, key, call.value, call.scaling, call.sink_logits)
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
         parts = [
@@ -133,7 +134,7 @@ class Replay:
         if self._evicted_at is not None:
             visible = visible & (q < self._evicted_at[:, layer, :, None])
         if self._choices is not None and layer in self._choices.slots:
-            chosen = self._choices.visible(layer, self._queries[:, part], self._keys)
+            chosen = self._choices.visible(layer, self._queries[:, part], self._keys)  # [B, A, Q, K]
             apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
             visible = visible.repeat_interleave(apart, 1) & chosen
         return visible | (q < 0)

@@ -98,15 +98,16 @@ def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     """
     batch, heads, slots = member.shape
     known = member.any(1)
+    # columns between members take the time before them, so that a change of time is where the next flush begins
     steady = torch.where(known, times, 0).cummax(1).values
     flush = torch.nn.functional.pad((steady[:, 1:] != steady[:, :-1]).int(), (1, 0)).cumsum(1)  # [B, K]
     flush = flush[:, None].expand(batch, heads, slots).long()
     counts = torch.zeros(batch, heads, int(flush.max()) + 1, dtype=torch.int64, device=member.device)
     counts = counts.scatter_add(2, flush, member.long())
     before = counts.cumsum(2) - counts
-    per_flush = (counts + size - 1) // size
-    first = per_flush.cumsum(2) - per_flush
-    rank = member.long().cumsum(2) - 1 - before.gather(2, flush)
+    per_flush = (counts + size - 1) // size  # groups end with their flush, whole or not
+    first = per_flush.cumsum(2) - per_flush  # number of each flush's first group
+    rank = member.long().cumsum(2) - 1 - before.gather(2, flush)  # among the members of its flush
     return torch.where(member, first.gather(2, flush) + rank // size, -1)
 
 
@@ -131,7 +132,7 @@ def two_precisions(call: AttentionCall, visible: Tensor, late: Late) -> Tensor:
     exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (call.key, late.keys))
     logits = torch.where(late.key_seen[:, None, None], stored, exact) * call.scaling
     shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), call.sink_logits)
-    coded = late.value_seen[:, None, None]
+    coded = late.value_seen[:, None, None]  # [B, 1, 1, Q, K]
     out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), call.value.to(dtype))
     out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))
     return out.reshape(batch, heads, length, -1).to(call.query.dtype)

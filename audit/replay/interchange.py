@@ -66,7 +66,7 @@ def read_rollouts(path: Path) -> Recorded:
             metadata = (file.metadata() or {}).get("kvaudit", "")
             if f'"{FORMAT}"' in metadata:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
-    except ValidationError as error:
+    except ValidationError as error:  # first, being a ValueError itself
         raise DataError(f"rollouts {str(path)!r}: {_first(error)}") from None
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
@@ -196,7 +196,7 @@ def _rollout(
     _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
     try:
         evicted_at = ledger_of(events, (table.layers, table.kv_heads, len(ids)))
-    except _Misfit:
+    except _Misfit:  # names its rollout already
         raise
     except ValueError as error:
         raise ValueError(f"rollout {number}, {error}") from None
@@ -252,6 +252,7 @@ def _first(error: ValidationError) -> str:
     mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in mistake["loc"]) or "the file"
     place = "".join(character if character.isprintable() else "?" for character in path[:_SHOWN])
+    # of these the input is whatever stands around, not a wrong value
     if mistake["type"] in ("missing", "json_invalid", "extra_forbidden"):
         return f"{place}: {mistake['msg']}"
     return f"{place} is {str(mistake['input'])[:_SHOWN]!r}: {mistake['msg']}"

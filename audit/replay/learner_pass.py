@@ -62,10 +62,11 @@ def suffix_logits(
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
-        codes = codes_of(leaders, before) if shadow else None
+        codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
         chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
         prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, choices=chosen, last=False)
+        # run for its keys and states; logits of at least one token cannot be declined
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
@@ -92,6 +93,7 @@ def _columns(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
     parts = []
     for rollout in rollouts:
         cut = rollout.prompt_length - 1
+        # without the last token, which was drawn and predicts nothing
         part = rollout.evicted_at[:, :, :cut] if prompt else rollout.evicted_at[:, :, cut:-1]
         parts.append(pad(part, (0, width - part.shape[2]), value=NEVER))
     return torch.stack(parts).to(device)

@@ -73,7 +73,7 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | 
     rotary = rotary_for(model, policy)
     made = [rechosen(model, rollout, policy, rotary) for rollout in rollouts]
     narrow = model.dtype.itemsize < torch.float32.itemsize
-    forgiven = FLIPS if narrow and not evictor.blind else 0
+    forgiven = FLIPS if narrow and not evictor.blind else 0  # a blind ranking reads no states, so nothing rounds
     shares = {
         number: 1.0 if one.evicted - one.again <= forgiven else one.again / one.evicted
         for number, one in enumerate(made)
@@ -134,7 +134,7 @@ class Reranking(Replay):
             moments=None if moments is None else passed.statistics(moments, queries),
             centres=None if centres is None else passed.statistics(centres, queries),
         )
-        for held, alike in groupby(due, lambda one: one.held):
+        for held, alike in groupby(due, lambda one: one.held):  # rows of one batch have one number of slots
             several = torch.tensor([one.query for one in alike], device=passed.gone.device)
             for times in torch.split(several, passed.most(held)):
                 view = passed.view(times, policy, running, self._rollout)

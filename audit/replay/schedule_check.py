@@ -57,7 +57,7 @@ def forwards(rollout: Rollout, chunk: int) -> list[Fed]:
     The last token drawn before something is given enters with what is given.
     """
     sampled = rollout.sampled.tolist()
-    end = len(sampled) - sampled[-1]
+    end = len(sampled) - sampled[-1]  # a token drawn last was never fed
     found, start = [], 0
     while start < end:
         # the prompt enters by itself, also where more is given before anything is drawn
@@ -183,12 +183,14 @@ def _leaving(gone: Tensor) -> Tensor:
     """How many entries of each head left at each query: int64 [H, T + 1]."""
     most = gone.shape[1] + 1
     counts = torch.zeros(len(gone), most + 1, dtype=torch.int64)
+    # NEVER falls into the last column, which is cut off
     return counts.scatter_add_(1, gone.clamp(max=most), torch.ones_like(gone))[:, :most]
 
 
 def _sliding(gone: Tensor, window: int, due: Sequence[Due]) -> str | None:
     """Of one layer [H, T] that only has its own window: the first entry that left at another time than it must."""
     edges = torch.tensor([one.query for one in due], dtype=torch.int64)
+    # an entry goes with the first eviction that it is more than a window before: edge - window > entry
     place = torch.searchsorted(edges - window, torch.arange(gone.shape[1]), right=True)
     expected = torch.cat([edges, torch.tensor([NEVER])])[place]
     wrong = (gone != expected).any(0).nonzero()[:, 0].tolist()

@@ -137,6 +137,7 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int) -> list[li
     # by size, so that little is padded; the index breaks ties, so that a batch splits in one way
     for index in sorted(range(len(sizes)), key=lambda index: (sizes[index], index)):
         wider = max(prompt, sizes[index][0]), max(suffix, sizes[index][1])
+        # every group is padded to the widest prompt and suffix of its microbatch
         if not split or (taken + 1) * (wider[0] + group * wider[1]) > limit:
             split.append([])
             taken, wider = 0, sizes[index]

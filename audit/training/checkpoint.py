@@ -192,7 +192,7 @@ class CheckpointFolder:
             not numbers
             or folder.name != _state_name(step)
             or not step <= self._config.steps
-            or updates > step * self._config.updates_per_batch
+            or updates > step * self._config.updates_per_batch  # fewer where gradients were not finite
             or state["config_hash"] != self._config.hash
         ):
             raise DataError(

@@ -43,6 +43,7 @@ CorrectionRule = Callable[[Tensor, Tensor, Tensor], Correction]
 
 def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
     """rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
+    # outside the mask both may hold anything: 0 before exp, not after
     return torch.where(mask, learner - sampler, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 

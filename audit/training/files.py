@@ -101,6 +101,7 @@ class TelemetryLog:
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one line and sync it."""
         line = json.dumps(_clean(row), allow_nan=False) + "\n"
+        # a kill may leave half a line: a resumed run cuts back to the size that its state names
         with guarded(self.path), self.path.open("ab") as file:
             file.write(line.encode())
             file.flush()

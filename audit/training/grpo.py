@@ -147,7 +147,7 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
     """
     assert rewards.ndim == 1, rewards.shape
     assert len(rewards) % group == 0, (len(rewards), group)
-    values, known = rewards.view(-1, group), graded.view(-1, group)
+    values, known = rewards.view(-1, group), graded.view(-1, group)  # [B / group, group]
     count = known.sum(dim=1, keepdim=True).clamp(min=1)
     mean = (values * known).sum(dim=1, keepdim=True) / count
     centred = (values - mean) * known
@@ -177,6 +177,7 @@ def learn(
     fixed: Correction | None = None  # where pi_old must be known before a weight moves, or over the whole batch
     if config.updates_per_batch > 1 or (len(splits) > 1 and arm.correction in NEEDS_WHOLE_BATCH):
         fixed = correct(pass_logprobs(model, batch, arm.learner, config), batch.sampler_logprobs, batch.mask)
+    # under the arm's own view, so that beta pulls to what the reference says of what the policy sees
     anchor = None if reference is None else pass_logprobs(reference, batch, arm.learner, config)
     first, tally, total, norm = torch.zeros_like(batch.sampler_logprobs), Tally(), 0.0, None
     for update in range(config.updates_per_batch):
@@ -208,9 +209,10 @@ def learn(
             tally.add(
                 outputs.metrics | {"entropy": float(read.entropy[part.graded_tokens].sum())}, int(part.mask.sum())
             )
-            if update == 0:
+            if update == 0:  # later updates read weights that have moved
                 first[rows] = logprobs.detach()
         norm = optimiser.step()
+    # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
     return Learned(first, total, norm, {**tally.means(), **rates})
 

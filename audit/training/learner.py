@@ -30,6 +30,7 @@ def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: Learn
         suffix = rollout.ids[rollout.prompt_length :]
         ids[row, : len(suffix)] = suffix
         sampled[row, : len(suffix)] = rollout.sampled[rollout.prompt_length :]
+    # [n, V]: given tokens go before anything is made wide
     chosen = logits[sampled.to(logits.device)].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = chosen.log_softmax(dim=-1)
     with torch.no_grad():

@@ -170,6 +170,7 @@ def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: T
     log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
     tokens = log_ratio[keep]
     panel = _token_numbers(tokens) | {
+        # clamped again: a rollout's sum of clamped terms can still overflow
         "chi2_seq": _chi2(log_ratio.sum(dim=1)[keep.any(dim=1)].clamp(-LOG_CLAMP, LOG_CLAMP).exp()),
         "max_abs_gap": _number(gap.abs().max() if len(tokens) else None),
         "frac_not_finite": _number((mask & ~keep).sum() / mask.sum() if bool(mask.any()) else None),

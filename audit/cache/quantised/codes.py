@@ -43,6 +43,7 @@ def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> t
         parameters = spread_scales(given.to(x), x)
         return encode_as(x, parameters, codec), parameters
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
+    # rounded to the type they are stored in first: codes are made under the parameters that decode them
     parameters = codec.fit(parts.amin(-1), parts.amax(-1)).to(x.dtype)
     return encode_as(x, parameters, codec), parameters
 
@@ -72,7 +73,7 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
     shape = (*keys.shape[:2], groups + 1, keys.shape[3])
     low = wide.new_full(shape, _INF).scatter_reduce(2, index, wide, "amin")[:, :, :groups]
     high = wide.new_full(shape, -_INF).scatter_reduce(2, index, wide, "amax")[:, :, :groups]
-    absent = low > high
+    absent = low > high  # a group that this head has not: any finite parameters will do
     return codec.fit(low.masked_fill(absent, 0), high.masked_fill(absent, 0)).to(keys.dtype)
 
 
@@ -136,7 +137,7 @@ def token_logits(query: Tensor, numbers: Tensor, parameters: Tensor) -> Tensor:
 
 def group_logits(query: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
     """q k for keys coded per channel in runs: numbers [b, H, G, g, D], table [b, H, G, D, P] -> [b, H, X, G * g]."""
-    keys = numbers.mul_(table[..., 0][:, :, :, None]).flatten(2, 3)
+    keys = numbers.mul_(table[..., 0][:, :, :, None]).flatten(2, 3)  # in place: ``numbers`` is the caller's to lose
     logits = query @ keys.transpose(2, 3)
     if table.shape[-1] == 2:
         logits += (query @ table[..., 1].transpose(2, 3)).repeat_interleave(numbers.shape[3], -1)

@@ -191,6 +191,7 @@ class HintTable:
         """``codes`` [B, H, K, D] of ``x``, with the recorded ones where a border is near."""
         ranked = ranks(codec, x.device)
         row, head, column, named, low = self._of(place, x.shape[1])
+        # hints count channels by the wider of both parts: a forged one may be of none that this part has
         channel = named.clamp(max=x.shape[3] - 1)
         value, own = x[row, head, column, channel], codes[row, head, column, channel]
         group = channel // (x.shape[3] // parameters.shape[-2])

@@ -146,6 +146,7 @@ class QuantisedStore(Store):
         start, at = self._start, self.positions[rows, :, self._start :]
         tail_keys, tail_values = self._tail[0][rows], self._tail[1][rows]
         logits = self._logits(rows, query)
+        # [b, H, 1, tail]; a key and its value need not become codes at the same time
         exact = (at >= self._keys_done[rows])[:, :, None]
         logits[..., start:] = torch.where(exact, query @ tail_keys.transpose(2, 3), logits[..., start:])
         logits *= scaling
@@ -154,7 +155,7 @@ class QuantisedStore(Store):
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
         exact = (at >= self._values_done[rows])[:, :, None]
         direct = shares[..., start:] * exact
-        shares[..., start:] -= direct
+        shares[..., start:] -= direct  # 0 where the value is exact
         tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
         codes, parameters = unpack(tokens["value_codes"], self._codec.bits), self._parameters(VALUES, tokens)
         return token_mix(shares, self._codec.numbers(codes, query.dtype), parameters) + direct @ tail_values
@@ -217,6 +218,7 @@ class QuantisedStore(Store):
             self._store_tokens("key", self._tail[0], leaving)
         elif bool(leaving.any()):
             if self._aligned:
+                # every slot at its position: all rows and heads have come equally far, the first speaks for them
                 self._store_runs(self._table, int(leaving[0, 0].sum()))
             else:
                 self._store_groups(self._table, leaving)
