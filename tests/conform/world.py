@@ -277,9 +277,13 @@ def two_turns(
     return Played(episode.rollouts(), drawn)
 
 
-@cache
 def played_once(policy: Policy, model: str = "llama-gqa") -> Played:
     """``two_turns`` of a shared model, for all tests that only read it."""
+    return _played_once(policy, model)
+
+
+@cache
+def _played_once(policy: Policy, model: str) -> Played:
     return two_turns(shared(model), policy)
 
 
