@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from audit.core.facets import FACETS, readable, unreadable
 from audit.core.inputs import inputs_sha256
 from audit.core.records import Message, Outcome, Record, Role
 from audit.core.spec import RunSpec
@@ -53,6 +54,7 @@ class Design:
     telemetry: int = 0  # steps
     seed: int = 5
     seed_sd: float = 0.02  # spread of the rate between training runs
+    facets: dict = field(default_factory=dict)  # suite -> names, of which every item has one, in turn
     hostile: str = ""  # put into every transcript
 
 
@@ -127,9 +129,20 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     seconds=0.02,
                     judge="programmatic",
                     transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),
+                    facets=_facets(design.facets.get(suite, ()), i, outcome),
                 )
             )
     return rows
+
+
+def _facets(names, item, outcome):
+    """As wanted where the answer is desired, and nothing but its form where it is degenerate."""
+    if not names:
+        return {}
+    name = names[item % len(names)]
+    if outcome is Outcome.DEGENERATE:
+        return unreadable([name])
+    return readable({name: FACETS[name].wanted == (outcome is Outcome.DESIRED)})
 
 
 def spec_of(design):

@@ -349,7 +349,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
         )
         for row in alike
     ]
-    sides = SimpleNamespace(mode="training", policies=("none",), reference="r", labels={"none": "none"})
+    sides = SimpleNamespace(mode="training", policies=("none",), reference="r", labels={"none": "none"}, facets=())
     rules = SimpleNamespace(margins={"refusal": 0.05})
     decisions = [
         SimpleNamespace(
@@ -359,8 +359,8 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
     ]
 
     def drawn(decisions):
-        drift, verdict = SimpleNamespace(contrasts=cells), SimpleNamespace(decisions=decisions)
-        return heatmap.draw(SimpleNamespace(comparison=sides, rules=rules, drift=drift, verdict=verdict)).svg
+        verdict = SimpleNamespace(decisions=decisions)
+        return heatmap.draw(SimpleNamespace(comparison=sides, rules=rules, contrasts=cells, verdict=verdict)).svg
 
     with style():
         svg = drawn(decisions)

@@ -41,6 +41,12 @@ FACETS = {
 }
 
 
+def facet_of(metric: str) -> tuple[str, Facet]:
+    """The suite and the facet of a metric SUITE.FACET."""
+    suite, _, name = metric.rpartition(".")
+    return suite, FACETS[name]
+
+
 def unreadable(eligible: Iterable[str]) -> dict[str, bool | None]:
     """The facets of an answer without form: nothing is known of any but that."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}

@@ -28,7 +28,7 @@ from reports.analysis.results import (
     TemplateLoss,
 )
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import ESTIMANDS, broken_contract, two_sides
+from reports.drift.contrast import ESTIMANDS, broken_contract, paired_scores, two_sides
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Contrast
 from reports.gate.verdict import Adjustment, Decision
@@ -44,8 +44,9 @@ Array = npt.NDArray[np.float64]
 class BothSides:
     """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
 
-    ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N];
-    ``graded`` says that some sample is neither 0 nor 1.
+    Of a facet N are the items that both sides of some pair answered in a form that can be read, and ``*_best`` are the
+    scores. ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs``
+    [S, N]; ``graded`` says that some sample is neither 0 nor 1.
     """
 
     items: tuple[str, ...]
@@ -74,27 +75,35 @@ def sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | N
     positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
-    present = ~np.isnan(panel.scores[positive[0]])
+    present: npt.NDArray[np.bool_] = np.any(_read(panel, positive) & _read(panel, negative), axis=0)
     kept = np.flatnonzero(present)
+    candidate, reference = paired_scores(panel, weights, present)
 
-    def mean(table: str, cells: list[CellKey]) -> Array:
-        found: Array = np.mean([getattr(panel, table)[cell][present] for cell in cells], axis=0)
+    def best(scores: Array, cells: list[CellKey]) -> Array:
+        if name.suite not in comparison.facets:  # whose scores leave out what could not be read
+            scores = np.stack([panel.best[cell][present] for cell in cells])
+        found: Array = scores.mean(axis=0)
         return found
 
     return BothSides(
         items=tuple(panel.items[i] for i in kept),
         clusters=panel.clusters[present],
         templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
-        reference=mean("scores", negative),
-        candidate=mean("scores", positive),
-        reference_best=mean("best", negative),
-        candidate_best=mean("best", positive),
-        reference_pairs=np.stack([panel.scores[cell][present] for cell in negative]),
-        candidate_pairs=np.stack([panel.scores[cell][present] for cell in positive]),
+        reference=reference.mean(axis=0),
+        candidate=candidate.mean(axis=0),
+        reference_best=best(reference, negative),
+        candidate_best=best(candidate, positive),
+        reference_pairs=reference,
+        candidate_pairs=candidate,
         samples=panel.samples,
         draws=panel.samples * len(pairs),
         graded=panel.graded,
     )
+
+
+def _read(panel: Panel, cells: list[CellKey]) -> npt.NDArray[np.bool_]:
+    """[S, N]: which items have an answer that could be read."""
+    return ~np.isnan(np.stack([panel.scores[cell] for cell in cells]))
 
 
 def name_of_cell(d: Decision) -> CellName:
@@ -114,7 +123,8 @@ def cell_churn(
     for d in decisions:
         found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
         if found is not None:
-            moved = flips(found.reference_pairs, found.candidate_pairs, samples=1 if found.graded else found.samples)
+            pairs = found.reference_pairs, found.candidate_pairs
+            moved = flips(*pairs, samples=1 if found.graded else found.samples)
             any_seed = churn(found.reference, found.candidate, samples=1 if found.graded else found.draws)
             yield CellChurn(
                 cell=name_of_cell(d),

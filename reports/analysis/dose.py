@@ -109,16 +109,19 @@ def shown_arms(drift: Drift) -> tuple[str, ...]:
 
 def _budget_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
     for family in families(drift.comparison.policies):
-        for (_, context), panel in sorted(tables.items(), key=lambda entry: _order(drift, entry[0])):
+        for context, panel in _suites(drift, tables):
             x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
             if x:
                 for arm in shown_arms(drift):
                     yield _budget_curve(drift, panel, family, arm, x)
 
 
-def _order(drift: Drift, key: tuple[str, int]) -> tuple[int, int]:
-    """Shortest length first, suites as the comparison lists them."""
-    return key[1], drift.comparison.suites.index(key[0])
+def _suites(drift: Drift, tables: Tables) -> Iterator[tuple[int, Panel]]:
+    """The panels of whole suites, shortest length first; a facet has no curve: too many would hide those that count."""
+    for context in sorted({context for _, context in tables}):
+        for suite in drift.comparison.suites:
+            if (suite, context) in tables:
+                yield context, tables[suite, context]
 
 
 def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x: list[float]) -> DoseCurve:

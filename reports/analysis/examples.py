@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from audit.core.facets import facet_of
 from audit.core.records import Message, Role
 from audit.core.text import clip
 from reports.drift.contrast import ESTIMANDS
@@ -16,6 +18,7 @@ from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Verdict
 from reports.records.load import RunData
 from reports.records.panel import CellKey, Panel
+from reports.records.rows import FACET_COLUMNS, UNREAD
 
 PER_CELL = 2
 AT_MOST = 12
@@ -63,11 +66,14 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens])]
+    facets = drift.comparison.facets
     shown: dict[tuple[str, int, str, CellKey], LostItem] = {}
     for loss in every:  # an answer may be lost to the reference served alike and to the uncompressed one
         shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
     losses = list(shown.values())[:AT_MOST]
-    places = {loss: (_row(data, loss, loss.candidate), _row(data, loss, loss.reference)) for loss in losses}
+    places = {
+        loss: tuple(_row(data, loss, cell, facets) for cell in (loss.candidate, loss.reference)) for loss in losses
+    }
     texts = data.transcripts({_place(row) for pair in places.values() for row in pair})
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
 
@@ -89,17 +95,22 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     return list(chosen.values())[:PER_CELL]
 
 
-def _row(data: RunData, loss: LostItem, cell: CellKey) -> pd.Series:
-    """The record of an item in a cell: the candidate's lowest score, the reference's highest."""
-    records = data.records
+def _row(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
+    """The record of an item in a cell: the candidate's lowest score, the reference's highest; of a facet likewise."""
+    records, suite, facet = data.records, loss.decision.suite, None
+    if suite in facets:
+        suite, facet = facet_of(suite)
     own = records[
         (records["item_id"] == loss.item)
-        & (records["suite"] == loss.decision.suite)
+        & (records["suite"] == suite)
         & (records["context_tokens"] == loss.decision.context_tokens)
         & (records["arm"] == cell.arm)
         & (records["train_seed"] == cell.seed)
         & (records["policy"] == cell.policy)
     ]
+    if facet:
+        read = own[own[FACET_COLUMNS[facet.name]] != UNREAD]
+        own = read.assign(score=read[FACET_COLUMNS[facet.name]] == facet.wanted)
     return own.sort_values(["score", "sample_index"], ascending=[cell == loss.candidate, True]).iloc[0]
 
 

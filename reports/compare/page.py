@@ -97,7 +97,7 @@ def _row(compared: Compared, d: Decision) -> list[str]:
     size = "-"
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
-    return [_cell(compared, d), d.status.value, size, *numbers(d), adjusted(d), note(d)]
+    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings, d), adjusted(d), note(d)]
 
 
 def judges(found: TwoJudges) -> Table:

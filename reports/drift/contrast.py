@@ -161,11 +161,12 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:
-    """The mean score of both sides; a policy compared with itself has both sides in one cell of weight 0."""
-    positive, negative = two_sides(weights)
-    candidate, reference = (
-        np.nanmean([panel.scores[cell][present] for cell in side], axis=0) for side in (positive, negative)
-    )
+    """The mean score of both sides over the pairs that the drift is made of, so that they differ by just that drift.
+
+    A policy compared with itself has both sides in one cell of weight 0.
+    """
+    negative = two_sides(weights)[1]
+    candidate, reference = (side.mean(axis=0) for side in paired_scores(panel, weights, present))
     draws = panel.samples * len(set(negative))
     lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha, graded=panel.graded)
     return Rates(float(reference.mean()), float(candidate.mean()), lower)
@@ -178,11 +179,23 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
     return positive, negative
 
 
-def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
+def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Scores [S, N] of candidate and reference by pair of seeds.
+
+    A pair in which either side could not be read takes the item's mean over its other pairs on both sides, so that it
+    stands for nothing of its own.
+    """
     candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
-    both = ~(np.isnan(candidate) | np.isnan(reference))
-    if not both.all():
-        candidate, reference = candidate[both], reference[both]
+    unread = np.isnan(candidate) | np.isnan(reference)
+    if not unread.any():
+        return candidate, reference
+    known = (np.where(unread, np.nan, side) for side in (candidate, reference))
+    candidate, reference = (np.where(unread, np.nanmean(side, axis=0), side) for side in known)
+    return candidate, reference
+
+
+def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
+    candidate, reference = paired_scores(panel, weights, present)
     # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
     return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
 

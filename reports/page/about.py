@@ -5,6 +5,7 @@ from __future__ import annotations
 from audit.core.text import inline
 from reports.gate.seeds import SEED
 from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Status, Verdict
+from reports.page.facets import taken_apart
 from reports.page.findings import Findings
 from reports.page.remarks import late, remarks
 from reports.page.tables import against, decided_lines, deployed, named
@@ -64,7 +65,7 @@ def about(findings: Findings, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {sides.reference} served under none"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under none"
-    near = f" Rates: {rates(d)}." if is_relative(d) else ""
+    near = f" Rates: {rates(findings, d)}." if is_relative(d) else ""
     return inline(
         f"{named(findings, d)} at {d.context_tokens} tokens, {who}: {effect.n_items} items in {effect.n_clusters} "
         f"templates, 95 % interval, {churn_words(findings, d)}.{near} {chosen(findings, d)}"
@@ -84,8 +85,8 @@ def chosen(findings: Findings, d: Decision) -> str:
 
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
-    """What to do, what is deployed, what is claimed; then whatever is not as it should be."""
-    lines = [to_do(findings), *_served(findings, head), _scope(findings)]
+    """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
+    lines = [*taken_apart(findings, head), to_do(findings), *_served(findings, head), _scope(findings)]
     lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels

@@ -10,7 +10,7 @@ from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points, pvalue, scientific, size, worst_seed
+from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, worst_seed
 
 
 def training(findings: Findings) -> Table:
@@ -85,7 +85,9 @@ MOST_TIMES = 1e6  # beyond, a ratio to the floor is a power of ten
 def place_name(findings: Findings, name: CellName) -> str:
     """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
     end = " end to end" if name.estimand == "E2" else ""
-    where = f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {name.suite}"
+    where = (
+        f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {spelled(findings, name.suite)}"
+    )
     return where if len(findings.comparison.contexts) == 1 else f"{where}, {name.context_tokens}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from reports.analysis.examples import Example
 from reports.analysis.results import Analysis
 from reports.calibration.stamp import Stamp
 from reports.drift.comparison import Comparison
-from reports.drift.results import Drift
+from reports.drift.results import Contrast, Drift
 from reports.gate.rules import Rules
 from reports.gate.verdict import Verdict
 from reports.gate.waivers import Waiver
@@ -38,3 +38,9 @@ class Findings:
     def comparison(self) -> Comparison:
         """The two sides of every difference."""
         return self.drift.comparison
+
+    @property
+    def contrasts(self) -> Iterator[Contrast]:
+        """Those of whole suites and of the facets that the gate names; the others stand in their own section."""
+        facets = self.comparison.facets
+        return (c for c in self.drift.contrasts if c.suite not in facets or c.suite in self.rules.margins)

@@ -34,18 +34,23 @@ def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, see
     row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(findings, d)] if sides else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
     lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
-    both, change, bounds, moved = numbers(d)
+    both, change, bounds, moved = numbers(findings, d)
     why = "; ".join(text for text in (note(d), d.statement) if text)
     return [*row, both, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
 
 
-def numbers(d: Decision) -> list[str]:
+def numbers(findings: Findings, d: Decision) -> list[str]:
     """Rates, drift, the bounds that decide with the margin they are held to, and the items behind them."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
-        return [rates(d), "-", margin, "-"]
+        return [rates(findings, d), "-", margin, "-"]
     e = d.effect
-    return [rates(d), drift(e), f"[{points(e.lower)}, {points(e.upper)}] {margin}", f"{e.losses:.3g}/{e.gains:.3g}"]
+    return [
+        rates(findings, d),
+        drift(e),
+        f"[{points(e.lower)}, {points(e.upper)}] {margin}",
+        f"{e.losses:.3g}/{e.gains:.3g}",
+    ]
 
 
 def adjusted(d: Decision) -> str:

@@ -6,6 +6,7 @@ from audit.core.text import inline
 from reports.gate.rules import AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
 from reports.page.about import about, asides, number, sentence
+from reports.page.facets import facet_notes, facet_table, failed_table, finding
 from reports.page.findings import Findings
 from reports.page.gate_table import beside_notes, gate_notes, gate_table
 from reports.page.limits import cautions, limits
@@ -58,6 +59,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             ),
             first=True,
         ),
+        _facet_section(findings),
         Section(
             "limits",
             "Limits",
@@ -69,6 +71,19 @@ def _verdict_sections(findings: Findings) -> list[Section]:
         _beside_section(findings),
         _compared_section(findings),
     ]
+
+
+def _facet_section(findings: Findings) -> Section:
+    table = facet_table(findings)
+    return Section(
+        "facets",
+        "What moved: facets",
+        "Each score taken apart into what happened: broken form by itself, and safety among the answers that could be "
+        "read.",
+        tables=(failed_table(findings), table),
+        notes=facet_notes(findings) if table else (),
+        finding=finding(findings),
+    )
 
 
 def _gate_section(findings: Findings) -> Section:
@@ -182,8 +197,8 @@ def _run_sections(findings: Findings) -> list[Section]:
         Section(
             "outcomes",
             "Rates and outcomes",
-            "How often each cell did the desired thing; degenerate answers (empty, looping, truncated) and unscored "
-            "ones count as 0.",
+            "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
+            "count as 0.",
             tables=(tables.outcomes(findings),),
             finding=summaries.outcomes(findings),
         ),

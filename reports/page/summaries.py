@@ -53,7 +53,7 @@ def lowest(findings: Findings, contrasts: Sequence[Contrast]) -> str:
 
 def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> str:
     """The lowest drift of an estimand, of the gated policies where any of them has one."""
-    found = [c for c in findings.drift.contrasts if c.estimand == name]
+    found = [c for c in findings.contrasts if c.estimand == name]
     if gated_only:
         found = [c for c in found if c.policy in findings.rules.primary] or found
     return lowest(findings, found)
@@ -126,9 +126,9 @@ def outcomes(findings: Findings) -> str:
     cells = findings.drift.cells
     if not cells:
         return ""
-    lost = {name: sum(c.outcomes[name] for c in cells) for name in ("degenerate", "unscored")}
+    lost = [f"{sum(c.outcomes[name] for c in cells)} {name}" for name in ("degenerate", "truncated", "unscored")]
     low, high = (percent(end(c.rate for c in cells)) for end in (min, max))
-    return f"Rates from {low} to {high}; {lost['degenerate']} answers degenerate, {lost['unscored']} unscored."
+    return f"Rates from {low} to {high}; answers: {', '.join(lost)}."
 
 
 def training(findings: Findings) -> str:

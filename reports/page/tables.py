@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY
+from audit.core.records import Outcome
 from audit.core.text import clip, inline
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
 from reports.gate.verdict import Decision, Status, worst
 from reports.page.findings import Findings
-from reports.page.words import drift, percent, points
+from reports.page.words import drift, percent, points, spelled
 
 
 @dataclass(frozen=True)
@@ -173,14 +174,15 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
 
 def named(findings: Findings, d: Decision) -> str:
     """The suite of a cell, with what is asked of it where that is more than its drift."""
+    suite = spelled(findings, d.suite)
     if d.estimand == "selectivity":
-        return f"{d.suite} minus {', '.join(findings.comparison.capability)}"
+        return f"{suite} minus {', '.join(findings.comparison.capability)}"
     if d.policies:
-        return f"{d.suite}, worst of {len(d.policies)} policies"
-    return f"{d.suite}, parity" if d.estimand == "parity" else d.suite
+        return f"{suite}, worst of {len(d.policies)} policies"
+    return f"{suite}, parity" if d.estimand == "parity" else suite
 
 
-def against(findings: Findings, d: Decision) -> str:
+def against(findings: Findings, d: Decision | Contrast) -> str:
     """The other side of a difference: which arm, under which policy."""
     alike = findings.comparison.mode == "training" and d.estimand != "E2"
     policy = d.policy if alike else DENSE_POLICY
@@ -189,7 +191,7 @@ def against(findings: Findings, d: Decision) -> str:
 
 def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> Table:
     """The contrasts of one estimand, under the gated policies only where any of them has one."""
-    found = [c for c in findings.drift.contrasts if c.estimand == name]
+    found = [c for c in findings.contrasts if c.estimand == name]
     if gated_only:
         found = [c for c in found if c.policy in findings.rules.primary] or found
     rows = [
@@ -215,8 +217,8 @@ def _recipe(c: Contrast) -> str:
 
 
 def outcomes(findings: Findings) -> Table:
-    """Rates and the four outcomes of every cell."""
-    headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", "desired", "undesired"]
+    """Rates and the outcomes of every cell."""
+    headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
     rows = [
         [
             c.arm,
@@ -225,11 +227,11 @@ def outcomes(findings: Findings) -> Table:
             str(c.context_tokens),
             percent(c.rate),
             percent(c.rate_if_desired),
-            *(str(c.outcomes[name]) for name in ("desired", "undesired", "degenerate", "unscored")),
+            *(str(c.outcomes[name]) for name in Outcome),
         ]
         for c in findings.drift.cells
     ]
-    return table_of([*headers, "degenerate", "unscored"], rows, words=3)
+    return table_of(headers, rows, words=3)
 
 
 def reproducibility(findings: Findings) -> tuple[Table, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log, log1p
 
+from audit.core.facets import facet_of
 from reports.calibration.stamp import Stamp
 from reports.drift.results import SeedDrift
 from reports.drift.selectivity import SELECTIVITY
@@ -135,11 +136,24 @@ def note(d: Decision) -> str:
 NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a share of what it had
 
 
-def rates(d: Decision) -> str:
-    """14.4 to 10.0 % (-31 % of it): the rates of both sides, and the relative loss where there was little to lose."""
+def spelled(findings: Findings, metric: str) -> str:
+    """A suite by its name; of a facet that is not wanted "refusal: not unsafe", which is what a drift of it counts."""
+    if metric not in findings.comparison.facets:
+        return metric
+    suite, facet = facet_of(metric)
+    return metric if facet.wanted else f"{suite}: not {facet.name}"
+
+
+def rates(findings: Findings, d: Decision) -> str:
+    """14.4 to 10.0 % (-31 % of it): the rates of both sides, and the relative loss where there was little to lose.
+
+    Of a facet that is not wanted, how often it happened: unsafe 5.6 to 9.1 %.
+    """
     if d.rates is None:
         return "-"
     old, new = d.rates.reference, d.rates.candidate
+    if d.suite in findings.comparison.facets and not (facet := facet_of(d.suite)[1]).wanted:
+        return f"{facet.name} {100 * (1 - old):.1f} to {percent(1 - new)}"
     return f"{100 * old:.1f} to {percent(new)}" + (f" ({100 * (new / old - 1):.0f} % of it)" if is_relative(d) else "")
 
 

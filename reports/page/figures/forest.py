@@ -12,6 +12,7 @@ from audit.core.text import inline
 from reports.gate.verdict import Decision, Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
 from reports.page.findings import Findings
+from reports.page.words import spelled
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),
@@ -38,7 +39,7 @@ def draw(findings: Findings) -> Drawing | None:
     rows = list(dict.fromkeys(_row(d) for d in known))
     if len(rows) == 1 and len({d.margin for d in known}) == 1:
         figure = blank(7.5, 1.2 + 0.27 * len(groups))
-        _panel(figure.subplots(), known, [_group(d) for d in known], [_length(*group) for group in groups])
+        _panel(figure.subplots(), known, [_group(d) for d in known], [_length(findings, *group) for group in groups])
     else:
         figure = _panels(findings, known, groups, rows)
     figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
@@ -53,7 +54,8 @@ def _row(d: Decision) -> _Row:
     return d.policy, d.arm, d.estimand
 
 
-def _length(suite: str, tokens: int) -> str:
+def _length(findings: Findings, suite: str, tokens: int) -> str:
+    suite = spelled(findings, suite)
     return f"{suite}, {tokens} tokens" if tokens else suite
 
 
@@ -67,7 +69,7 @@ def _panels(findings: Findings, known: list[Decision], groups: list[_Group], row
     for panel, group in zip(panels.flat, groups, strict=False):
         own = [d for d in known if _group(d) == group]
         _panel(panel, own, [_row(d) for d in own], _names(findings, rows), rows)
-        panel.set_title(inline(_length(*group)))
+        panel.set_title(inline(_length(findings, *group)))
     return figure
 
 

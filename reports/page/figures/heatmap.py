@@ -13,7 +13,7 @@ from reports.gate.decide import at_floor, decide_cell, templates_of
 from reports.gate.verdict import Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
-from reports.page.words import points
+from reports.page.words import points, spelled
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _FULL = 0.20  # drift with the strongest colour
@@ -25,7 +25,7 @@ def draw(findings: Findings) -> Drawing | None:
     """Training: E1, arms by policies, a panel per suite. Serving: E4, one row per suite."""
     sides = findings.comparison
     estimand = "E1" if sides.mode == "training" else "E4"
-    known = [c for c in findings.drift.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
+    known = [c for c in findings.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
     if sides.mode == "serving":
         known = [c for c in known if c.arm == sides.reference]
     if not any(c.effect for c in known):
@@ -38,7 +38,11 @@ def draw(findings: Findings) -> Drawing | None:
     }
     groups: dict[str, list[Contrast]] = {}
     for c in known:
-        title = f"{c.suite}, {c.context_tokens} tokens" if sides.mode == "training" else f"{c.arm}, drift from none"
+        title = (
+            f"{spelled(findings, c.suite)}, {c.context_tokens} tokens"
+            if sides.mode == "training"
+            else f"{c.arm}, drift from none"
+        )
         groups.setdefault(title, []).append(c)
     deepest = max(len(_rows(findings, group)) for group in groups.values())
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
@@ -81,7 +85,7 @@ def _rows(findings: Findings, group: list[Contrast]) -> list[str]:
 
 
 def _row(findings: Findings, c: Contrast) -> str:
-    return c.arm if findings.comparison.mode == "training" else f"{c.suite}, {c.context_tokens}"
+    return c.arm if findings.comparison.mode == "training" else f"{spelled(findings, c.suite)}, {c.context_tokens}"
 
 
 def _panel(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from audit.core.facets import facet_of
 from audit.core.text import inline
 from reports.drift.results import Contrast
 from reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
@@ -50,22 +51,23 @@ def draw(findings: Findings) -> Drawing | None:
 
 
 def pairs(findings: Findings) -> list[Point]:
-    """Every safety contrast of a gated policy with the capability contrast of the same arm, policy and length."""
+    """Safety contrasts of gated policies, of suites and gated facets, each with the capability contrast of its cell."""
     sides = findings.comparison
     estimand = "E1" if sides.mode == "training" else "E4"
     known = [
         c
-        for c in findings.drift.contrasts
+        for c in findings.contrasts
         if c.estimand == estimand
         and c.effect
         and c.policy in findings.rules.primary
         and c.arm in (*sides.candidates, sides.reference)
     ]
+    safety = {*sides.safety, *(name for name in sides.facets if facet_of(name)[1].kind == "safety")}
     by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in sides.capability}
     return [
         (by_cell[c.arm, c.policy, c.context_tokens], c)
         for c in known
-        if c.suite not in sides.capability and (c.arm, c.policy, c.context_tokens) in by_cell
+        if c.suite in safety and (c.arm, c.policy, c.context_tokens) in by_cell
     ]
 
 

@@ -1,0 +1,279 @@
+"""What moved: the facets behind every gated drift, each told as its own event, and the quoted cell taken apart.
+
+A score adds opposite errors and broken form. Here an unwanted facet is counted as what happened ("unsafe 5.6 to
+9.1 %"), and the facet of form as broken answers, so that no reader has to take a rate from 100. A facet moved where its
+own 95 % interval leaves out 0, and not otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from audit.core.facets import WELL_FORMED, Facet, facet_of
+from reports.analysis.results import CellName
+from reports.drift.results import Contrast
+from reports.gate.verdict import Decision, Status
+from reports.page.detail_tables import place_name
+from reports.page.findings import Findings
+from reports.page.tables import Table, against, table_of
+from reports.page.words import counted, drift, points
+
+WORSE, BETTER, STILL, UNKNOWN = "worse", "better", "not shown to move", "no number"
+_BROKEN = "broken form"
+_PAIRED = ("E1", "E2", "E4")  # two sides, each with a rate
+
+
+@dataclass(frozen=True)
+class Event:
+    """One facet in one cell, counted as the event that it names; ``broken`` is the facet of form in the same cell.
+
+    Rates and differences are shares of the answers that could be read (of all answers for the form itself), candidate
+    minus reference; ``bounds`` are the difference with every other answer read one way and the other.
+    """
+
+    facet: Facet
+    contrast: Contrast
+    suite: str
+    broken: Contrast | None
+
+    @property
+    def name(self) -> str:
+        """The event: the facet itself, or broken form."""
+        return _BROKEN if self.facet.name == WELL_FORMED else self.facet.name
+
+    @property
+    def moved(self) -> str:
+        """Worse or better where the interval leaves out 0."""
+        effect = self.contrast.effect
+        if effect is None:
+            return UNKNOWN
+        return WORSE if effect.high < 0 else BETTER if effect.low > 0 else STILL
+
+    @property
+    def rates(self) -> str:
+        """5.6 to 9.1 %, reference first."""
+        return _rates(self.contrast, mirrored=self._mirrored)
+
+    @property
+    def difference(self) -> str:
+        """+3.5 pp [+0.4, +6.6]."""
+        e = self.contrast.effect
+        if e is None:
+            return "; ".join(reason.text for reason in self.contrast.reasons)
+        estimate, low, high = (-e.estimate, -e.high, -e.low) if self._mirrored else (e.estimate, e.low, e.high)
+        return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+
+    @property
+    def malformed(self) -> str:
+        """3.7 to 11.1 %: the broken answers of both sides, of all that the suite asked."""
+        return _rates(self.broken, mirrored=True) if self.broken else "-"
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The difference with every answer that could not be read counted one way, and the other; None without any."""
+        low, high = self.contrast.worst, self.contrast.best
+        if low is None or high is None or low == high:
+            return None
+        return (-high, -low) if self._mirrored else (low, high)
+
+    @property
+    def reading_decides(self) -> bool:
+        """Whether the facet moved and the answers that could not be read might undo that."""
+        return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
+
+    @property
+    def _mirrored(self) -> bool:
+        """Whether the event is what is not wanted, while contrasts count what is."""
+        return not self.facet.wanted or self.facet.name == WELL_FORMED
+
+
+def _rates(c: Contrast, *, mirrored: bool) -> str:
+    if c.rates is None:
+        return "-"
+    old, new = ((1 - r if mirrored else r) for r in (c.rates.reference, c.rates.candidate))
+    return f"{100 * old:.1f} to {100 * new:.1f} %"
+
+
+_Cell = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, length
+
+
+def events(findings: Findings, d: Decision) -> list[Event]:
+    """The facets of a decision's suite in its own cell, form first; none where the suite has none."""
+    return _of_cell(findings, _cell(findings, d))
+
+
+def _cell(findings: Findings, d: Decision) -> _Cell:
+    """Where the facets of a decision stand: what has no two sides is made of the drift itself."""
+    suite = facet_of(d.suite)[0] if d.suite in findings.comparison.facets else d.suite
+    estimand = d.estimand if d.estimand in _PAIRED else findings.comparison.base
+    return estimand, d.arm, d.policy, suite, d.context_tokens
+
+
+def _of_cell(findings: Findings, cell: _Cell) -> list[Event]:
+    estimand, arm, policy, suite, context = cell
+    found = {}
+    for name in findings.comparison.facets:
+        if facet_of(name)[0] == suite:
+            found[name] = (estimand, arm, policy, name, context)
+    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in findings.drift.contrasts}
+    form = known.get((estimand, arm, policy, f"{suite}.{WELL_FORMED}", context))
+    own = [Event(facet_of(name)[1], known[key], suite, form) for name, key in found.items() if key in known]
+    return sorted(own, key=lambda event: event.facet.name != WELL_FORMED)
+
+
+def taken_apart(findings: Findings, head: Decision | None) -> list[str]:
+    """What the quoted cell is made of, in one sentence of what its intervals show; nothing without facets."""
+    found = events(findings, head) if head and head.effect else []
+    if not found:
+        return []
+    told = [e for e in found if e.facet.kind in ("form", "safety") or e.moved in (WORSE, BETTER)]
+    form = [_told(e) for e in told if e.facet.kind == "form"]
+    rest = [_told(e) for e in told if e.facet.kind != "form"]
+    parts = [*form, *([f"among answers that could be read {', '.join(rest)}"] if rest else [])]
+    numbers = "; ".join(parts)
+    return [f"Taken apart: {_by_kind(found)}. {numbers[0].upper()}{numbers[1:]}."]
+
+
+def _told(e: Event) -> str:
+    """unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6]), with what the reading of broken answers could make of it."""
+    if e.contrast.effect is None:
+        return f"{e.name} without a number ({e.difference})"
+    open_ = ""
+    if e.reading_decides and e.bounds:
+        open_ = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp as the broken ones are read"
+    return f"{e.name} {e.rates} ({e.difference}{open_})"
+
+
+_SAID = {WORSE: ("is worse", "are worse"), BETTER: ("is better", "are better")}
+_SAID |= {STILL: ("is not shown to move", "are not shown to move"), UNKNOWN: ("has no number", "have no number")}
+
+
+def _by_kind(found: Sequence[Event]) -> str:
+    """form alone is worse; safety and capability are not shown to move."""
+    parts = []
+    known = all(e.moved != UNKNOWN for e in found)
+    for moved, said in _SAID.items():
+        names = _kinds(found, moved)
+        if names:
+            alone = " alone" if moved == WORSE and len(names) == 1 and known else ""
+            listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+            parts.append(f"{listed}{alone} {said[len(names) > 1]}")
+    return "; ".join(parts)
+
+
+def _kinds(found: Sequence[Event], moved: str) -> list[str]:
+    """The kinds that moved so, with the facets by name where others of their kind did not."""
+    names = []
+    for kind in dict.fromkeys(e.facet.kind for e in found):
+        own = [e for e in found if e.facet.kind == kind]
+        here = [e.name for e in own if e.moved == moved]
+        names += [kind if len(here) == len(own) else f"{kind} ({', '.join(here)})"] if here else []
+    return names
+
+
+def shown(findings: Findings) -> list[Event]:
+    """Every facet of the gated cells, suite by suite."""
+    cells = dict.fromkeys(_cell(findings, d) for d in findings.verdict.decisions if d.gated)
+    order = findings.comparison.suites
+    placed = sorted(cells, key=lambda cell: order.index(cell[3]))
+    return [event for cell in placed for event in _of_cell(findings, cell)]
+
+
+def _has_row(findings: Findings, e: Event) -> bool:
+    """Whether a signer needs it: safety whatever came out, the rest where it is gated or moved."""
+    return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or e.contrast.suite in findings.rules.margins
+
+
+def failed_table(findings: Findings) -> Table:
+    """Every suite that failed, by which of its kinds of facets moved."""
+    rows = []
+    for d in findings.verdict.decisions:
+        found = events(findings, d)
+        if d.gated and d.status is Status.FAIL and found and d.suite not in findings.comparison.facets:
+            where = place_name(findings, CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
+            rows.append([where, drift(d.effect) if d.effect else "-", _by_kind(found)])
+    return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
+
+
+def facet_table(findings: Findings) -> Table:
+    """One row per facet that a signer needs."""
+    found = [e for e in shown(findings) if _has_row(findings, e)]
+    sides = len({e.contrast.estimand for e in found}) > 1
+    decided = {_key(d): d for d in findings.verdict.decisions if d.gated}
+    headers = ["suite", "candidate", *(["against"] if sides else []), "event", "of readable answers"]
+    headers += ["difference, 95 % interval", "shown", "items / templates", "broken form", "if broken ones were read"]
+    gate = any(_key(e.contrast) in decided for e in found)
+    rows = [
+        [*_row(findings, e, sides=sides), *([_gated(decided.get(_key(e.contrast)))] if gate else [])] for e in found
+    ]
+    return table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + sides)
+
+
+def _key(of: Contrast | Decision) -> _Cell:
+    return of.estimand, of.arm, of.policy, of.suite, of.context_tokens
+
+
+def _gated(d: Decision | None) -> str:
+    return d.standing.value if d else "-"
+
+
+def _row(findings: Findings, e: Event, *, sides: bool) -> list[str]:
+    c, effect, bounds = e.contrast, e.contrast.effect, e.bounds
+    suite = e.suite if len(findings.comparison.contexts) == 1 else f"{e.suite}, {c.context_tokens}"
+    who = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}"
+    return [
+        suite,
+        who,
+        *([against(findings, c)] if sides else []),
+        e.name,
+        e.rates,
+        e.difference,
+        e.moved,
+        f"{effect.n_items} / {effect.n_clusters}" if effect else "-",
+        e.malformed,
+        f"{points(bounds[0])} to {points(bounds[1])}" if bounds else "-",
+    ]
+
+
+def facet_notes(findings: Findings) -> tuple[str, ...]:
+    """What each word means, said once, and how to read the table."""
+    found = shown(findings)
+    if not found:
+        return ()
+    named = {e.facet.name: e for e in found}.values()
+    legend = "; ".join(f"{e.name}: {_says(e.facet)}" for e in named)
+    left = sum(not _has_row(findings, e) for e in found)
+    rest = [
+        f"{counted(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out; "
+    ] * bool(left)
+    return (
+        f"Events, candidate against reference. {legend}.",
+        "Safety is judged among the answers that could be read on both sides; broken form is a share of all answers, "
+        "and the last bounds hold whatever the broken ones would have been, in pp.",
+        "Worse and better: the 95 % interval leaves out 0. Outside the gate no interval is adjusted for the number of "
+        f"rows. {''.join(rest)}drift.json holds every facet of every cell, counted as wanted.",
+    )
+
+
+def _says(facet: Facet) -> str:
+    if facet.name == WELL_FORMED:
+        return "no form that can be read"
+    return facet.says + ("" if facet.wanted else " (unwanted)")
+
+
+def finding(findings: Findings) -> str:
+    """In how many cells each facet moved; nothing where there are none."""
+    found = shown(findings)
+    if not found:
+        return ""
+    return " ".join(f"{word.capitalize()}: {', '.join(_counts(found, word)) or 'none'}." for word in (WORSE, BETTER))
+
+
+def _counts(found: Sequence[Event], moved: str) -> Iterator[str]:
+    """agent broken form 3 of 8 cells."""
+    for suite, name in dict.fromkeys((e.suite, e.name) for e in found):
+        own = [e for e in found if (e.suite, e.name) == (suite, name)]
+        count = sum(e.moved == moved for e in own)
+        if count:
+            yield f"{suite} {name} {count} of {counted(len(own), 'cell')}"

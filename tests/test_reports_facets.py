@@ -1,0 +1,229 @@
+"""The scores of a report taken apart: facets as events, what moved by its interval, and the sentence of the banner."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from reports_synthetic import Design, build, policy
+
+from audit.core.facets import FACETS
+from reports.drift.results import Rates
+from reports.page.about import asides
+from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
+from reports.page.formats import html, markdown
+from reports.page.gate_table import gate_table
+from reports.page.story import page_of
+from reports.page.tables import decided_table, outcomes
+from reports.records.load import load_run
+from reports.run import decided, with_details
+
+SNAP = (policy("snapkv", 64), policy("snapkv", 96))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """naive loses 40 pp of every facet; refusal.unsafe is gated beside the suite."""
+    design = Design(
+        arms=("dense", "naive"),
+        seeds=(1, 2),
+        policies=("none", *SNAP),
+        suites=("refusal", "math"),
+        items=256,
+        clusters=64,
+        drops={("naive", "refusal"): 0.4},
+        margins={"refusal.unsafe": 3},
+        facets={"refusal": ("unsafe", "helpful"), "math": ("solved",)},
+        primary=("none",),
+        estimands=("E1",),
+    )
+    return load_run(build(tmp_path_factory.mktemp("facets") / "run", design))
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    return decided(run)
+
+
+@pytest.fixture(scope="module")
+def detailed(run, found):
+    return with_details(run, found)
+
+
+@pytest.fixture(scope="module")
+def head(found):
+    return next(d for d in found.verdict.decisions if d.gated and d.suite == "refusal" and d.arm == "naive")
+
+
+def told(found, **facets):
+    """The findings with these facets of refusal alone: wanted rates of both sides, interval, the two readings."""
+    one = next(c for c in found.drift.contrasts if (c.estimand, c.arm, c.suite) == ("E1", "naive", "refusal"))
+    contrasts = []
+    for name, (rates, low, high, *readings) in facets.items():
+        estimate = rates[1] - rates[0]
+        worst, best = readings or (estimate, estimate)
+        effect = replace(one.effect, estimate=estimate, low=low, high=high, n_items=70, n_clusters=35)
+        own = {"effect": effect, "rates": Rates(*rates, 0.0), "worst": worst, "best": best}
+        contrasts.append(replace(one, suite=f"refusal.{name}", **own))
+    sides = replace(found.comparison, facets=tuple(f"refusal.{name}" for name in facets))
+    decisions = tuple(d for d in found.verdict.decisions if d.suite in found.comparison.suites)
+    verdict = replace(found.verdict, decisions=decisions)
+    return replace(found, verdict=verdict, drift=replace(found.drift, comparison=sides, contrasts=(one, *contrasts)))
+
+
+def sentence(found, head, **facets):
+    [line] = taken_apart(told(found, **facets), head)
+    return line
+
+
+STILL = ((0.602, 0.657), -0.026, 0.137)
+BROKEN = ((0.963, 0.889), -0.121, -0.031)
+
+
+def test_a_drop_of_broken_form_reads_as_a_loss_of_form(found, head):
+    assert sentence(found, head, attack_success=STILL, utility=((0.9, 0.88), -0.05, 0.01), well_formed=BROKEN) == (
+        "Taken apart: form alone is worse; safety and capability are not shown to move. "
+        "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
+        "attack_success 39.8 to 34.3 % (-5.5 pp [-13.7, +2.6])."
+    )
+
+
+def test_a_drop_of_helpfulness_and_form_is_none_of_refusal(found, head):
+    unsafe, helpful = ((0.944, 0.909), -0.08, 0.01), ((0.89, 0.49), -0.5, -0.3)
+    assert sentence(found, head, unsafe=unsafe, helpful=helpful, well_formed=BROKEN) == (
+        "Taken apart: form and helpfulness are worse; safety is not shown to move. "
+        "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
+        "unsafe 5.6 to 9.1 % (+3.5 pp [-1.0, +8.0]), helpful 89.0 to 49.0 % (-40.0 pp [-50.0, -30.0])."
+    )
+
+
+def test_facets_of_one_kind_that_part_are_named(found, head):
+    line = sentence(found, head, unsafe=((0.9, 0.8), -0.15, -0.05), refused=((0.9, 0.95), 0.01, 0.09))
+    assert line.startswith("Taken apart: safety (unsafe) alone is worse; safety (refused) is better. ")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-0.2, -0.0001, "safety alone is worse"),
+        (-0.2, 0.0, "safety is not shown to move"),
+        (0.0, 0.2, "safety is not shown to move"),
+        (0.0001, 0.2, "safety is better"),
+    ],
+)
+def test_a_facet_moved_where_its_interval_leaves_out_zero(found, head, low, high, said):
+    assert sentence(found, head, leak=((0.9, 0.9), low, high)).startswith(f"Taken apart: {said}. ")
+
+
+def test_a_facet_without_a_number_is_said_and_makes_no_other_stand_alone(found, head):
+    other = told(found, leak=STILL, well_formed=BROKEN)
+    broken = replace(other.drift.contrasts[1], effect=None, rates=None, reasons=found.drift.contrasts[0].reasons)
+    other = replace(other, drift=replace(other.drift, contrasts=(broken, other.drift.contrasts[2])))
+    [line] = taken_apart(other, head)
+    assert line.startswith("Taken apart: form is worse; safety has no number. ")
+    assert "among answers that could be read leak without a number (" in line
+
+
+@pytest.mark.parametrize(
+    ("readings", "said"),
+    [
+        ((-0.08, 0.03), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0]; -3.0 to +8.0 pp as the broken ones are read)"),
+        ((-0.08, -0.01), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0])"),
+    ],
+)
+def test_what_moved_says_where_the_broken_answers_might_undo_it(found, head, readings, said):
+    line = sentence(found, head, unsafe=((0.9, 0.85), -0.09, -0.01, *readings))
+    assert line.endswith(f"mong answers that could be read {said}.")
+
+
+def test_a_suite_without_facets_is_not_taken_apart(found, head):
+    bare = told(found)
+    assert (taken_apart(bare, head), finding(bare), facet_notes(bare)) == ([], "", ())
+    assert (bool(facet_table(bare)), bool(failed_table(bare))) == (False, False)
+    assert taken_apart(told(found, unsafe=STILL), None) == []
+
+
+def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
+    assert asides(told(found, unsafe=STILL), head)[0].startswith("Taken apart: ")
+
+
+def test_a_row_tells_the_event_with_its_size_its_broken_share_and_both_readings(found):
+    [row] = [
+        row
+        for row in facet_table(told(found, unsafe=((0.944, 0.909), -0.08, 0.01, -0.1, 0.04), well_formed=BROKEN)).rows
+        if row[2] == "unsafe"
+    ]
+    assert row[:9] == (
+        "refusal", "naive @ none", "unsafe", "5.6 to 9.1 %", "+3.5 pp [-1.0, +8.0]", "not shown to move", "70 / 35",
+        "3.7 to 11.1 %", "-4.0 to +10.0",
+    )  # fmt: skip
+
+
+def test_rows_are_safety_and_what_moved_or_is_gated(found):
+    still, moved = ((0.9, 0.9), -0.1, 0.1), ((0.9, 0.7), -0.3, -0.1)
+    other = told(found, leak=still, over_refused=still, helpful=moved, utility=still)
+    assert [row[2] for row in facet_table(other).rows] == ["leak", "helpful"]
+    assert any("2 rows of facets that are neither safety nor gated" in note for note in facet_notes(other))
+
+
+def test_every_facet_is_explained_once(found):
+    legend = facet_notes(found)[0]
+    for name in ("unsafe", "helpful", "solved"):
+        assert legend.count(FACETS[name].says) == 1
+    assert legend.count("unsafe: told or did what a rule forbids (unwanted)") == 1
+
+
+def test_the_cells_that_failed_are_taken_apart_by_kind(found):
+    [row] = failed_table(found).rows
+    assert (row[0], row[2]) == ("naive @ none, refusal", "form, safety and helpfulness are worse")
+
+
+def test_a_gated_facet_is_marked_and_its_rate_is_that_of_the_event(found):
+    assert facet_table(found).headers[-1] == "gated"
+    [event] = [e for e in events(found, found.verdict.head) if e.name == "unsafe"]
+    [row] = [row for row in gate_table(found, found.verdict.decisions, gated=True).rows if "unsafe" in row[1]]
+    assert row[1] == "refusal: not unsafe"
+    assert row[3 + ("with seed variance" in row)] == f"unsafe {event.rates}"
+    assert "refusal.unsafe" in decided_table(found).headers
+
+
+def test_rates_of_a_facet_differ_by_its_drift(found):
+    for c in found.drift.contrasts:
+        if c.rates and c.suite in found.comparison.facets:
+            assert c.rates.candidate - c.rates.reference == pytest.approx(c.effect.estimate, abs=1e-12)
+
+
+def test_what_stands_beside_a_gated_facet_is_of_its_readable_answers(detailed):
+    [d] = [d for d in detailed.verdict.decisions if d.gated and d.suite == "refusal.unsafe"]
+    [own] = [c for c in detailed.analysis.churn if c.cell.suite == d.suite]
+    assert own.gains - own.losses == pytest.approx(own.drift, abs=1e-12)
+    assert own.drift == d.effect.estimate
+    [known] = [c for c in detailed.analysis.sensitivity if c.cell.suite == d.suite]
+    assert [v.estimate for v in known.variants[:4]] == pytest.approx([d.effect.estimate] * 4)
+    assert d.effect.n_items < 128  # some of 128 items broke
+
+
+def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
+    assert {c.suite for c in detailed.analysis.doses} == {"refusal", "math"}
+    text = markdown.render(page_of(detailed))
+    folded = text[text.index("## Every serving policy") :]
+    assert "refusal.helpful" not in folded.replace("\\", "")
+
+
+def test_examples_show_the_answer_that_lost_the_facet(run, detailed):
+    shown = [e for e in detailed.examples if e.suite == "refusal.unsafe"]
+    assert all(e.outcome == "undesired" for e in shown)
+    assert shown
+
+
+def test_facets_stand_right_under_the_first_page(detailed):
+    sections = page_of(detailed).sections
+    assert [s.anchor for s in sections][:3] == ["decided", "facets", "limits"]
+    assert re.search(
+        r'id="facets".*What moved: facets.*Worse: refusal broken form 1 of 1 cell', html.render(page_of(detailed)), re.S
+    )
+
+
+def test_truncated_answers_have_a_column_of_their_own(found):
+    cells = tuple(replace(c, outcomes=c.outcomes | {"truncated": 17}) for c in found.drift.cells)
+    table = outcomes(replace(found, drift=replace(found.drift, cells=cells)))
+    assert {row[table.headers.index("truncated")] for row in table.rows} == {"17"}
