@@ -86,6 +86,7 @@ def _averages(rng: np.random.Generator, found: Differences, shape: tuple[int, in
     kind = rng.random(shape)
     draws = np.where(kind < found.decoding, samples * seeds, np.where(kind < found.decoding + found.training, seeds, 1))
     moved = rng.binomial(draws, found.discordance)
+    # what moves gains with this chance, so that an item differs by the drift in the mean
     gained = rng.binomial(moved, min(1.0, max(0.0, (1 + found.drift / found.discordance) / 2)))
     average: Array = (2 * gained - moved) / draws
     return average
@@ -96,6 +97,7 @@ def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     rng = np.random.default_rng(1)
     chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))
     moved, differing, split = (part[chosen].sum(axis=1) for part in (pool.moved, pool.differing, pool.split))
+    # as ``deff_floors`` has it of items, which a pool does not keep
     floor = np.where(split == 0, 1.0, 1 / np.clip(differing, 1, pool.draws))
     return Audits(pool.sums[chosen], np.full(clusters, float(pool.items)), moved, floor)
 

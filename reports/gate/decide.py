@@ -156,6 +156,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
         more = larger(c, margin, row.sign) if status is Status.INCONCLUSIVE else None
         room = effect.lower + margin
     judge = None
+    # ``effect`` is then by human labels, and ``judged`` what the judge's alone gave
     if c.judged:
         judge = judged(_by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge)).status
         if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
@@ -226,6 +227,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
     else:
         judged = [judge(row, cell.margin) for row in cell.rows]
     shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
+    # one test that more templates would not help leaves the cell without a remedy
     more = [j.larger for j in judged if j.status is Status.INCONCLUSIVE]
     c = shown.row.contrast
     return Decision(
@@ -361,6 +363,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         return without_pass(without_pass(held(d, cell, uneven), unclustered), _broken_form(cell, drift))
 
     found, adjustment = _decisions(cells, rules.alpha)
+    # before what holds back a PASS, which leaves this FAIL alone; waivers come last, over whatever then stands
     if rules.worst_seed:
         found = held_by_seeds(found, cells, rules.alpha)
     shown, _ = _decisions(beside, rules.alpha)

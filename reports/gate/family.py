@@ -247,7 +247,9 @@ def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
     unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}
     observed = np.array([_statistics([test], unflipped, places)[0, 0] for test in tests])
     pvalues = max_t_pvalues(observed, flipped, exact=exact)
+    # up to a value that was drawn: between two of them more than alpha would lie beyond
     critical = float(np.quantile(-flipped.min(axis=0), 1 - alpha, method="higher"))
+    # random patterns count the one observed as one more
     return _Flips(tuple(map(float, pvalues)), 1 / (flipped.shape[-1] + (not exact)), critical)
 
 
@@ -285,6 +287,6 @@ def _statistics(tests: Sequence[_Test], patterns: Patterns, places: Places) -> A
     mean: Array = np.sum([m.mean for m in moments], axis=0)
     variance: Array = np.sum([m.variance for m in moments], axis=0)
     flat = variance <= 1e-12 * np.sum([m.scale for m in moments], axis=0)
-    ends: Array = np.copysign(np.where(np.abs(mean) <= 1e-12, 0.0, np.inf), mean)
+    ends: Array = np.copysign(np.where(np.abs(mean) <= 1e-12, 0.0, np.inf), mean)  # parts may cancel but for rounding
     joined: Array = np.where(flat, ends, mean / np.sqrt(np.where(flat, 1.0, variance)))
     return joined

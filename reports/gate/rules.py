@@ -143,7 +143,7 @@ def declared(data: RunData, asked: Asked) -> tuple[Comparison, Rules]:
     kept = kept_gate_file(data.provenance)
     if kept is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
-    comparison, rules = own = _taken(data, kept, None)
+    comparison, rules = own = _taken(data, kept, None)  # also beside another gate file: it is told by what it changes
     if asked.gate is not None:
         comparison, rules = _taken(data, asked.gate, asked.pin)
         if kept is None or kept.sha256 != asked.gate.sha256:

@@ -115,6 +115,7 @@ def plan_sizes(design: Design) -> Sizes:
         interval=interval_rate(audits, margin=design.margin, alpha=design.alpha),
         detects=_detects(design, deff),
         detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
+        # a power of one half has quantile 0, so this is t at .975 times the error
         half_width=float(kernels.minimal_detectable(error, df=df, alpha=0.025, power=0.5)),
         required_clusters=clusters_required(design.margin, design.alpha),
         blind_spot=blind_spot(design.clusters, design.alpha),

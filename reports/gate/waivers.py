@@ -99,7 +99,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _date(value: Any, where: str) -> date:
-    if isinstance(value, date) and not isinstance(value, datetime):
+    if isinstance(value, date) and not isinstance(value, datetime):  # a datetime is a date, and no day
         return value
     try:
         return date.fromisoformat(value)
@@ -134,6 +134,6 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
     if isinstance(found.get("estimand"), str):
         found["estimand"] = CONTRASTS.get(found["estimand"], found["estimand"])
     for name, value in found.items():
-        if isinstance(value, bool) or value not in known[name]:
+        if isinstance(value, bool) or value not in known[name]:  # True is 1, and so among the numbers
             raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))
     return found

@@ -66,10 +66,12 @@ def round_robin(
     """
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     draws, ties = rng.random((2, *alike.shape))
+    # inside a cluster the pairs alike come first, in random order: their place is their turn
     order = np.lexsort((draws, ~alike, np.broadcast_to(codes, alike.shape)))
     place = np.arange(alike.shape[-1]) - np.repeat(np.cumsum(counts) - counts, counts)
     turn = np.empty(alike.shape)
     np.put_along_axis(turn, order, np.broadcast_to(place, alike.shape), axis=-1)
+    # the whole part is the round, the fraction the order of clusters inside it
     first = np.argsort(np.where(alike, turn + ties, np.inf), axis=-1)[..., :size]
     chosen = np.zeros(alike.shape, dtype=np.bool_)
     np.put_along_axis(chosen, first, True, axis=-1)
@@ -102,6 +104,7 @@ def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: n
     x = labelled_pairs(discordant, human_z, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     known = np.where(x.looked > 0, x.alike, 0.0)
+    # templates that nobody looked at are spread over those that somebody did, as ``means`` has it
     share = known / np.maximum(x.looked, 1) * x.alike.sum() / max(known.sum(), 1.0)
     return np.where(apart, 1.0, np.where(seen, share[codes], 0.0)).astype(np.float64)
 
@@ -170,6 +173,7 @@ def _concordant_part(x: Labelled) -> _Part:
     """The labelled pairs among those alike; a template weighs what all its pairs alike do, however many were drawn."""
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
+    # as many pairs in all as people looked at: weights must not make a sample larger
     sizes = known * drawn / np.maximum(known.sum(axis=-1, keepdims=True), 1)
     each = sizes / np.maximum(x.looked, 1)
     unequal = (sizes * each).sum(axis=-1) / np.maximum(sizes.sum(axis=-1), 1)  # Kish's design effect of the weights
@@ -200,7 +204,7 @@ def _drop_pvalue(labelled: Labelled) -> float:
     """The one-sided level at which the bound on the far side of 0 reaches it."""
     from scipy import optimize  # slow to import, and reports that need none of it should not wait
 
-    estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)
+    estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)  # the same at any level
     if estimate == 0:
         return 0.5
 
@@ -208,7 +212,7 @@ def _drop_pvalue(labelled: Labelled) -> float:
         bounds = adjudicated_bounds(labelled, confidence=confidence)
         return float(bounds.high if estimate < 0 else -bounds.low)
 
-    least = 0.5 + 1e-9
+    least = 0.5 + 1e-9  # at one half the quantile is 0, and both bounds are the estimate
     if beyond(_SUREST) < 0:
         confidence = _SUREST
     elif beyond(least) >= 0:

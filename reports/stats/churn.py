@@ -71,6 +71,7 @@ def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
 
 def _rerun(old: Array, new: Array, samples: int) -> float:
     """Share of pairs of draws that disagree inside an item, without bias, mean of both sides."""
+    # two draws of one item disagree with 2 p (1 - p): the mean of both sides takes the 2
     return float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
 
 
@@ -149,6 +150,7 @@ def concentration(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration:
         losses=total,
         gini=float(gini(losses)),
         chance=chance_gini(np.maximum(-values, 0.0), items),
+        # a sum of exactly half may fall short of it by rounding
         carrying_half=int(np.searchsorted(running, total * HALF * (1 - 1e-12)) + 1) if total else 0,
         dominant=tuple(row.label for row in rows if row.share > HALF),
         broken=tuple(row.label for row in rows if row.rate > HALF),

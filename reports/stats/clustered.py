@@ -71,7 +71,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
     assert len(sizes) >= 2, "inference needs two clusters"
     sums: Array = np.add.reduceat(z, np.cumsum(sizes) - sizes, axis=-1).astype(np.float64)
     net: Array = sums.sum(axis=-1)
-    moved: Array = np.abs(z).sum(axis=-1, dtype=np.float64)
+    moved: Array = np.abs(z).sum(axis=-1, dtype=np.float64)  # losses + gains, as net is gains - losses
     mean: Array = net / sizes.sum()
     residuals: Array = sums - sizes * mean[..., None]
     return ManyTotals(sums, sizes.astype(np.float64), residuals, mean, (moved - net) / 2, (moved + net) / 2)
@@ -80,7 +80,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 def cr3_variance(residuals: Array, counts: Array) -> Array:
     """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; one of size 0 is no cluster."""
     clusters = np.count_nonzero(counts, axis=-1)
-    others = counts.sum(axis=-1, keepdims=True) - counts
+    others = counts.sum(axis=-1, keepdims=True) - counts  # without a cluster the mean moves by e_c / (N - n_c)
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
     return variance
 

@@ -50,7 +50,7 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) 
     agreement = float(np.trace(table))
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     chance = float(rows @ columns)
-    if max(rows.max(), columns.max()) > 1 - 0.5 / len(one):
+    if max(rows.max(), columns.max()) > 1 - 0.5 / len(one):  # one label throughout; with one exception 1 - 1/n
         return Kappa(None, None, None, agreement, len(one), level)
     estimate = (agreement - chance) / (1 - chance)
     half = float(special.ndtri(0.5 + level / 2)) * _error(table, estimate, chance, len(one))
@@ -63,6 +63,7 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
     """Standard error of kappa from the shares [L, L] of label pairs."""
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     diagonal = np.sum(np.diag(table) * (1 - (rows + columns) * (1 - estimate)) ** 2)
+    # labels i and j each by the other judge's share: column i, row j
     crossed = table * (columns[:, None] + rows[None, :]) ** 2
     apart = (1 - estimate) ** 2 * (crossed.sum() - np.trace(crossed))
     centre = (estimate - chance * (1 - estimate)) ** 2

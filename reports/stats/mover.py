@@ -59,7 +59,7 @@ def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.Arr
         *(np.asarray(x, dtype=np.float64) for x in (weights, estimates, lows, highs))
     )
     assert np.all((low <= point + 1e-12) & (point <= high + 1e-12)), "an estimate lies outside its interval"
-    ends = np.stack([w * low, w * high])
+    ends = np.stack([w * low, w * high])  # a negative weight makes the upper bound the lower one
     total = (w * point).sum(axis=-1)
     below = np.sqrt(((w * point - ends.min(axis=0)) ** 2).sum(axis=-1))
     above = np.sqrt(((ends.max(axis=0) - w * point) ** 2).sum(axis=-1))

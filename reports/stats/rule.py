@@ -22,7 +22,7 @@ def clusters_required(margin: float, alpha: float) -> int:
     """C_min: fewest clusters with which a total failure of a share ``margin`` is missed at most ``alpha`` often."""
     assert 0 < margin < 1, margin
     assert 0 < alpha < 1, alpha
-    return math.ceil(math.log(alpha) / math.log1p(-margin) - 1e-12)
+    return math.ceil(math.log(alpha) / math.log1p(-margin) - 1e-12)  # a whole number, but for rounding, stays that
 
 
 def effective_clusters(counts: npt.ArrayLike) -> float:
@@ -67,10 +67,12 @@ def calls(
     within = np.asarray(lower) > -margin
     dropped = (np.asarray(upper) < 0) & (np.asarray(pvalue_drop) < alpha)
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
+    # the last reason that holds is the one that is named
     if uneven:
         passed = np.full_like(passed, Call.UNEVEN)
     if clusters < clusters_required(margin, alpha):
         passed = np.full_like(passed, Call.CLUSTERS)
+    # templates hold back what would pass alone: a loss that is shown needs none of their rules
     return np.where(within, passed, np.where(dropped, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
 
 

@@ -83,6 +83,7 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
     """
     seeds = z.shape[-2]
     own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)
+    # the mean over S seeds was taken out, so S - 1 of the differences are free
     noise: Array = cr3_variance(own.residuals, own.counts).sum(axis=-1) / (seeds - 1)
     return noise
 

@@ -109,6 +109,7 @@ def max_t_groups(
     """
     assert groups, "a family needs a cell"
     panels = [_cells(np.atleast_2d(np.asarray(z, dtype=np.float64)), clusters) for z, clusters in groups]
+    # of several panels all patterns would be the product of theirs
     flips = [_flip(p, draws, seed, stream=g, exhaustive=len(panels) == 1) for g, p in enumerate(panels)]
     exact = flips[0][1]
     observed = np.concatenate([studentised(p.sums, p.counts) for p in panels])
@@ -166,6 +167,7 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
     squares = (weights * sums**2).sum(axis=-1, keepdims=True)
     cross = (weights * counts * sums) @ patterns.T
     clusters = counts.shape[-1]
+    # sum of w (sign * s - n * mean)^2, multiplied out
     spread = squares - 2 * mean * cross + mean**2 * (weights * counts**2).sum(axis=-1, keepdims=True)
     return Moments(mean, np.maximum((clusters - 1) / clusters * spread, 0.0), squares)
 
@@ -189,10 +191,12 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
     order = np.argsort(observed, axis=-1)
     ranked = np.take_along_axis(observed, order, axis=-1)
     if step_down:
+        # from the least extreme on, so that every rank meets the lowest of itself and those behind it
         lowest = np.take_along_axis(flipped, order[..., None], axis=-2)[..., ::-1, :]
         lowest = np.minimum.accumulate(lowest, axis=-2)[..., ::-1, :]
     else:
         lowest = flipped.min(axis=-2, keepdims=True)
+    # step-down: no cell has a smaller p-value than a more extreme one
     adjusted = np.maximum.accumulate(drop_pvalues(ranked, lowest, exact=exact), axis=-1)
     unranked: Array = np.take_along_axis(adjusted, np.argsort(order, axis=-1), axis=-1)
     return unranked
@@ -201,7 +205,7 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
     """Share of patterns at least as large; random ones count the observed pattern as one more."""
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not part ties
-    limit = observed - np.where(np.isfinite(slack), slack, 0.0)
+    limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)
     share: Array = reached / flipped.shape[-1] if exact else (1 + reached) / (flipped.shape[-1] + 1)
     return share
@@ -227,7 +231,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     counts: Array = np.bincount(codes).astype(np.float64)
     assert len(counts) >= FEWEST_CLUSTERS, f"a sign-flip test needs {FEWEST_CLUSTERS} clusters"
     sums: Array = np.stack([np.bincount(codes, weights=row) for row in z])
-    rounded = sums.round(12)
+    rounded = sums.round(12)  # sums of items in another order may differ in the last bits, and must sort alike
     first = np.take_along_axis(rounded, (rounded != 0).argmax(axis=0)[None], axis=0)[0]
     turn = np.where(first < 0, -1.0, 1.0)
     order = np.lexsort([*rounded[::-1], *(rounded * turn)[::-1], counts])

@@ -96,6 +96,8 @@ def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, rig
         was_above, span = is_above.astype(np.float64), above - below
         guess = np.where(span > 0, (right * above - left * below) / np.where(span > 0, span, 1.0), left)
         guess = np.where((guess > left) & (guess < right), guess, (left + right) / 2)
+    # nothing lies between an estimate at the end of the scale and that end; a score that never meets its target has
+    # the end on its side for a bound
     outer = np.where(np.abs(ends[0]) == 1, ends[0], ends[1])
     inside = np.where(at_left <= 0, ends[0], np.where(at_right >= 0, ends[1], guess))
     return np.where(empty, outer, inside)
@@ -178,7 +180,7 @@ def design_effects(t: ManyTotals, variance: Array, *, floor: npt.ArrayLike) -> A
 
 def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array, floor: npt.ArrayLike) -> Array:
     n = counts.sum(axis=-1)
-    binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2
+    binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2  # variance of the mean, were all items independent
     known = binomial > 1e-15
     assumed = 1 + (np.sum(counts**2, axis=-1) / n - 1) * PSEUDO_ICC
     return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), floor), assumed)

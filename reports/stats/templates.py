@@ -83,8 +83,9 @@ def _part_bound(part: Part, alpha: float) -> float:
 
 def _rules_out(totals: Array, sizes: Array, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
     above = totals + margin * sizes  # [..., C]: how far a template lies above a loss of the margin
-    clear = above.mean(axis=-1) > 0
+    clear = above.mean(axis=-1) > 0  # otherwise the estimate itself is at the margin, or past it
     unseen = (1 - margin) * float(np.sum(sizes**2) / sizes.sum())  # how far one that lost everything lies below it
+    # half a squared quantile: twice a log-likelihood ratio is a chi-square (Owen)
     wanted = SHARPNESS * float(special.stdtrit(len(sizes) - 1, 1 - alpha)) ** 2 / 2
     found = np.zeros(clear.shape, dtype=np.bool_)
     found[clear] = _log_ratio(above[clear], unseen) > wanted
