@@ -56,6 +56,7 @@ class BrokenTemplates(NamedTuple):
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> _Floats:
         """Item differences [simulations, N] in order of cluster."""
+        # scaled so that, by items, ``broken`` is lost in the mean either way
         chance = self.broken * (counts * counts.sum() / np.sum(counts**2) if self.by_size else np.ones(len(counts)))
         fate = rng.random((simulations, len(counts)))
         lost = np.repeat(fate < chance, counts, axis=1)
@@ -63,6 +64,7 @@ class BrokenTemplates(NamedTuple):
             lost &= rng.random(lost.shape, dtype=np.float32) < self.depth
         moved = self._background(rng, lost.shape)
         if self.repaired:
+            # the other end of the same number: no cluster both breaks and is repaired
             moved = np.where(np.repeat(fate > 1 - self.repaired, counts, axis=1), np.float32(1), moved)
         gone = -rng.random(lost.shape, dtype=np.float32) if self.graded else np.float32(-1)
         return np.where(lost, gone, moved).astype(np.float32)

@@ -129,7 +129,7 @@ def confirmed(figure: Figure, again: Mapping[str, Simulated]) -> Figure:
     rates = [o.rates[figure.rate] for o in outcomes]
     return replace(
         figure,
-        value=max(rates) if figure.low == 0 else min(rates),
+        value=max(rates) if figure.low == 0 else min(rates),  # ``at_most`` begins at 0
         simulations=figure.simulations + sum(o.case.simulations for o in outcomes),
         seconds=figure.seconds + sum(o.seconds for o in outcomes),
     )

@@ -106,6 +106,7 @@ def design_figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
 
 def _models(d: RunDesign) -> Iterator[tuple[str, Probit | BrokenTemplates]]:
     quiet = max(0.0, min(1.0, d.discordance))
+    # a lost score between 0 and 1 costs one half in the mean, so twice as many have to break
     broken = BrokenTemplates(2 * d.margin if d.graded else d.margin, quiet, d.draws, graded=d.graded)
     if not d.graded:
         yield EQUAL, _probit(d, 0.0)

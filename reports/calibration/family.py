@@ -28,6 +28,7 @@ class Family:
         s = Probit(0.0, self.discordance, self.own_by_cluster, reference=self.reference).shares
         shared = _latent(rng, (simulations, 1), counts, s.cluster, s.item)
         rates = self.reference + np.array([0.0, *self.drifts])
+        # an answer is one draw, so its item's part and the draw's cannot be told apart
         own = _latent(rng, (simulations, len(rates)), counts, s.own_cluster, s.own_item + s.draw)
         desired = (shared + own < special.ndtri(rates).astype(np.float32)[:, None]).astype(np.float32)
         drift: Floats = desired[:, 1:] - desired[:, :1]

@@ -21,7 +21,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)
 def both_below(h: float, k: float, correlation: float) -> float:
     """P(X < h, Y < k) of standard normals: an integral over the correlation (Drezner & Wesolowsky 1990)."""
     top = float(np.arcsin(np.clip(correlation, -1.0, 1.0)))
-    angle: npt.NDArray[np.float64] = top * (_NODES + 1) / 2
+    angle: npt.NDArray[np.float64] = top * (_NODES + 1) / 2  # from 0 to arcsin of the correlation
     exponent = -(h * h + k * k - 2 * h * k * np.sin(angle)) / (2 * np.cos(angle) ** 2)
     area = top / 2 * float(np.sum(_WEIGHTS * np.exp(exponent))) / (2 * np.pi)
     return float(special.ndtr(h) * special.ndtr(k)) + area
@@ -69,6 +69,7 @@ class Probit:
     @cached_property
     def shares(self) -> Shares:
         """The variances that give the discordance exactly."""
+        # P(both desired): both rates, less the pairs that differ, halved
         shared = correlation_for(*self.cuts, (2 * self.reference + self.drift - self.discordance) / 2)
         own = (1 - shared) * (1 - self.own_by_cluster)
         return Shares(
@@ -116,7 +117,7 @@ class Probit:
             noise = np.float32((s.own_item + s.draw) ** 0.5) * rng.standard_normal(known.shape, dtype=np.float32)
             return (known + noise < np.float32(cut)).astype(np.float32)
         item = known + np.float32(s.own_item**0.5) * rng.standard_normal(known.shape, dtype=np.float32)
-        chance = special.ndtr((np.float32(cut) - item) / np.float32(s.draw**0.5))
+        chance = special.ndtr((np.float32(cut) - item) / np.float32(s.draw**0.5))  # of each draw, given its item
         desired = np.zeros(known.shape, dtype=np.float32)
         for _ in range(self.samples):
             desired += rng.random(known.shape, dtype=np.float32) < chance

@@ -23,6 +23,7 @@ def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progre
             progress(done, case.name)
             outcomes.append(_outcome(case, seed))
         return outcomes
+    # in this order: numpy reads the number of threads once, when a new process imports it
     with _one_thread_each(), ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return _collect(pool, cases, seed, progress)
 

@@ -78,7 +78,7 @@ def calibrate(
     outcomes = simulate(all_cases(scale, checks), seed=seed, workers=workers, progress=progress)
     figures = [(check, figure) for check in checks for figure in check.figures(outcomes, scale)]
     deciding = [f for check, f in figures if scale.confirms and check.confirms and f.high > 0 and f.asked != NOT_ASKED]
-    leaders = {case.name: case for figure in deciding for case in figure.leaders}
+    leaders = {case.name: case for figure in deciding for case in figure.leaders}  # one case can decide several figures
     longer = [case.repeated(TIMES) for case in leaders.values()]
     fresh = zlib.crc32(f"{seed} again".encode())
     again = simulate(

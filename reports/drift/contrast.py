@@ -101,7 +101,7 @@ def _with_numbers(
     clusters, z = panel.clusters[present], z[:, known]
     mean = np.nanmean(z, axis=0)
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
-    draws = panel.samples * len(weights)
+    draws = panel.samples * len(weights)  # seeds are averaged as samples are
     if blank.estimand == "E5":
         effect = _interaction_effect(mean, clusters, alpha)
     else:

@@ -73,6 +73,7 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
         recipe=recipe,
         seed_estimates=tuple(float(v) for v in seeds),
         rates=own.rates,
+        # what is best for a suite of negative weight is worst for the difference; both are there or neither
         worst=sum(w * (c.worst if w > 0 else c.best or 0.0) for w, c in parts if c.worst is not None),
         best=sum(w * (c.best if w > 0 else c.worst or 0.0) for w, c in parts if c.best is not None),
         sums=sums,
@@ -154,6 +155,7 @@ def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
 
 def _spread(sums: Sequence[ClusterSums]) -> _Spread:
     """Summed CR3 variance of independent suites."""
+    # one pattern, all plus: the moments of what was observed
     found = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
     return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(found, sums, strict=True)])
 

@@ -111,6 +111,7 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 def _other_inputs(data: RunData) -> Iterator[Reason]:
     """Units whose seal stands for other public rows, plug-ins or model files than provenance lists."""
     wanted = inputs_sha256(data.provenance.get(TABLE))
+    # None: an older seal, which does not say what its unit was evaluated from
     strange = [unit for unit, found in data.inputs.items() if found not in (None, wanted)]
     if strange:
         yield Reason(

@@ -61,7 +61,7 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
     known = {cell_name(pairs.contrast): pairs for pairs in answers}
     found = [_gated(known, cell) for cell in key.cells]
     wanted = key_of(data, found, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
-    if replace(wanted, format=key.format) != key:
+    if replace(wanted, format=key.format) != key:  # an older key draws otherwise (``spread``), which its format says
         raise DataError(
             f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "
             "or texts were changed; put the first one back, or write another sheet"

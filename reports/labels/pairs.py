@@ -110,6 +110,7 @@ def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: C
 
 
 def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
+    # ``chosen`` draws by place: the order must not depend on how files were read
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
     places = [
@@ -135,7 +136,7 @@ def chosen(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = T
     Labels of before the others were spread over the templates are of a simple random sample.
     """
     name = " ".join(map(str, cell_name(pairs.contrast)))
-    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
     if spread:
         drawn = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
     else:
@@ -157,7 +158,7 @@ def usual(found: Sequence[PairedAnswers]) -> int:
 def digest(records: pd.DataFrame) -> str:
     """A hash of what was scored, so that labels are not read back into other records."""
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
-    return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
+    return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()  # whatever the order of the rows
 
 
 def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[Place, Shown]:

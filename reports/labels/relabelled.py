@@ -97,6 +97,7 @@ def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: 
 def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     """What unscored answers could change is about the judge's scores, so it goes with them."""
     x = h.inside_templates
+    # sorted names, which is how ``labelled_pairs`` orders its templates
     sums = ClusterSums(c.suite, 1.0, tuple(np.unique(h.pairs.clusters)), x.totals, x.pairs)
     return replace(
         c,

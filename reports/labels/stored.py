@@ -99,7 +99,7 @@ def _cell(value: Any) -> CellLabels:
 
 def _check(kind: Any, value: Mapping[str, Any]) -> None:
     """Raise TypeError for a text, a count or a truth value of another type than the dataclass says."""
-    for name, wanted in kind.__annotations__.items():
+    for name, wanted in kind.__annotations__.items():  # texts, since annotations are postponed
         found = value[name]
         if wanted in ("str", "int", "bool") and type(found).__name__ != wanted:
             raise TypeError(f"{name} is {str(found)[:40]!r}")

@@ -211,6 +211,7 @@ def _step(row: Mapping[str, Any]) -> int:
     step = row["step"]
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ValueError(f"step is {str(step)[:40]}, wanted a whole number from 0 to {LAST_STEP}")
+    # not "greater than": NaN is neither
     wild = [key for key, value in row.items() if isinstance(value, int | float) and not abs(value) <= LARGEST]
     if wild:
         raise ValueError(f"{wild[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")

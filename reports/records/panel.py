@@ -106,6 +106,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
         n_clusters=len(used),
+        # what could not be read adds 0 to the sum, so only the count has to leave it out
         scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
         floor=_by_cell(keys, _means(place, low, counts)),
         best=_by_cell(keys, _means(place, high, counts)),

@@ -152,6 +152,7 @@ def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **pa
 def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every line that is a JSON object, with its number from 1; the others are named in ``problems``."""
     with path.open("rb") as handle:
+        # a longer line comes in pieces: several problems, not one object that fills the memory
         for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
             if not raw.strip():
                 continue
@@ -182,6 +183,7 @@ def name_of(value: Any) -> str | None:
     """A text or whole number as text: what can name an item, a cluster or a suite."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
+    # Python raises for whole numbers of thousands of digits
     text = str(value).strip() if isinstance(value, str) else f"{value:d}" if abs(value) < LARGEST_SEED else ""
     return text if text and is_text(text) else None
 
@@ -201,7 +203,7 @@ def score_of(value: Any) -> float:
         raise DataError(f"score {str(value)[:40]!r} is not a number")
     try:
         score = float(value)
-    except OverflowError:
+    except OverflowError:  # a whole number beyond any float
         score = math.inf
     if math.isnan(score):
         return math.nan

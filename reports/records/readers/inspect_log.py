@@ -115,6 +115,7 @@ class Archive:
         except ImportError:
             text = f"{str(self.path)!r} is compressed with Zstandard; install the package: pip install zstandard"
             raise MissingPackage(text) from None
+        # a frame names the memory that it wants: nothing is taken before that is held to the limit
         reader = zstandard.ZstdDecompressor(max_window_size=LARGEST_MEMBER).stream_reader(
             io.BytesIO(self._compressed(info)), read_across_frames=True
         )
@@ -130,6 +131,7 @@ class Archive:
                 raise DataError("the member is damaged (no local header)")
             handle.seek(info.header_offset)
             local = handle.read(_LOCAL_HEADER)
+            # name and extra field as the local header has them: the directory may have others
             lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
             handle.seek(lengths, io.SEEK_CUR)
             return handle.read(min(max(0, info.compress_size), size))
@@ -175,7 +177,7 @@ class Inspect(Reader):
                     sample = archive.json(name)
                     item = _add(sample, request, scores, failed, f"{path.name}:{name}")
                     shared.add(item, sample.get("metadata"), sample.get("target"))
-                except (MissingPackage, TooLarge):
+                except (MissingPackage, TooLarge):  # of the whole log, not of one sample
                     raise
                 except DataError as error:
                     problems.add(f"{path.name}:{name}: {error}")

@@ -42,6 +42,7 @@ class Table(Reader):
         if path.is_dir():
             return False
         try:
+            # a spreadsheet may begin the file with a byte order mark, which would become part of the first name
             with path.open(newline="", encoding="utf-8-sig") as handle:
                 header = next(csv.reader([handle.readline(_LONGEST_HEADER)]), [])
         except (UnicodeDecodeError, csv.Error):
