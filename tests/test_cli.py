@@ -266,6 +266,7 @@ def commands(finished: Path, run: Path) -> list[tuple[object, ...]]:
     goes_on = [("run", spec, "--out", run, "--resume"), ("train", spec, "--out", run, "--resume")]
     sheet = run.parent / "sheet.csv"
     reads = [("report", run), ("gate", run), ("displace", run), ("compare", run, run)]
+    reads += [("judge", run, "--out", run.parent / "again")]
     reads += [("adjudicate", run, "--out", sheet), ("adjudicate", run, "--read", sheet)]
     return [*goes_on, ("evaluate", spec, "--out", run), ("join", run), *reads]
 

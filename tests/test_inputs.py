@@ -100,7 +100,8 @@ def test_public_rows_that_changed_are_refused_by_name(started: Path, elsewhere: 
     path = elsewhere / name
     path.write_text(path.read_text().replace("1", "2"))
     before = {path: path.read_bytes() for path in (started / "run" / "records").iterdir()}
-    for words in (goes_on(started), ("join", started / "run")):
+    judged = ("judge", started / "run", "--out", started / "again")
+    for words in (goes_on(started), ("join", started / "run"), judged):
         message = refused(*words)
         assert f"started with other rows: {name} had sha256 " in message
         assert ", now " in message

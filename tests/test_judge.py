@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import kvaudit, refused
 
 from audit.core.files import read_json
 from audit.core.records import Message, Outcome, Record, Role
@@ -22,7 +23,6 @@ from audit.sampling.conversations import graded
 from audit.sampling.model import load_model
 from suites.agent import Agent
 from suites.math import Math
-from tests.test_cli import kvaudit, refused
 
 SPEC = """
 name: judged
