@@ -45,8 +45,9 @@ class AdaKV(SnapKV):
         total = mean.sum(1)
         best = _best(free, total).sum(-1)
         shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_DIGITS)
+        # as many heads round up as the floors fall short of the total
         up = _places((shares - shares.floor()).round(decimals=_DIGITS)) < (total - shares.floor().sum(1))[:, None]
-        sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))
+        sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))  # no more than the head holds
         others = free.masked_fill(_places(free) < sure[..., None], -_INF)
         return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)
 

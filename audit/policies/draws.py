@@ -15,10 +15,10 @@ def derive_seed(*parts: object) -> int:
 def mix(x: Tensor) -> Tensor:
     """A bijective scrambling of int64 (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
     x = x * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
-    x = x ^ ((x >> 32) & 0xFFFFFFFF)
-    x = x * -4417276706812531889
+    x = x ^ ((x >> 32) & 0xFFFFFFFF)  # masked: >> copies the sign
+    x = x * -4417276706812531889  # 0xC2B2AE3D27D4EB4F; odd, or two numbers could meet
     x = x ^ ((x >> 29) & 0x7FFFFFFFF)
-    x = x * -7723592293110705685
+    x = x * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 

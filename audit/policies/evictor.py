@@ -126,6 +126,7 @@ class Evictor(Policy):
         for role in self.pinned_roles:
             if role not in set(Role):
                 raise UnknownName(f"role in pin of policy {self.name}", role, [str(known) for known in Role])
+        # one order, each role once: equal policies have one text and one hash
         object.__setattr__(self, "pin", "/".join(str(role) for role in Role if role in self.pinned_roles))
         if self.evicts and self.budget < self.sink + self.window:
             raise SpecError(

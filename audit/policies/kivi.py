@@ -58,7 +58,7 @@ class Kivi(Quantiser):
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         scale, zero = parameters.unbind(-1)
-        steps = (x - zero) / torch.where(scale > 0, scale, 1)
+        steps = (x - zero) / torch.where(scale > 0, scale, 1)  # all alike: zero alone says what they are
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 
     def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:

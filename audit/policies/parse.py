@@ -114,6 +114,6 @@ def _value(text: str, field: str, value: Any, kind: type) -> Any:
     if kind is str:
         return str(value)
     try:
-        return kind(str(value))
+        return kind(str(value))  # by its text: int(3.7) would be 3
     except ValueError:
         raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}") from None

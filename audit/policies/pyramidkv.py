@@ -61,6 +61,7 @@ class _Layer(SnapKV):
         return torch.where(uniform, self.mean, self._sloped(seen))
 
     def _sloped(self, seen: Tensor) -> Tensor:
+        # differences of rounded sums: what one layer rounds away the next one gets
         return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
 
     def _total(self, count: int, seen: Tensor) -> Tensor:

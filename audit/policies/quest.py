@@ -58,12 +58,13 @@ class Quest(Selector):
         bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
         most = self.units_at(int(view.seen.max()))
         best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-        return torch.where(best > last[:, None, None], -1, best)
+        return torch.where(best > last[:, None, None], -1, best)  # pages that a shorter row of the batch has not
 
     def _bounds(self, view: View, pages: int) -> Tensor:
         """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
         keys, positions = view.keys.float(), view.positions[..., None]
         at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
+        # the zeros to begin with are no keys (include_self), and one page more takes the empty slots
         low, high = (
             keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
             .scatter_reduce(2, at, keys, how, include_self=False)[:, :, :pages]
@@ -71,5 +72,6 @@ class Quest(Selector):
             for how in ("amin", "amax")
         )
         query = view.queries[:, :, -1].float().reshape(*keys.shape[:2], -1, keys.shape[3])  # [B, H, G, D]
+        # channel by channel the extreme that makes q k larger
         bounds: Tensor = query.clamp(min=0) @ high + query.clamp(max=0) @ low
         return bounds.flatten(1, 2)

@@ -34,7 +34,7 @@ class Scales(NamedTuple):
 
 def pinned_scales(policy: str, text: str) -> str:
     """The same text, a file's name with its content's sha256: ``scales.json#1f2e3d4c5b6a``; SpecError if it changed."""
-    if _number(text.partition("/")[0]) is not None:
+    if _number(text.partition("/")[0]) is not None:  # else a file's name, which may hold slashes too
         _numbers(policy, text)
         return text
     name, _, wanted = text.partition("#")
@@ -51,7 +51,7 @@ def pinned_scales(policy: str, text: str) -> str:
     return f"{name}#{digest}"
 
 
-@cache
+@cache  # a file's text holds its sha256, so another content is another key
 def read_scales(policy: str, text: str) -> Scales:
     """The scales of a pinned text."""
     if "#" not in text:

@@ -66,6 +66,7 @@ class Chat:
         rendered = self.reply(messages)
         if completion and completion[-1] in self.stop_ids:
             lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
+            # looked for before the next message's text only, which may hold the same token
             if completion[-1] in rendered.ids[:lead]:
                 return rendered.drop(rendered.ids.index(completion[-1]) + 1)
         return rendered
@@ -91,7 +92,7 @@ class Chat:
 
     def _template_stops(self) -> frozenset[int]:
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        end_of_turn = self.reply([Message(Role.USER, ".")]).ids[:1]
+        end_of_turn = self.reply([Message(Role.USER, ".")]).ids[:1]  # what stands right behind an answer
         stops = {token for token in end_of_turn if token in special}
         eos = self.tokenizer.eos_token_id
         return frozenset(stops if eos is None else stops | {int(eos)})
@@ -106,6 +107,7 @@ class Chat:
         for start, _ in encoded["offset_mapping"]:
             while at < len(spans) and spans[at][1] <= start:
                 at += 1
+            # a token is of the message that it begins in
             inside = at < len(spans) and spans[at][0] <= start
             roles.append(spans[at][2] if inside else FORMAT_ROLE)
         return Rendered(tuple(encoded["input_ids"]), tuple(roles))

@@ -46,7 +46,8 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
     else:
         probabilities = nucleus(logprobs.exp(), decoding.top_p)
         cumulative = probabilities.cumsum(-1)
-        threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]
+        threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]  # of a nucleus, or rounded, the sum is not 1
+        # right: a token without probability is never drawn; a threshold that rounds up to the sum needs the clamp
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 

@@ -29,6 +29,7 @@ def degenerate(text: str, finish_reason: str) -> Fault | None:
 
 def _unreadable_share(text: str) -> float:
     """Share of replacement, control, private and unassigned characters; line breaks and tabs are text."""
+    # U+200D joins emoji
     bad = sum(c == "\ufffd" or (unicodedata.category(c)[0] == "C" and c not in "\n\t\r\u200d") for c in text)
     return bad / len(text)
 

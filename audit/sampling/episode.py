@@ -90,6 +90,7 @@ class Episode:
                 row.answer_start, row.retention = len(row.ids), retention
         drawn: list[list[tuple[int, float]]] = [[] for _ in self._rows]
         wanted, logits = list(running), self._logits
+        # draws are numbered by row position: turns, and whatever shares the batch, change none
         start = torch.tensor([len(row.ids) for row in self._rows], device=logits.device)
         for step in range(max(most)):
             tokens, logprobs = draw(logits, self._seeds, start + step, decoding)
@@ -186,7 +187,7 @@ class Episode:
     def _finish(self, n: int, drawn: list[tuple[int, float]]) -> Completion:
         ids, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
         self._rows[n].add(ids, logprobs)
-        self._pending[n] = ids[-1:]
+        self._pending[n] = ids[-1:]  # not fed yet: it enters with what is given next
         return Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] in self._stops else "length")
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
@@ -223,6 +224,7 @@ class Episode:
             part = slice(start, start + chunk)
             last = lengths - 1 - start  # column of each row's last token within this chunk
             ending = (last >= 0) & (last < ids[:, part].shape[1])
+            # rows end in different columns: a head over all of them would make [B, chunk, V]
             wanted, inverse = torch.unique(last[ending], return_inverse=True)
             self._cache.begin(positions[:, part], decoding=False, pinned=None if pinned is None else pinned[:, part])
             logits = self._forward(ids[:, part], positions[:, part], columns=wanted)

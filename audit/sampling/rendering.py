@@ -83,7 +83,7 @@ def _start() -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "audit.sampling.rendering"],
+        [sys.executable, "-P", "-m", "audit.sampling.rendering"],  # -P: no module from the working folder
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
@@ -137,7 +137,7 @@ def _rendered(render: Any, request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that is ended leaves no dump
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY)
@@ -145,6 +145,7 @@ def _limit_memory() -> None:
 
 def _limit_time() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
+    # counted from the start of the process, in whole seconds: set anew for every conversation
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
 
 

@@ -83,7 +83,7 @@ def _shards(index: Path) -> list[Path]:
 def _own_file(folder: Path, name: Any) -> bool:
     if not (isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and len(name) < 256):
         return False
-    return Path(name).name == name and (folder / name).is_file()
+    return Path(name).name == name and (folder / name).is_file()  # a name with a folder in it could lead out
 
 
 def _table(path: Path) -> dict[str, Any]:
