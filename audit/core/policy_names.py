@@ -55,7 +55,7 @@ def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
     for text in asked:
         close = [k for k in known if k == text or _agrees(text, k)]
         close.sort(key=lambda k: (k != text, -_common(text, k)))
-        taken = [k for k in close if k not in found]
+        taken = [k for k in close if k not in found]  # two asked ones mean two policies where there are two
         found.append((taken or close or [text])[0])
     return found
 

@@ -300,7 +300,7 @@ class RunSpec(Part):
         for context in gate.contexts:
             if context not in self.evaluate.context_tokens:
                 raise UnknownName("length in gate.contexts", str(context), map(str, self.evaluate.context_tokens))
-        object.__setattr__(self, "gate", gate.model_copy(update=filled))
+        object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 
 

@@ -92,7 +92,7 @@ def dump_spec(spec: RunSpec) -> str:
 def _first(error: ValidationError) -> tuple[Place, str]:
     """Place and message of the first mistake; an unknown key goes first, it often explains the others."""
     mistakes = sorted(error.errors(include_url=False), key=lambda mistake: mistake["type"] != "extra_forbidden")
-    place = tuple(part for part in mistakes[0]["loc"] if part != "[key]")
+    place = tuple(part for part in mistakes[0]["loc"] if part != "[key]")  # pydantic's mark of a bad key
     return place, _message(mistakes[0], place)
 
 

@@ -270,7 +270,7 @@ def work_through(
                 if mine is None:
                     busy.append(unit)
                     continue
-                if not done(unit):
+                if not done(unit):  # another may have done it between the look and the claim
                     work(unit, mine)
                     busy = still_open(busy)
             finished(unit)

@@ -125,6 +125,7 @@ class Evaluator:
         batches = self._batches(suite, unit.context_tokens)
         sizes = [len(batch) * self._spec.evaluate.samples for batch in batches]
         sampler = Sampler(self._model, unit.policy)
+        # appending, so that what follows the cut goes to the new end
         with files.records.open("ab") as out:
             first = self._resume_at(files.records, unit, batches)
             rows, size = sum(sizes[:first]), files.records.stat().st_size
@@ -170,7 +171,7 @@ class Evaluator:
             lengths[item.item_id] = prompt + suite.max_new_tokens * suite.max_turns
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
-        return batched(items, lengths, part.batch_tokens // part.samples)
+        return batched(items, lengths, part.batch_tokens // part.samples)  # an item takes a row for each sample
 
     def _resume_at(self, path: Path, unit: Unit, batches: Sequence[Sequence[Item]]) -> int:
         """Cut the file to whole batches, so that what follows is what an unbroken run writes; returns their number."""
@@ -274,6 +275,7 @@ def _readable_rows(path: Path) -> list[_Row]:
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
     """Split items into batches of like length that hold at most ``tokens`` padded tokens, one item at the least."""
     batches: list[list[Item]] = []
+    # one order in every process: a resumed unit must meet the same batches
     for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
         if batches and (len(batches[-1]) + 1) * lengths[item.item_id] <= tokens:
             batches[-1].append(item)

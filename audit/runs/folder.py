@@ -121,6 +121,7 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any]
         **(kept or {}),
     )
     folder.records.mkdir(exist_ok=True)
+    # last: a folder that holds a spec has all the rest, and one without may be started over
     _write_new(path / SPEC, dump_spec(spec))
     _check_same(path, spec)  # another process may have started a run here in the same moment
     return folder

@@ -226,6 +226,7 @@ def _logprobs(
             suffix = slice(rollouts[row].prompt_length, None)
             drawn = rollouts[row].sampled[suffix].nonzero()[:, 0]
             chosen = logits[place, drawn.to(logits.device)]
+            # greedy draws are recorded with the log-probs of temperature 1
             found[row] = _of(chosen, rollouts[row].ids[suffix][drawn].to(logits.device), temperature or 1.0).cpu()
     return torch.cat([found[row] for row in range(len(rollouts))])
 

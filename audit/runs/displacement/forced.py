@@ -46,6 +46,7 @@ class ForcedEpisode(Episode):
         for step in range(max(map(len, answers))):
             rows = [n for n, answer in enumerate(answers) if step < len(answer)]
             yield rows, logits[rows]
+            # the last token stays outside, pending, as after ``decode``
             fed = [answer[step] if step + 1 < len(answer) else -1 for answer in answers]
             if max(fed) >= 0:
                 logits = self._step(fed)
@@ -79,7 +80,7 @@ def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Se
     lengths = torch.tensor([len(one.ids) for one in batch])[:, None]
     columns = torch.arange(ids.shape[1])
     positions = torch.where(columns < lengths, columns, -1).to(model.device)
-    wanted = sorted({place - 1 for one in batch for place in one.scored})
+    wanted = sorted({place - 1 for one in batch for place in one.scored})  # a column's logits predict the next token
     place_of = {column: place for place, column in enumerate(wanted)}
     logits = model.model(
         input_ids=ids.to(model.device),

@@ -42,6 +42,7 @@ def _block(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
     # a token that the reference gives no probability at all adds nothing
     terms = torch.where(ours.exp() > 0, ours.exp() * (ours - theirs), 0.0)
     own = [table.gather(1, ids[:, None])[:, 0].exp() for table in (ours, theirs)]
+    # KL is never below 0, its rounded sum may be
     return Distances(terms.sum(-1).clamp(min=0), ours.argmax(-1) == theirs.argmax(-1), own[1] - own[0])
 
 

@@ -68,7 +68,7 @@ class Producer:
         def measure(unit: Measured, mine: Claim) -> None:
             progress(len(finished), unit)
             row = self._measure(unit)
-            mine.check()
+            mine.check()  # whoever took the unit over writes its file
             write_json(self._file(unit), {"key": self._keys[unit], "row": row, "sha256": _digest(row)}, indent=None)
 
         def lock(unit: Measured) -> Path:

@@ -41,6 +41,7 @@ def idle_cores() -> int:
 
 def _cpu_times() -> tuple[int, int]:
     """Ticks that all cores together spent idle (waiting for a disk included), and in all."""
+    # user to steal: the guests' times that follow are in the users' already
     ticks = [int(n) for n in CPU_TIMES.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
 
@@ -57,7 +58,7 @@ def tie() -> None:
         while os.read(0, 1):
             pass
         os.write(2, b"the process that started this worker has ended, and so does the worker\n")
-        os._exit(TERMINATED)
+        os._exit(TERMINATED)  # sys.exit would end this thread alone
 
     threading.Thread(target=watch, name="tie", daemon=True).start()
 
