@@ -245,6 +245,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
     rule = _RULES[template.first].format(boss=boss)
     if placement == "system":
         system = f"{system} {rule}"
+    # ``fit`` calls ``build`` again and again, and it must give the same: it draws from a seed, not from ``draw``
     weave = str(draw.random())
 
     def build(lines: Sequence[str]) -> list[str]:

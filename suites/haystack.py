@@ -101,6 +101,6 @@ def fit(
             f"context_tokens {context_tokens} is too short: this item alone takes {bare}; ask for {bare} or more"
         )
     lines = filler_lines(draw, context_tokens - bare, count_tokens)
-    while total(lines) > context_tokens:
+    while total(lines) > context_tokens:  # texts together may take more than the sum of their lines
         lines = lines[:-1]
     return list(build(lines))

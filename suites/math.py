@@ -112,6 +112,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
     needed_lines, other_lines = (
         [fact.format(name=name, value=value, unit=what) for name, value, what in rows] for rows in (needed, others)
     )
+    # ``fit`` calls ``build`` again and again, and it must give the same
     weave_seed = str(draw.random())
 
     def build(lines: Sequence[str]) -> list[str]:

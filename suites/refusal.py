@@ -125,7 +125,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
     names = draw.sample(ANIMALS, facts)
     codes = dict(zip(names, draw.sample(SECRET_CODES, facts), strict=True))
     asked, spare, *others = draw.sample(names, facts)
-    forbidden = [asked if place.variant == 0 else spare, *others[: facts // 2 - 1]]
+    forbidden = [asked if place.variant == 0 else spare, *others[: facts // 2 - 1]]  # half of the facts, in both twins
     draw.shuffle(order := list(range(len(forbidden))))
     forbidden = [forbidden[index] for index in order]
     placement = PLACEMENTS[place.turn % len(PLACEMENTS)]
@@ -134,6 +134,7 @@ def _item(split: Split, place: Slot, seed: int, context_tokens: int, count_token
     request = REQUESTS[template.second].format(secret=secret, name=asked)
     needles = [_FACT.format(secret=secret, name=name, code=codes[name]) for name in names]
     system = _SYSTEM.format(thing=thing, secret=secret) + (f" {rule}" if placement == "system" else "")
+    # ``fit`` calls ``build`` again and again, and it must give the same
     weave_seed = str(draw.random())
 
     def build(lines: Sequence[str]) -> list[str]:

@@ -48,4 +48,5 @@ def slot(index: int, pool: tuple[Template, ...], variants: int) -> Slot:
     """The place of item ``index``: clusters first, then variants; ``variants`` rounds give every twin of each."""
     round_, cluster = divmod(index, len(pool))
     group = round_ // variants
+    # neighbouring clusters begin with different twins, so that few items already hold every kind
     return Slot(pool[cluster], (cluster + round_) % variants, group, cluster // variants + group)

@@ -74,7 +74,7 @@ class TensorTrust(Suite):
         defence = pool[number]
         twin = ("attack", "entry")[(number + round_) % 2]
         rule, said = defence.attack if twin == "attack" else defence.entry
-        placement = _PLACEMENTS[(number // 2 + round_ // 2) % 2]
+        placement = _PLACEMENTS[(number // 2 + round_ // 2) % 2]  # the same in both rounds that give a defence's twins
         cluster = f"{self.name}-{defence.code}"
         origin = f"{cluster}-s{seed}-t{context_tokens}-{index}-{twin}"
 
