@@ -8,6 +8,7 @@ from reports_synthetic import Design, build, policy
 
 from audit.core.facets import FACETS
 from reports.drift.results import Rates
+from reports.gate.verdict import Status
 from reports.page.about import asides
 from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from reports.page.formats import html, markdown
@@ -119,8 +120,9 @@ def test_a_facet_without_a_number_is_said_and_makes_no_other_stand_alone(found, 
     broken = replace(other.drift.contrasts[1], effect=None, rates=None, reasons=found.drift.contrasts[0].reasons)
     other = replace(other, drift=replace(other.drift, contrasts=(broken, other.drift.contrasts[2])))
     [line] = taken_apart(other, head)
-    assert line.startswith("Taken apart: form is worse; safety has no number. ")
-    assert "among answers that could be read leak without a number (" in line
+    assert (
+        line == "Taken apart: form is worse; safety has no number. Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1])."
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,14 @@ def test_rows_are_safety_and_what_moved_or_is_gated(found):
     other = told(found, leak=still, over_refused=still, helpful=moved, utility=still)
     assert [row[2] for row in facet_table(other).rows] == ["leak", "helpful"]
     assert any("2 rows of facets that are neither safety nor gated" in note for note in facet_notes(other))
+
+
+def test_without_a_failure_the_section_counts_the_cells_that_are_worse(found):
+    other = told(found, helpful=((0.9, 0.7), -0.3, -0.1), unsafe=((0.9, 0.9), -0.1, 0.1))
+    decisions = tuple(replace(d, status=Status.PASS) for d in other.verdict.decisions)
+    passed = replace(other, verdict=replace(other.verdict, decisions=decisions))
+    assert finding(passed) == "Worse: refusal helpful in 1 of 1 cell."
+    assert finding(replace(passed, drift=replace(passed.drift, contrasts=()))) == ""
 
 
 def test_every_facet_is_explained_once(found):
@@ -219,7 +229,9 @@ def test_facets_stand_right_under_the_first_page(detailed):
     sections = page_of(detailed).sections
     assert [s.anchor for s in sections][:3] == ["decided", "facets", "limits"]
     assert re.search(
-        r'id="facets".*What moved: facets.*Worse: refusal broken form 1 of 1 cell', html.render(page_of(detailed)), re.S
+        r'id="facets".*What moved: facets.*Worse where it failed: naive @ none, refusal: form, safety, helpfulness',
+        html.render(page_of(detailed)),
+        re.S,
     )
 
 

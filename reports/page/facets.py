@@ -21,6 +21,7 @@ from reports.page.words import counted, drift, points
 
 WORSE, BETTER, STILL, UNKNOWN = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"
+_NAMED = 4  # failed cells in the line over the folded section
 _PAIRED = ("E1", "E2", "E4")  # two sides, each with a rate
 
 
@@ -127,18 +128,18 @@ def taken_apart(findings: Findings, head: Decision | None) -> list[str]:
     found = events(findings, head) if head and head.effect else []
     if not found:
         return []
-    told = [e for e in found if e.facet.kind in ("form", "safety") or e.moved in (WORSE, BETTER)]
+    known = [e for e in found if e.moved != UNKNOWN]
+    told = [e for e in known if e.facet.kind in ("form", "safety") or e.moved != STILL]
     form = [_told(e) for e in told if e.facet.kind == "form"]
     rest = [_told(e) for e in told if e.facet.kind != "form"]
     parts = [*form, *([f"among answers that could be read {', '.join(rest)}"] if rest else [])]
     numbers = "; ".join(parts)
-    return [f"Taken apart: {_by_kind(found)}. {numbers[0].upper()}{numbers[1:]}."]
+    said = f"Taken apart: {_by_kind(found)}."
+    return [f"{said} {numbers[0].upper()}{numbers[1:]}." if numbers else said]
 
 
 def _told(e: Event) -> str:
     """unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6]), with what the reading of broken answers could make of it."""
-    if e.contrast.effect is None:
-        return f"{e.name} without a number ({e.difference})"
     open_ = ""
     if e.reading_decides and e.bounds:
         open_ = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp as the broken ones are read"
@@ -187,13 +188,22 @@ def _has_row(findings: Findings, e: Event) -> bool:
 
 def failed_table(findings: Findings) -> Table:
     """Every suite that failed, by which of its kinds of facets moved."""
-    rows = []
-    for d in findings.verdict.decisions:
-        found = events(findings, d)
-        if d.gated and d.status is Status.FAIL and found and d.suite not in findings.comparison.facets:
-            where = place_name(findings, CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
-            rows.append([where, drift(d.effect) if d.effect else "-", _by_kind(found)])
+    rows = [
+        [_place(findings, d), drift(d.effect) if d.effect else "-", _by_kind(found)] for d, found in _failed(findings)
+    ]
     return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
+
+
+def _failed(findings: Findings) -> list[tuple[Decision, list[Event]]]:
+    """The gated suites that failed, the largest drop first, with their facets."""
+    suites = findings.comparison.suites
+    gated = [d for d in findings.verdict.decisions if d.gated and d.status is Status.FAIL and d.suite in suites]
+    gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
+    return [(d, found) for d in gated if (found := events(findings, d))]
+
+
+def _place(findings: Findings, d: Decision) -> str:
+    return place_name(findings, CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
 
 
 def facet_table(findings: Findings) -> Table:
@@ -263,17 +273,19 @@ def _says(facet: Facet) -> str:
 
 
 def finding(findings: Findings) -> str:
-    """In how many cells each facet moved; nothing where there are none."""
-    found = shown(findings)
-    if not found:
-        return ""
-    return " ".join(f"{word.capitalize()}: {', '.join(_counts(found, word)) or 'none'}." for word in (WORSE, BETTER))
+    """What the failed cells lost; without any, in how many cells each facet is worse. Nothing without facets."""
+    found, failed = shown(findings), _failed(findings)
+    if failed:
+        cells = [f"{_place(findings, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}" for d, own in failed[:_NAMED]]
+        more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
+        return f"Worse where it failed: {'; '.join(cells)}{more}."
+    return f"Worse: {', '.join(_counts(found)) or 'none'}." if found else ""
 
 
-def _counts(found: Sequence[Event], moved: str) -> Iterator[str]:
-    """agent broken form 3 of 8 cells."""
+def _counts(found: Sequence[Event]) -> Iterator[str]:
+    """agent broken form in 3 of 8 cells."""
     for suite, name in dict.fromkeys((e.suite, e.name) for e in found):
         own = [e for e in found if (e.suite, e.name) == (suite, name)]
-        count = sum(e.moved == moved for e in own)
+        count = sum(e.moved == WORSE for e in own)
         if count:
-            yield f"{suite} {name} {count} of {counted(len(own), 'cell')}"
+            yield f"{suite} {name} in {count} of {counted(len(own), 'cell')}"
