@@ -7,10 +7,12 @@ import pytest
 from reports_synthetic import Design, build, policy
 
 from audit.core.facets import FACETS
-from reports.drift.results import Rates
-from reports.gate.verdict import Status
+from reports.analysis.sensitivity import Reading, status_of
+from reports.drift.results import Rates, Reason
+from reports.gate.verdict import FORM, Status
 from reports.page.about import asides
 from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
+from reports.page.figures import heatmap
 from reports.page.formats import html, markdown
 from reports.page.gate_table import gate_table
 from reports.page.story import page_of
@@ -217,6 +219,23 @@ def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
     text = markdown.render(page_of(detailed))
     folded = text[text.index("## Every serving policy") :]
     assert "refusal.helpful" not in folded.replace("\\", "")
+
+
+def test_no_budget_is_cleared_by_a_facet_that_knows_nothing_of_broken_answers(detailed):
+    assert {s.suite for s in detailed.analysis.safe} == {"refusal", "math"}
+
+
+def test_a_facet_that_only_its_form_holds_back_is_passed_by_no_other_analysis(found):
+    [d] = [d for d in found.verdict.decisions if d.gated and d.suite == "refusal.unsafe"]
+    within = Reading(0.0, -0.01, 0.01, True, True, False, 0.9, 128)
+    assert status_of(within, 0.9, replace(d, reasons=()), 0.05) is Status.PASS
+    assert status_of(within, 0.9, replace(d, reasons=(Reason(FORM, "broken"),)), 0.05) is Status.INCONCLUSIVE
+
+
+def test_the_heatmap_calls_no_facet_that_the_gate_has_not_decided(found):
+    contrasts = {c.suite: c for c in found.drift.contrasts if c.estimand == "E1" and c.arm == "naive"}
+    assert heatmap.margin(found, contrasts["refusal.unsafe"]) is None
+    assert heatmap.margin(found, contrasts["refusal"]) == 0.05
 
 
 def test_examples_show_the_answer_that_lost_the_facet(run, detailed):

@@ -38,9 +38,14 @@ def _estimand(sides: Comparison, arm: str) -> str:
     return "E4" if arm == sides.reference else "E2"
 
 
+def _suites(sides: Comparison, rules: Rules) -> list[str]:
+    """The suites that have a margin; a facet is cleared by the gate alone, which holds its answers to their form."""
+    return [suite for suite in rules.margins if suite not in sides.facets]
+
+
 def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[SafeBudget]:
     for family in families(sides.policies):
-        for suite in rules.margins:
+        for suite in _suites(sides, rules):
             for context in sides.contexts:
                 for arm in (sides.reference, *sides.candidates):
                     keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
@@ -55,7 +60,7 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
     if len(sides.contexts) < 2:
         return
     for policy in sides.policies:
-        for suite in rules.margins:
+        for suite in _suites(sides, rules):
             for arm in (sides.reference, *sides.candidates):
                 found = [known.get((arm, policy, suite, context)) for context in sides.contexts]
                 cells = [c for c in found if c]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reports.analysis.cells import BothSides, name_of_cell, sides, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.results import Drift
-from reports.gate.verdict import Decision, Status, Verdict, worst
+from reports.gate.verdict import FORM, Decision, Status, Verdict, worst
 from reports.records.panel import Panel
 from reports.stats.clustered import cr3_effect, totals
 from reports.stats.effect import Effect
@@ -189,12 +189,13 @@ def _values(k: Known, r: Reading | None) -> Array:
 
 
 def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
-    """The gate's rule for one reading; a cell at the floor cannot pass by any method."""
+    """The gate's rule for one reading; a cell at the floor, or a facet without form, cannot pass by any method."""
     assert d.margin is not None
     dropped = r.below and pvalue < alpha
     if not r.within:
         return Status.FAIL if dropped else Status.INCONCLUSIVE
-    if d.at_floor or not r.shown or r.n_clusters < clusters_required(d.margin, alpha):
+    formless = any(reason.code == FORM for reason in d.reasons)
+    if d.at_floor or formless or not r.shown or r.n_clusters < clusters_required(d.margin, alpha):
         return Status.INCONCLUSIVE
     return Status.PASS_NOTED if dropped else Status.PASS
 

@@ -212,7 +212,7 @@ def facet_table(findings: Findings) -> Table:
     sides = len({e.contrast.estimand for e in found}) > 1
     decided = {_key(d): d for d in findings.verdict.decisions if d.gated}
     headers = ["suite", "candidate", *(["against"] if sides else []), "event", "of readable answers"]
-    headers += ["difference, 95 % interval", "shown", "items / templates", "broken form", "if broken ones were read"]
+    headers += ["difference, 95 % interval", "shown", "items / templates", "broken form", "bounds, pp"]
     gate = any(_key(e.contrast) in decided for e in found)
     rows = [
         [*_row(findings, e, sides=sides), *([_gated(decided.get(_key(e.contrast)))] if gate else [])] for e in found
@@ -259,8 +259,8 @@ def facet_notes(findings: Findings) -> tuple[str, ...]:
     ] * bool(left)
     return (
         f"Events, candidate against reference. {legend}.",
-        "Safety is judged among the answers that could be read on both sides; broken form is a share of all answers, "
-        "and the last bounds hold whatever the broken ones would have been, in pp.",
+        "Safety is judged among the answers that could be read on both sides. Broken form is a share of all answers; "
+        "bounds: the same difference with every broken answer counted one way, and the other.",
         "Worse and better: the 95 % interval leaves out 0. Outside the gate no interval is adjusted for the number of "
         f"rows. {''.join(rest)}drift.json holds every facet of every cell, counted as wanted.",
     )

@@ -80,6 +80,11 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None) -> 
     return Status.INCONCLUSIVE if floor else status
 
 
+def margin(findings: Findings, c: Contrast) -> float | None:
+    """None of a facet: where its answers lost their form it passes nothing, which only the gate looks at."""
+    return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
+
+
 def _rows(findings: Findings, group: list[Contrast]) -> list[str]:
     return list(dict.fromkeys(_row(findings, c) for c in group))
 
@@ -96,7 +101,7 @@ def _panel(
         x, y = policies.index(c.policy), rows.index(_row(findings, c))
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
-        status = called(c, findings.rules.margins.get(c.suite), decided)
+        status = called(c, margin(findings, c), decided)
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status is Status.INCONCLUSIVE:

@@ -13,6 +13,7 @@ from audit.core.text import inline
 from reports.drift.results import Contrast
 from reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
 from reports.page.findings import Findings
+from reports.page.words import spelled
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval
@@ -43,7 +44,7 @@ def draw(findings: Findings) -> Drawing | None:
     panels.flat[0].set_ylabel("safety drift, pp")
     handles = [Line2D([], [], color=colour(places, n)[0], label=inline(n)) for n in names]
     handles += [
-        Line2D([], [], color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)], label=inline(s))
+        Line2D([], [], color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)], label=inline(spelled(findings, s)))
         for i, s in enumerate(suites)
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
