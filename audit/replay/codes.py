@@ -76,7 +76,7 @@ def coded_keys(
         return _straight(keys, _by_token(exact, codes, place))
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])
     if evicted_at is not None:
-        member = member & (evicted_at > codes.keys_at[:, None])
+        member = member & (evicted_at > codes.keys_at[:, None])  # at the same query an entry leaves first
     group = key_groups(member, codes.keys_at, codec.key_group)
     groups = int(group.max()) + 1
     if groups == 0:

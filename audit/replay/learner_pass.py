@@ -60,7 +60,7 @@ def suffix_logits(
     start = torch.tensor([r.prompt_length - 1 for r in rollouts])
     after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
-    if prompts.shape[1]:
+    if prompts.shape[1]:  # a prompt of one token is all in the second pass
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
@@ -112,7 +112,7 @@ def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, p
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
     assert len(rollouts) % group == 0, (len(rollouts), group)
-    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)
+    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)  # the last token is not fed
     wanted = (len(plans), kv_heads(model.config))
     for n, rollout in enumerate(rollouts):
         got = tuple(rollout.evicted_at.shape[:2])

@@ -146,6 +146,7 @@ class Reranking(Replay):
         self._waiting.append(ranks)
         if policy.across_layers and layer != self._last_governed:
             return
+        # of layers that agree, the n-th parts are the same evictions
         for alike in zip(*self._waiting, strict=True):
             for one, agreed in zip(alike, policy.agreed([one.importance for one in alike]), strict=True):
                 pinned = self._pinned(one.positions, policy)

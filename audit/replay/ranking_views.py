@@ -67,8 +67,10 @@ class PassedLayer:
     def slots(self, times: Tensor) -> Tensor:
         """Positions [E, H, K] of what the cache held before it evicted for queries ``times`` [E], then -1."""
         seen = times[:, None, None]
+        # what leaves at this very query is there: the policy chose among it
         there = (self.at[:, None] < seen) & (self.gone >= seen)
         counts = there.sum(2, keepdim=True)
+        # stable: what is there comes first, in order of position
         order = there.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
         return torch.where(self.at[:, None, : order.shape[2]] < counts, order, -1)
 
@@ -79,6 +81,7 @@ class PassedLayer:
             return exact[0], exact[1]
         since = [along(part[:, None], positions) for part in (self.codes.keys_at, self.codes.values_at)]
         keys, values = (
+            # not at the time itself: codes are made after the eviction
             torch.where((at < times[:, None, None])[..., None], along(coded, positions), plain)
             for plain, coded, at in zip(exact, self.stored, since, strict=True)
         )

@@ -143,7 +143,7 @@ def _protected(gone: Tensor, policy: Evictor) -> str | None:
     age = gone - torch.arange(gone.shape[1])  # queries that saw the entry
     if bool((gone[:, : policy.sink] < NEVER).any()):
         return f"one of the first {policy.sink} entries left, the policy keeps them"
-    early = ((gone < NEVER) & (age <= policy.window)).nonzero()
+    early = ((gone < NEVER) & (age <= policy.window)).nonzero()  # an eviction protects positions >= seen - window
     if len(early):
         head, entry = early[0].tolist()
         return f"entry {entry} left at query {int(gone[head, entry])}, inside the last {policy.window} that stay"

@@ -180,6 +180,7 @@ class Claims:
         file, is_new, is_locked = _opened(path)
         is_own = is_new or _Sight.of(file).is_of(file)
         quiet = 0.0 if is_new else self._watch(path, file)
+        # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
         if is_locked and (is_own or quiet >= self._patience(file)):
             return Claim.signed(path, file), not is_own
         os.close(file)

@@ -78,6 +78,7 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
 
 def _run(episode: Episode | MixedEpisode, rows: list[_Conversation], decoding: Decoding) -> None:
     while any(row.open for row in rows):
+        # 0: a row that is over is neither drawn for nor fed
         completions = episode.decode(decoding, [row.suite.max_new_tokens if row.open else 0 for row in rows])
         for row, completion in zip(rows, completions, strict=True):
             if completion is not None:
@@ -109,10 +110,11 @@ class _Conversation:
         self._turns += 1
         self._finish = completion.finish_reason
         broken = degenerate(text, completion.finish_reason)
+        # what an environment would make of half a call is not behaviour
         messages = None if broken else self.suite.step(self.item, self._transcript)
         if messages is None:
             self.open = False
-        elif self._turns >= self.suite.max_turns:
+        elif self._turns >= self.suite.max_turns:  # asked of ``step`` first, which knows whether it was over anyway
             self.open, self._finish = False, "turns"
         else:
             self._continue(completion, messages)

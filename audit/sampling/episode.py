@@ -84,7 +84,7 @@ class Episode:
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         running = [limit > 0 for limit in most]
         self._feed_given(running)
-        self._feed_pending(running)
+        self._feed_pending(running)  # after what was given, which takes its row's drawn token along
         for row, retention, on in zip(self._rows, self._cache.retention().tolist(), running, strict=True):
             if on:
                 row.answer_start, row.retention = len(row.ids), retention

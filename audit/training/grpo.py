@@ -104,6 +104,7 @@ class _Run:
         batch = collect([row.rollout for row in played], rewards, config.group, self.model.device)
         by_std = LOSSES.get(config.loss).by_std
         advantages = group_advantages(batch.rewards, batch.graded, config.group, by_std=by_std)
+        # before a weight moves: the certificate is about the weights that sampled
         replayed = self._replay(batch) if self._is_ledger_step(step) else None
         clock.lap("shadow_check")
         learned = learn(

@@ -73,6 +73,7 @@ class Optimiser:
             master.copy_(_fitting(tensors, f"weight/{name}", master))
             if updates:  # there are no moments to put back where every gradient so far was skipped
                 moments = {moment: _fitting(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
+                # fused AdamW keeps its count as a tensor beside the weights
                 self._adam.state[master] = moments | {"step": torch.tensor(float(updates), device=master.device)}
         self._publish()
 

@@ -120,8 +120,8 @@ def _models(d: RunDesign) -> Iterator[tuple[str, Probit | BrokenTemplates]]:
 
 def _probit(d: RunDesign, drift: float) -> Probit:
     """The model nearest to what was seen that can have this drift."""
-    reference = min(max(d.reference, 0.02 - drift), 0.98)
+    reference = min(max(d.reference, 0.02 - drift), 0.98)  # both arms' rates stay off the ends
     candidate = reference + drift
     most = _ROOM * (reference * (1 - candidate) + candidate * (1 - reference))
-    discordance = min(max(d.discordance, abs(drift) + 0.01), most)
+    discordance = min(max(d.discordance, abs(drift) + 0.01), most)  # what drifts differs, and a little more
     return Probit(drift, discordance, SHARED, d.draws, reference)

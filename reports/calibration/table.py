@@ -80,7 +80,7 @@ def calibrate(
     deciding = [f for check, f in figures if scale.confirms and check.confirms and f.high > 0 and f.asked != NOT_ASKED]
     leaders = {case.name: case for figure in deciding for case in figure.leaders}  # one case can decide several figures
     longer = [case.repeated(TIMES) for case in leaders.values()]
-    fresh = zlib.crc32(f"{seed} again".encode())
+    fresh = zlib.crc32(f"{seed} again".encode())  # other draws than the first, and always the same
     again = simulate(
         longer, seed=fresh, workers=workers, progress=lambda _, name: progress(len(outcomes), f"again {name}")
     )

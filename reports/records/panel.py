@@ -125,6 +125,7 @@ def _cells(part: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
     arms, arm = _coded(part["arm"])
     seeds, seed = np.unique(part["train_seed"].to_numpy(), return_inverse=True)
     policies, policy = _coded(part["policy"])
+    # arm, seed and policy as the digits of one number, which sorts as they do
     numbers, cell = np.unique((arm * len(seeds) + seed) * len(policies) + policy, return_inverse=True)
     rest, last = np.divmod(numbers, len(policies))
     keys = [

@@ -100,6 +100,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 _SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
 _NAMES = tuple(f.name for f in fields(Record))
 _values = itemgetter(*_NAMES)
+# json.loads wants a text to be one value; its scanner says where a value ends, so a block needs no splitting
 _scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
 _OUTCOMES = {outcome.value for outcome in Outcome}
 _CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}

@@ -25,7 +25,7 @@ from audit.policies import Quantiser
 BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by before a hint is forged
 HINTED = (torch.float32, torch.float64)  # below, rounding is of the size of a code: hints would be all codes
 KEYS, VALUES = 0, 1
-_LOW, _FAR = 16, 2**12 - 1
+_LOW, _FAR = 16, 2**12 - 1  # of a word: what 4 bits of rank tell apart, and the most that 12 bits of distance say
 _WAIT = 64  # slots that are looked at together, so that a decode step pays next to nothing
 Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 

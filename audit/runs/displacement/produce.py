@@ -104,6 +104,7 @@ class Producer:
 
     def _pair(self, unit: Measured) -> tuple[LoadedModel, LoadedModel]:
         wanted = (self._reference(unit), (unit.arm, unit.seed))
+        # dropped before others are loaded: two models are in memory, not four
         self._models = {pair: model for pair, model in self._models.items() if pair in wanted}
         for pair in wanted:
             if pair not in self._models:

@@ -71,7 +71,7 @@ class Loss:
         ratio = torch.where(active, inputs.logprobs - correction.old_logprobs, 0.0).exp()
         gain = self.gain(ratio, inputs)
         loss = -(gain * correction.weights * active * share).sum()
-        clipped = active & (gain < ratio * inputs.advantages[:, None])
+        clipped = active & (gain < ratio * inputs.advantages[:, None])  # the minimum took the clipped side
         metrics = {"clipped": float(clipped.sum())}
         if inputs.ref_logprobs is not None:
             per_token = k3(torch.where(mask, inputs.logprobs, 0.0), torch.where(mask, inputs.ref_logprobs, 0.0))
