@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +145,14 @@ def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, mon
     class Killed(BaseException):
         pass
 
-    def die(unit: judging.StoredUnit, asked: judging.Asked) -> Any:
-        if unit.suite == "math":
-            raise Killed
-        return regraded(unit, asked)
+    def die(unit: judging.StoredUnit, asked: judging.Asked) -> Iterator[tuple[Record, Record]]:
+        for pair in regraded(unit, asked):
+            yield pair
+            if unit.suite == "math":
+                raise Killed
 
-    regraded, out = judging._regraded, run.parent / "again"
-    monkeypatch.setattr(judging, "_regraded", die)
+    regraded, out = judging.regraded, run.parent / "again"
+    monkeypatch.setattr(judging, "regraded", die)
     with pytest.raises(Killed):
         kvaudit("judge", run, "--out", out)
     kept = {unit: unit.stat().st_ino for unit in units(out)}

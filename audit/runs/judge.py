@@ -29,7 +29,7 @@ from audit.core.intact import check_checkpoints
 from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.records import FORMAT, Item, Record, Role
 from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import evaluation_items
+from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from audit.runs.progress import Meter
 from audit.sampling.conversations import graded
@@ -162,7 +162,7 @@ class Judging:
         partial = place.with_name(place.name + ".partial")
         digest, answers, scores, outcomes = hashlib.sha256(), 0, 0, 0
         with partial.open("wb") as file:
-            for old, new in _regraded(unit, asked):
+            for old, new in regraded(unit, asked):
                 line = (new.to_json() + "\n").encode()
                 digest.update(line)
                 file.write(line)
@@ -181,7 +181,7 @@ class Judging:
         """The items of a unit; those of one suite and length are in memory at a time."""
         key = (unit.suite, unit.context_tokens)
         if self._asked is None or self._asked[0] != key:
-            suite = SUITES.get(unit.suite)()
+            suite = asked_suite(self._run.spec, unit.suite)
             with watched() as rows:
                 items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._chat.count_tokens)
             self._hold(rows)
@@ -230,7 +230,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     return sorted(found, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
 
 
-def _regraded(unit: StoredUnit, asked: Asked) -> Iterator[tuple[Record, Record]]:
+def regraded(unit: StoredUnit, asked: Asked) -> Iterator[tuple[Record, Record]]:
     """Every record of a unit as it was, and as it is judged now."""
     with unit.records.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
