@@ -36,6 +36,7 @@ class Gsm8k(Suite):
         order = list(range(len(rows)))
         random.Random(f"{self.name}-{split}-{seed}").shuffle(order)
         return [
+            # after the last row they come again, each in another passage
             self._item(split, index, seed, order[index % len(rows)], fit=(context_tokens, count_tokens))
             for index in range(n)
         ]

@@ -108,7 +108,7 @@ def _passage(suite: str, draw: random.Random, room: int, count_tokens: CountToke
     for path in sorted(data_file(suite, BOOKS).rglob("*.txt")):
         sentences, digest = _sentences(path)
         _noted(path, digest)
-        books.append(sentences)
+        books.append(sentences)  # all of them, since how many there are decides which one is drawn
     if not any(books):
         raise DataError(f"suite {suite}: {VARIABLE} holds no prose in {BOOKS}/*.txt")
     book = draw.randrange(len(books))

@@ -97,7 +97,7 @@ def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     if not issubclass(cls, _KINDS):
         kinds = ", ".join(kind.__name__ for kind in _KINDS)
         raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
-    known, types = cls.field_names(), get_type_hints(cls)
+    known, types = cls.field_names(), get_type_hints(cls)  # hints: in some files annotations are texts
     for field in values:
         if field not in known:
             raise UnknownName(f"field of policy {name}", field, known)

@@ -15,7 +15,7 @@ from audit.replay.recorded import LOGPROB_ROUNDING
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
-Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]
+Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]  # an int16
 Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
 _MOST_CHOICES = 1 << 28  # of one rollout, lists filled up to the longest
@@ -118,7 +118,7 @@ def selection_of(rows: ChosenForm) -> Selection:
     ]
     queries = torch.tensor([row.query for row in rows.queries], dtype=torch.int32)
     lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
-    return Selection(rows.unit, tuple(rows.layers), queries, lists.permute(1, 2, 0, 3))
+    return Selection(rows.unit, tuple(rows.layers), queries, lists.permute(1, 2, 0, 3))  # [N, S, A, k] -> [S, A, N, k]
 
 
 def experts_of(rows: list[list[list[int]]], tokens: int) -> Tensor:

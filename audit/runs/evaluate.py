@@ -176,7 +176,7 @@ class Evaluator:
     def _resume_at(self, path: Path, unit: Unit, batches: Sequence[Sequence[Item]]) -> int:
         """Cut the file to whole batches, so that what follows is what an unbroken run writes; returns their number."""
         rows = _readable_rows(path)
-        if rows:
+        if rows:  # the first speaks for all: nobody appends without this check
             self._check_own(path, rows[0].record, unit)
         whole, kept, samples = 0, 0, range(self._spec.evaluate.samples)
         for batch in batches:

@@ -63,7 +63,7 @@ class MixedEpisode:
         roles: Sequence[Sequence[str]] | None,
     ) -> None:
         self.rows = len(prompts)
-        chosen = [policy.drawn(seed) for seed in seeds]
+        chosen = [policy.drawn(seed) for seed in seeds]  # the same in every arm, as the rows' seeds are
         self._parts: list[tuple[list[int], Episode]] = []
         for part in dict.fromkeys(chosen):
             rows = [n for n, own in enumerate(chosen) if own == part]

@@ -80,6 +80,7 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
         own = sorted({cell.seed for cell in panel.scores if cell.arm == arm}) or own
         return [(seed, seed) for seed in own]
     other = sorted({cell.seed for cell in panel.scores if cell.arm == comparison.reference})
+    # a single seed that is among ours is a reference that lacks the others: paired by number, the gap is said
     single = len(other) == 1 and not set(other) & set(own)
     return [(seed, other[0] if single else seed) for seed in own]
 

@@ -65,6 +65,7 @@ def some(names: Iterable[str]) -> str:
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
     """A name that stands for two things: weights, policy, suite version or judge."""
+    # of the rest a suite's judge has said nothing
     judged = records[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value])]
     for table, by, column, what in (
         (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),

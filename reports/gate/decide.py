@@ -293,6 +293,7 @@ class Uneven:
 
 def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
     """Those of the cells at hand whose answers people labelled."""
+    # not those of E3 and parity, which are made of the same contrasts
     own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
     return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not guarded(c.people, m)]
 
@@ -327,7 +328,7 @@ def _broken_form(cell: GatedCell, drift: Drift) -> Reason | None:
         form = next((o for o in drift.contrasts if (*_cell(o), o.suite) == place), None)
         if form is None or form.effect is None or form.rates is None:
             return Reason(FORM, "how many answers have a form that can be read is not known")
-        if form.effect.lower <= -cell.margin:
+        if form.effect.lower <= -cell.margin:  # form has to be shown to hold, within the facet's own margin
             shares = f"{100 * (1 - form.rates.reference):.1f} to {100 * (1 - form.rates.candidate):.1f} %"
             return Reason(FORM, f"answers without form, of which {facet} says nothing, went from {shares}")
     return None

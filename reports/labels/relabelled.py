@@ -89,7 +89,7 @@ def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: 
             f"{REMEDY}"
         )
     candidate, reference = (np.full(len(pairs.items), np.nan) for _ in range(2))
-    for column, side in zip((candidate, reference), sides, strict=False):
+    for column, side in zip((candidate, reference), sides, strict=False):  # without pairs there are no sides
         column[indices] = [cell.labels[text] for text in side]
     return HumanLabels(pairs, candidate, reference)
 

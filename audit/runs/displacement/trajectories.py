@@ -68,7 +68,7 @@ def trajectory(record: Record, chat: Chat, seed: int) -> Trajectory | None:
     replies = [part for is_answer, part in parts[1:] if not is_answer]
     item = Item(record.suite, record.item_id, record.cluster_id, opening, record.context_tokens, record.placement)
     end, turns = end_of_turn(chat), []
-    for number, (answer,) in enumerate(answers):
+    for number, (answer,) in enumerate(answers):  # one message each: ``_check`` has seen to it
         last = number == len(answers) - 1
         ids = tokens_of(chat, answer.content)
         if end is not None and not (last and record.finish_reason == "length"):
@@ -140,7 +140,7 @@ def batches(found: Sequence[Trajectory], *, tokens: int, logits: int, vocabulary
     result: list[list[Trajectory]] = []
     columns: set[int] = set()
     for one in sorted(found, key=lambda t: (len(t.ids), t.item_id, t.seed)):
-        union = columns | set(one.scored)
+        union = columns | set(one.scored)  # of one pass, every row has logits at every column that some row needs
         rows = len(result[-1]) + 1 if result else 1
         if result and rows * len(one.ids) <= tokens and rows * len(union) * vocabulary <= logits:
             result[-1].append(one)

@@ -65,6 +65,7 @@ def cases(scale: Scale) -> list[GradedCase]:
     designs = list(product(DRIFTS, SPREADS, SHARES, CLUSTERS))
     return [
         GradedCase(*design, simulations=scale.draws(DRAWS))
+        # clusters vary fastest, so these are of one number of them
         for design in (designs if scale.every_case else designs[:: len(CLUSTERS)])
     ]
 

@@ -208,7 +208,7 @@ def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: li
     if item is None or epoch is None:
         raise DataError("no id or no epoch")
     metadata = sample.get("metadata")
-    fields = {**metadata, **sample} if isinstance(metadata, dict) else sample
+    fields = {**metadata, **sample} if isinstance(metadata, dict) else sample  # the sample's own fields win
     row = Row(
         item,
         "",

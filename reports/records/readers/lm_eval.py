@@ -80,7 +80,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, wh
     ):
         raise DataError("the metrics it lists have no value")
     own = str(row.get("filter", "none"))[:80]
-    fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row
+    fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row  # the line's own fields win
     cluster = request.cluster(fields, item) if request.cluster else None
     asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
     for metric in metrics:
