@@ -198,6 +198,17 @@ def test_a_gated_facet_is_marked_and_its_rate_is_that_of_the_event(found):
     assert "refusal.unsafe" in decided_table(found).headers
 
 
+def test_several_gated_facets_share_a_column_with_the_worst_of_them(found):
+    own = next(d for d in found.verdict.decisions if d.suite == "refusal.unsafe")
+    more = {"refusal.unsafe": Status.PASS, "refusal.helpful": Status.INCONCLUSIVE}
+    decisions = (*found.verdict.decisions, replace(own, suite="refusal.helpful"))
+    arms = tuple(replace(arm, suites=arm.suites | more) for arm in found.verdict.arms)
+    table = decided_table(replace(found, verdict=replace(found.verdict, decisions=decisions, arms=arms)))
+    [row] = table.rows
+    assert [header for header in table.headers if "refusal" in header] == ["refusal"]
+    assert row[table.headers.index("facets")] == "INCONCLUSIVE"
+
+
 def test_rates_of_a_facet_differ_by_its_drift(found):
     for c in found.drift.contrasts:
         if c.rates and c.suite in found.comparison.facets:

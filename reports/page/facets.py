@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from audit.core.facets import WELL_FORMED, Facet, facet_of
+from audit.core.text import inline
 from reports.analysis.results import CellName
 from reports.drift.results import Contrast
 from reports.gate.verdict import Decision, Status
@@ -278,7 +279,7 @@ def finding(findings: Findings) -> str:
     if failed:
         cells = [f"{_place(findings, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}" for d, own in failed[:_NAMED]]
         more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
-        return f"Worse where it failed: {'; '.join(cells)}{more}."
+        return inline(f"Worse where it failed: {'; '.join(cells)}{more}.")
     return f"Worse: {', '.join(_counts(found)) or 'none'}." if found else ""
 
 

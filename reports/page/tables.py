@@ -78,7 +78,9 @@ def _policy_line(findings: Findings, cells: list[Decision]) -> Line:
 
 def decided_table(findings: Findings) -> Table:
     """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
-    suites = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
+    gated = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
+    suites = [name for name in gated if name not in findings.comparison.facets]
+    facets = [name for name in gated if name in findings.comparison.facets]
     lines = decided_lines(findings)
     recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
     found = [d for d in deployed(findings) if d.estimand == "E2"]
@@ -86,11 +88,18 @@ def decided_table(findings: Findings) -> Table:
     rows = []
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
-        row += [line.suites[suite].value if suite in line.suites else "-" for suite in suites]
+        row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
         rows.append([*row, _deciding(findings, line), *([_deployed(findings, line.name)] if served else [])])
     what = "policy" if findings.comparison.mode == "serving" else "arm"
-    headers = [what, "verdict", *recipe, *suites, "deciding cell", *served]
+    headers = [what, "verdict", *recipe, *suites, *(facets if len(facets) == 1 else ["facets"] * bool(facets))]
+    headers += ["deciding cell", *served]
     return table_of(headers, rows, words=len(headers))
+
+
+def _worst(line: Line, names: Iterable[str]) -> str:
+    """The worst verdict of these; several facets share a column, or the table would leave the page."""
+    found = [line.suites[name] for name in names if name in line.suites]
+    return worst(found).value if found else "-"
 
 
 DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed reference, whether that is gated or not

@@ -22,6 +22,7 @@ LOOK = {  # colour, marker, filled
     Status.INVALID: (UNDECIDED, "v", True),  # a number without a margin
 }
 _COLUMNS = 3
+_MOST_COLUMNS = 4  # where that spares a second line
 _ENDS = {"E2": ", end to end", "E3": ", worst policy"}
 _DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
@@ -60,9 +61,10 @@ def _length(findings: Findings, suite: str, tokens: int) -> str:
 
 
 def _panels(findings: Findings, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
-    columns = min(_COLUMNS, len(groups))
+    columns = len(groups) if len(groups) <= _MOST_COLUMNS else _COLUMNS
     lines = -(-len(groups) // columns)
-    figure = blank(2.1 + 2.7 * columns, lines * (1.1 + 0.27 * len(rows)))
+    pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
+    figure = blank(2.1 + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
