@@ -20,7 +20,7 @@ from audit.runs.evaluate import Evaluator, grid
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.sampling.conversations import graded
-from audit.sampling.model import load_model
+from audit.sampling.model import load_chat, load_model
 from suites.agent import Agent
 from suites.math import Math
 
@@ -219,3 +219,30 @@ def test_a_grade_knows_what_was_said_and_how_it_ended() -> None:
         Outcome.UNSCORED,
     ]
     assert graded(suite, item, loop, "stop").note == "loop"
+
+
+def test_the_hub_is_asked_for_no_weights(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[str] = []
+
+    def hub(_: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        ignored.extend(ignore_patterns)
+        return str(tiny_folder)
+
+    monkeypatch.setattr("audit.sampling.model.snapshot_download", hub)
+    assert load_chat("someone/model").count_tokens("four") == 4
+    assert "*.safetensors" in ignored
+
+
+def test_a_run_that_keeps_checkpoints_is_judged_with_their_tokenizer(
+    run: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(judging, "load_chat", lambda name: asked.append(name) or load_chat(name))
+    judged(run)
+    seed = run / "checkpoints" / "dense" / "seed-1"
+    seed.mkdir(parents=True)
+    for path in tiny_folder.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, seed)
+    judged(run)
+    assert asked == [str(tiny_folder), str(seed)]
