@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from reports_synthetic import Design, build, policy
+from rich.console import Console
 
+from audit.commands.report import print_verdict
 from audit.core.facets import FACETS
 from reports.analysis.sensitivity import Reading, status_of
 from reports.drift.results import Rates, Reason
@@ -148,6 +151,13 @@ def test_a_suite_without_facets_is_not_taken_apart(found, head):
 
 def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
     assert asides(told(found, unsafe=STILL), head)[0].startswith("Taken apart: ")
+
+
+def test_the_terminal_says_it_too(found, head):
+    out = StringIO()
+    verdict = replace(found.verdict, headline=found.verdict.decisions.index(head))
+    print_verdict(Console(file=out, width=400), replace(found, verdict=verdict))
+    assert "\nTaken apart: form, safety and helpfulness are worse. Broken form " in out.getvalue()
 
 
 def test_a_row_tells_the_event_with_its_size_its_broken_share_and_both_readings(found):
