@@ -117,13 +117,13 @@ def as_json(calibration: Calibration, checks: Sequence[Check] = CHECKS) -> dict[
 
 def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
     """The figures that every report quotes: extremes are the worse of the first pass and the second."""
-    by_name = {figure.what: figure for figure in figures}
+    by_name = {figure.what: figure for figure in figures if figure.row != templates.ROW}  # row 4 repeats a name
     beyond, release = by_name[intervals.BEYOND_MOST], by_name[intervals.RELEASE_MOST]
     hardest = next(case for case in beyond.leaders if isinstance(case, intervals.IntervalCase))
     alarms, coverage = by_name[intervals.FALSE_ALARMS], by_name[intervals.COVERAGE]
     held = [by_name[intervals.GATE_MOST], *_whole_templates(figures, intervals.ALPHA)]
     at_release = [release, *_whole_templates(figures, intervals.RELEASE)]
-    unnamed = by_name[templates.UNNAMED]
+    [unnamed] = [figure for figure in figures if figure.what == templates.UNNAMED]
     return {
         "level": intervals.ALPHA,
         "release_level": intervals.RELEASE,

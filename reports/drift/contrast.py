@@ -131,7 +131,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
     noise = float(seed_noise(ordered, counts))
     if c.estimand == "E5":
         return replace(c, seed_noise=noise)
-    b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha)
+    b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha, graded=panel.graded)
     bounds = zip(b.low, b.high, b.lower, b.upper, b.pvalue_drop, strict=True)
     return replace(
         c,
