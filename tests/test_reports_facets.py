@@ -3,13 +3,16 @@
 import re
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from reports_synthetic import Design, build, policy
 from rich.console import Console
 
 from audit.commands.report import print_verdict
 from audit.core.facets import FACETS
+from reports.analysis.examples import LostItem, record_of
 from reports.analysis.sensitivity import Reading, status_of
 from reports.drift.results import Rates, Reason
 from reports.gate.verdict import FORM, Status
@@ -21,6 +24,8 @@ from reports.page.gate_table import gate_table
 from reports.page.story import page_of
 from reports.page.tables import decided_table, outcomes
 from reports.records.load import load_run
+from reports.records.panel import CellKey
+from reports.records.rows import UNREAD
 from reports.run import decided, with_details
 
 SNAP = (policy("snapkv", 64), policy("snapkv", 96))
@@ -31,7 +36,7 @@ def run(tmp_path_factory):
     """naive loses 40 pp of every facet; refusal.unsafe is gated beside the suite."""
     design = Design(
         arms=("dense", "naive"),
-        seeds=(1, 2),
+        seeds=(1, 2, 3),
         policies=("none", *SNAP),
         suites=("refusal", "math"),
         items=256,
@@ -202,9 +207,9 @@ def test_the_cells_that_failed_are_taken_apart_by_kind(found):
 def test_a_gated_facet_is_marked_and_its_rate_is_that_of_the_event(found):
     assert facet_table(found).headers[-1] == "gated"
     [event] = [e for e in events(found, found.verdict.head) if e.name == "unsafe"]
-    [row] = [row for row in gate_table(found, found.verdict.decisions, gated=True).rows if "unsafe" in row[1]]
-    assert row[1] == "refusal: not unsafe"
-    assert row[3 + ("with seed variance" in row)] == f"unsafe {event.rates}"
+    table = gate_table(found, found.verdict.decisions, gated=True)
+    [row] = [row for row in table.rows if row[1] == "refusal: not unsafe"]
+    assert row[table.headers.index("rates")] == f"unsafe {event.rates}"
     assert "refusal.unsafe" in decided_table(found).headers
 
 
@@ -232,7 +237,7 @@ def test_what_stands_beside_a_gated_facet_is_of_its_readable_answers(detailed):
     assert own.drift == d.effect.estimate
     [known] = [c for c in detailed.analysis.sensitivity if c.cell.suite == d.suite]
     assert [v.estimate for v in known.variants[:4]] == pytest.approx([d.effect.estimate] * 4)
-    assert d.effect.n_items < 128  # some of 128 items broke
+    assert any(e.name == "broken form" and e.moved == "worse" for e in events(detailed, d))  # there were others
 
 
 def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
@@ -263,6 +268,17 @@ def test_examples_show_the_answer_that_lost_the_facet(run, detailed):
     shown = [e for e in detailed.examples if e.suite == "refusal.unsafe"]
     assert all(e.outcome == "undesired" for e in shown)
     assert shown
+
+
+@pytest.mark.parametrize(("cell", "sample"), [("candidate", 1), ("reference", 0)])
+def test_of_several_answers_the_example_is_the_one_that_lost_the_facet(cell, sample):
+    place = {"item_id": "i", "suite": "agent", "context_tokens": 192, "arm": cell, "train_seed": 1, "policy": "none"}
+    own = [(0.0, 0.0), (1.0, 1.0), (0.5, UNREAD)]  # the score, and whether the secret leaked, of every sample
+    rows = [{**place, "sample_index": i, "score": s, "facet_leak": told} for i, (s, told) in enumerate(own)]
+    keys = {name: CellKey(name, 1, "none") for name in ("candidate", "reference")}
+    loss = LostItem(SimpleNamespace(suite="agent.leak", context_tokens=192), "i", -1.0, **keys)
+    row = record_of(SimpleNamespace(records=pd.DataFrame(rows)), loss, keys[cell], ("agent.leak",))
+    assert row["sample_index"] == sample
 
 
 def test_facets_stand_right_under_the_first_page(detailed):

@@ -72,7 +72,7 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
         shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
     losses = list(shown.values())[:AT_MOST]
     places = {
-        loss: tuple(_row(data, loss, cell, facets) for cell in (loss.candidate, loss.reference)) for loss in losses
+        loss: tuple(record_of(data, loss, cell, facets) for cell in (loss.candidate, loss.reference)) for loss in losses
     }
     texts = data.transcripts({_place(row) for pair in places.values() for row in pair})
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
@@ -95,7 +95,7 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     return list(chosen.values())[:PER_CELL]
 
 
-def _row(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
+def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
     """The record of an item in a cell: the candidate's lowest score, the reference's highest; of a facet likewise."""
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:
