@@ -16,7 +16,7 @@ from reports.analysis.examples import LostItem, record_of
 from reports.analysis.sensitivity import Reading, status_of
 from reports.drift.results import Rates, Reason
 from reports.gate.verdict import FORM, Status
-from reports.page.about import asides
+from reports.page.about import asides, unscored
 from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from reports.page.figures import heatmap
 from reports.page.formats import html, markdown
@@ -156,6 +156,15 @@ def test_a_suite_without_facets_is_not_taken_apart(found, head):
 
 def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
     assert asides(told(found, unsafe=STILL), head)[0].startswith("Taken apart: ")
+
+
+def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
+    own = replace(head, suite="refusal.unsafe", worst=-0.08, best=0.03)
+    [line] = unscored(found, own)
+    assert line == (
+        "Answers that could not be read: all counted against the candidate -8.0 pp, all counted for it +3.0 pp."
+    )
+    assert unscored(found, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
 def test_the_terminal_says_it_too(found, head):

@@ -62,7 +62,7 @@ def _asides(compared: Compared, head: Decision | None) -> list[str]:
     for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
             lines += [f"{_cell(compared, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
-    return [*lines, *compared.notes, *(unscored(head) if head else ())]
+    return [*lines, *compared.notes, *(unscored(compared.findings, head) if head else ())]
 
 
 def comparison_cautions(compared: Compared) -> list[str]:

@@ -97,7 +97,12 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     ]
     if len(invalid) > INVALID_SHOWN:
         lines.append(f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table")
-    lines += [*(unscored(head) if head else ()), *short_suites(findings), *_floors(findings), *_flips(findings)]
+    lines += [
+        *(unscored(findings, head) if head else ()),
+        *short_suites(findings),
+        *_floors(findings),
+        *_flips(findings),
+    ]
     return [inline(line) for line in lines]
 
 
@@ -156,12 +161,13 @@ def churn_words(findings: Findings, d: Decision) -> str:
     return f"churn {percent(own.churn)}{again}"
 
 
-def unscored(head: Decision) -> list[str]:
-    """The number with every unscored answer counted against the candidate, and for it; nothing where all are scored."""
+def unscored(findings: Findings, head: Decision) -> list[str]:
+    """The number with every answer that it leaves open counted against the candidate, and for it; if there are any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
     against_it, for_it = points(head.worst), points(head.best)
-    return [f"Unscored answers: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
+    what = "Answers that could not be read" if head.suite in findings.comparison.facets else "Unscored answers"
+    return [f"{what}: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
 
 
 def _scope(findings: Findings) -> str:
