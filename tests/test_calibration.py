@@ -12,7 +12,7 @@ from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated,
 from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
-from reports.calibration.streams import EVEN
+from reports.calibration.streams import EVEN, THREE_TO_ONE
 from reports.gate.decide import decide_cell
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
@@ -240,3 +240,17 @@ def test_broken_templates_lose_a_share_of_whole_clusters():
     assert np.abs(z).mean() == pytest.approx(model.discordance, abs=0.0025)
     lost = (z.reshape(4000, 40, 5) == -1).all(axis=2)
     assert lost.mean() == pytest.approx(0.05, abs=0.0022)  # 4 standard errors of 160,000 clusters
+
+
+def test_large_templates_that_break_more_often_are_found_out_where_templates_are_merely_counted(monkeypatch):
+    model = BrokenTemplates(0.05, 0.02, by_size=True)
+    case = templates.TemplateCase(model, 61, 4, THREE_TO_ONE, 0.05, simulations=4000)
+    assert case.rates(SEED)["passed"] == 0  # 61 templates of 2 and 6 items are worth 49
+    monkeypatch.setattr(intervals, "effective_clusters", len)
+    assert case.rates(SEED)["passed"] > 0.065
+
+
+def test_the_expected_loss_is_the_share_that_breaks_whatever_breaks_it():
+    rng, counts = np.random.default_rng(7), np.array([2, 6] * 40)
+    for model in (BrokenTemplates(0.05, 0.0, by_size=True), BrokenTemplates(0.05, 0.0, among=0.2)):
+        assert model.draw(rng, 4000, counts).mean() == pytest.approx(-0.05, abs=0.003)

@@ -19,7 +19,7 @@ from reports.gate.verdict import FORM, Decision, Status, Verdict, worst
 from reports.records.panel import Panel
 from reports.stats.clustered import cr3_effect, totals
 from reports.stats.effect import Effect
-from reports.stats.rule import clusters_required
+from reports.stats.rule import clusters_required, effective_clusters
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
 from reports.stats.templates import shows_margin, too_large
@@ -104,7 +104,10 @@ def readings(found: BothSides, margin: float, alpha: float) -> dict[str, Reading
 
 def _shown(z: Array, clusters: _Codes, margin: float, alpha: float) -> bool:
     t = totals(z, clusters)
-    return bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha)) and not too_large(t.counts, margin)
+    enough = effective_clusters(t.counts) >= clusters_required(margin, alpha) - 1e-9
+    return (
+        enough and bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha)) and not too_large(t.counts, margin)
+    )
 
 
 def _of_effect(
@@ -195,7 +198,7 @@ def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
     if not r.within:
         return Status.FAIL if dropped else Status.INCONCLUSIVE
     formless = any(reason.code == FORM for reason in d.reasons)
-    if d.at_floor or formless or not r.shown or r.n_clusters < clusters_required(d.margin, alpha):
+    if d.at_floor or formless or not r.shown:
         return Status.INCONCLUSIVE
     return Status.PASS_NOTED if dropped else Status.PASS
 

@@ -18,8 +18,9 @@ class BrokenTemplates(NamedTuple):
 
     Of ``samples`` answers to an item each flips by itself; those of a lost item are all lost. A broken cluster loses
     ``depth`` of its items, drawn at random; ``repaired`` clusters gain all of theirs. ``by_size``: a cluster breaks as
-    often as it is large. ``graded``: a lost item loses its score, uniform on [0, 1], and the others move by as little
-    as ``background``, a standard deviation then.
+    often as it is large; below 1 ``among`` is the share of clusters, the largest, that can break at all. ``graded``: a
+    lost item loses its score, uniform on [0, 1], and the others move by as little as ``background``, a standard
+    deviation then.
     """
 
     broken: float
@@ -28,6 +29,7 @@ class BrokenTemplates(NamedTuple):
     depth: float = 1.0
     repaired: float = 0.0
     by_size: bool = False
+    among: float = 1.0
     graded: bool = False
 
     @property
@@ -50,6 +52,7 @@ class BrokenTemplates(NamedTuple):
             f"depth={self.depth:g}" if self.depth < 1 else "",
             f"repaired={self.repaired:g}" if self.repaired else "",
             "larger break more" if self.by_size else "",
+            f"only the largest {self.among:g} break" if self.among < 1 else "",
             "graded" if self.graded else "",
         )
         return " ".join(word for word in words if word)
@@ -57,7 +60,7 @@ class BrokenTemplates(NamedTuple):
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> _Floats:
         """Item differences [simulations, N] in order of cluster."""
         # scaled so that, by items, ``broken`` is lost in the mean either way
-        chance = self.broken * (counts * counts.sum() / np.sum(counts**2) if self.by_size else np.ones(len(counts)))
+        chance = self._chance(counts)
         fate = rng.random((simulations, len(counts)))
         lost = np.repeat(fate < chance, counts, axis=1)
         if self.depth < 1:
@@ -68,6 +71,15 @@ class BrokenTemplates(NamedTuple):
             moved = np.where(np.repeat(fate > 1 - self.repaired, counts, axis=1), np.float32(1), moved)
         gone = -rng.random(lost.shape, dtype=np.float32) if self.graded else np.float32(-1)
         return np.where(lost, gone, moved).astype(np.float32)
+
+    def _chance(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """How often each cluster [C] breaks, so that ``broken`` of the items are expected to."""
+        share = counts.astype(np.float64) if self.by_size else np.ones(len(counts))
+        if self.among < 1:
+            largest = np.argsort(-counts, kind="stable")[: max(1, round(self.among * len(counts)))]
+            share = np.where(np.isin(np.arange(len(counts)), largest), share, 0.0)
+        chance: npt.NDArray[np.float64] = self.broken * share * counts.sum() / np.sum(share * counts)
+        return chance
 
     def _background(self, rng: np.random.Generator, shape: tuple[int, ...]) -> _Floats:
         """What moves without any reason, averaged over the samples."""

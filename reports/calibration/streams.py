@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-EVEN, UNEVEN = "even", "uneven"
+EVEN, UNEVEN, THREE_TO_ONE = "even", "uneven", "3:1"
 _BLOCK = 500  # simulations that share one draw of cluster sizes, and an array
 
 
@@ -61,6 +61,8 @@ def _zipf(power: float) -> Callable[[np.random.Generator, int, int], npt.NDArray
 SIZES = {
     EVEN: lambda _, clusters, items: np.full(clusters, items),
     UNEVEN: cluster_sizes,  # up to 3:1
+    # half and three halves of the mean in turn: as uneven as sizes up to 3:1 can be
+    THREE_TO_ONE: lambda _, clusters, items: np.where(np.arange(clusters) % 2, 3 * items // 2, items // 2),
     "zipf .5": _zipf(0.5),
     "zipf 1": _zipf(1.0),
 }

@@ -16,7 +16,7 @@ import numpy as np
 from reports.drift.results import Contrast
 from reports.gate.verdict import Larger
 from reports.stats.clustered import Array, ManyTotals, cr3_variance
-from reports.stats.rule import clusters_required
+from reports.stats.rule import clusters_required, effective_clusters
 from reports.stats.signflip import random_signs
 from reports.stats.tango import design_effects, ess_tango_bounds
 from reports.stats.templates import shows_margin, too_large
@@ -117,8 +117,8 @@ def _affordable(clusters: int, audits: int, *, fewest: int = _FEWEST_AUDITS) -> 
 
 def pass_rate(found: Audits, *, margin: float, alpha: float) -> float:
     """The share of audits that the gate passes."""
-    clusters, items = len(found.counts), float(found.counts.sum())
-    if clusters < clusters_required(margin, alpha) or too_large(found.counts, margin):
+    items = float(found.counts.sum())
+    if effective_clusters(found.counts) < clusters_required(margin, alpha) - 1e-9 or too_large(found.counts, margin):
         return 0.0
     shown = shows_margin(found.sums, found.counts, margin=margin, alpha=alpha)
     return float(np.mean(shown & (_lower(found, items, alpha) > -margin)))

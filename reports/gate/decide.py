@@ -103,7 +103,7 @@ def decide_cell(
                 effect.lower,
                 effect.upper,
                 pvalue,
-                clusters=effect.n_clusters,
+                clusters=min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters),
                 uneven=any(too_large(part.counts, margin) for part in templates),
                 shown=parts_show_margin(templates, margin=margin, alpha=effect.alpha),
                 margin=margin,
@@ -111,21 +111,23 @@ def decide_cell(
             )
         )
     )
-    reason = _reason(call, effect, margin, what)
+    reason = _reason(call, effect, margin, templates, what)
     return _STATUS[call], (reason,) if reason else ()
 
 
-def _reason(call: Call, effect: Effect, margin: float, what: str) -> Reason | None:
+def _reason(call: Call, effect: Effect, margin: float, templates: Sequence[Part], what: str) -> Reason | None:
     """Why a call is not a PASS."""
     detected = f"{what} detected, beyond the margin" if effect.upper < -margin else f"{what} detected, its size open"
     total = "lost everything" if what == "regression" else "gained everything"
     needed = clusters_required(margin, effect.alpha)
+    alike = min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
+    worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
     pp = f"{100 * margin:g} pp"
     reasons = {
         Call.FAIL: Reason("MARGIN", detected),
         Call.INCONCLUSIVE: Reason("MARGIN", "the interval reaches past the margin"),
         Call.CLUSTERS: Reason(
-            "CLUSTERS", f"{effect.n_clusters} clusters cannot show a {pp} margin; {needed} are needed"
+            "CLUSTERS", f"{effect.n_clusters} clusters{worth} cannot show a {pp} margin; {needed} are needed"
         ),
         Call.UNEVEN: Reason(
             "CLUSTERS",

@@ -110,6 +110,8 @@ def to_do(findings: Findings) -> str:
     """What follows from the verdict for every arm, or for every policy where nothing was trained."""
     if late(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
+    if findings.verdict.status is Status.INVALID:
+        return "What to do: mend the records or the comparison; nothing is decided."
     lines = decided_lines(findings)
     parts = []
     unclustered = any(d.is_unclustered for d in findings.verdict.decisions)

@@ -48,19 +48,19 @@ def hidden(findings: Findings) -> list[str]:
         if own:
             d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
             place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings, d)}"
-            most = f"{-100 * min(d.template_bound or 0.0, 0.0):.1f} pp"
+            most = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
             lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
     return lines
 
 
 _WEIGHTED = "the templates that were seen, weighted otherwise, plus one like them that lost everything,"
 _CLEARED = (
-    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} leave a loss of at most {{most}} "
-    "open ({place})."
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} could not come from a model that "
+    "loses the margin; from one that loses {most} they could ({place})."
 )
 _HELD = (
-    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} could lose more than the margin, "
-    "up to {most} ({place}): data cannot tell."
+    f"Broken templates: in {{cells}} with the interval inside the margin, {_WEIGHTED} could come from a model that "
+    "loses more than the margin, up to {most} ({place}): data cannot tell."
 )
 
 

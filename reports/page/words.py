@@ -105,7 +105,7 @@ def _held(level: float, most: float, designs: int) -> str:
 
 def _worse(stamp: Stamp) -> str:
     return (
-        f"Worse, up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}), with a reference at "
+        f"Elsewhere up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}), with a reference at "
         f"{_whole(stamp.beyond_rate)} and a margin of {_points(stamp.beyond_margin)}."
     )
 

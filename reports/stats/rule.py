@@ -53,7 +53,7 @@ def calls(
     upper: npt.ArrayLike,
     pvalue_drop: npt.ArrayLike,
     *,
-    clusters: int,
+    clusters: float,
     uneven: bool,
     shown: npt.ArrayLike,
     margin: float,
@@ -61,6 +61,7 @@ def calls(
 ) -> npt.NDArray[np.int8]:
     """The ``Call`` of cells [...] from their one-sided bounds at ``alpha`` and p-values adjusted for the family.
 
+    ``clusters`` are ``effective_clusters``: where large templates break more often, few of them carry the loss.
     ``shown`` [...] is the template rule's word (``stats.templates``); a drop is one only where the family's p-value
     says so, in a PASS as in a FAIL.
     """
@@ -70,7 +71,7 @@ def calls(
     # the last reason that holds is the one that is named
     if uneven:
         passed = np.full_like(passed, Call.UNEVEN)
-    if clusters < clusters_required(margin, alpha):
+    if clusters < clusters_required(margin, alpha) - 1e-9:
         passed = np.full_like(passed, Call.CLUSTERS)
     # templates hold back what would pass alone: a loss that is shown needs none of their rules
     return np.where(within, passed, np.where(dropped, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)

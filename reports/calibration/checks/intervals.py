@@ -24,7 +24,7 @@ from reports.calibration.probit import Floats, Probit
 from reports.calibration.streams import blocks
 from reports.stats.clustered import cr3_variance, many_totals, t_bounds
 from reports.stats.effect import Bounds
-from reports.stats.rule import Call, calls, clusters_required
+from reports.stats.rule import Call, calls, clusters_required, effective_clusters
 from reports.stats.tango import many_ess_tango
 from reports.stats.templates import shows_margin, too_large
 
@@ -123,9 +123,15 @@ def called_as(
     """What the gate calls each cell; the template rule is asked only where the interval would pass."""
     shown = np.asarray(b.lower > -margin)
     shown[shown] = shows_margin(many_totals(z[shown], counts).sums, counts, margin=margin, alpha=alpha)
-    uneven = too_large(counts, margin)
     return calls(
-        b.lower, b.upper, pvalue_drop, clusters=len(counts), uneven=uneven, shown=shown, margin=margin, alpha=alpha
+        b.lower,
+        b.upper,
+        pvalue_drop,
+        clusters=effective_clusters(counts),
+        uneven=too_large(counts, margin),
+        shown=shown,
+        margin=margin,
+        alpha=alpha,
     )
 
 
