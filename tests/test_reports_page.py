@@ -75,7 +75,7 @@ def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
     assert row[-1].startswith(f"refusal @ snapkv 96: {100 * worst.effect.estimate:.1f} pp [")
     assert row[-1].endswith("FAIL")
     [line] = [
-        line for line in asides(found, found.verdict.head) if line.startswith("As deployed, the worst of 4 cells")
+        line for line in asides(found, found.verdict.head) if line.startswith("As deployed, the worst of 2 cells")
     ]
     assert "naive @ snapkv 96 against uncompressed dense" in line
     assert line.endswith("By the same rule FAIL, but it is not gated.")

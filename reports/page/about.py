@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from audit.core.policy_names import DENSE_POLICY
 from audit.core.text import inline
 from reports.gate.seeds import SEED
 from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Status, Verdict
@@ -9,10 +10,12 @@ from reports.page.facets import taken_apart
 from reports.page.findings import Findings
 from reports.page.remarks import late, remarks
 from reports.page.tables import against, decided_lines, deployed, named
-from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites
+from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites, worst_seed
 
+_SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
+_AT_FLOOR = "do not clear {} by this (INCONCLUSIVE): the reference has nothing to lose here, ask another suite"
 _TO_DO = {  # by the verdict of what is named
     Status.INVALID: "mend the records of {} (INVALID)",
     Status.FAIL: "hold back {} (FAIL)",
@@ -86,7 +89,8 @@ def chosen(findings: Findings, d: Decision) -> str:
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
     """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
-    lines = [*taken_apart(findings, head), to_do(findings), *_served(findings, head), _scope(findings)]
+    lines = [*taken_apart(findings, head), to_do(findings), *_served(findings, head)]
+    lines += [*_seeds_alone(findings), _scope(findings)]
     lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
@@ -114,16 +118,38 @@ def to_do(findings: Findings) -> str:
         return "What to do: mend the records or the comparison; nothing is decided."
     lines = decided_lines(findings)
     parts = []
-    unclustered = any(d.is_unclustered for d in findings.verdict.decisions)
-    for status, words in (_TO_DO | ({Status.INCONCLUSIVE: _NAME_CLUSTERS} if unclustered else {})).items():
+    for status, words in (_TO_DO | _of_open_cells(findings)).items():
         names = [line.name for line in lines if line.status is status]
         parts += [words.format(", ".join(names))] if names else []
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
 
 
+def _of_open_cells(findings: Findings) -> dict[Status, str]:
+    """What to do about open cells where one thing holds back all of them."""
+    open_cells = [d for d in findings.verdict.decisions if d.gated and d.standing is Status.INCONCLUSIVE]
+    if open_cells and all(d.is_unclustered for d in open_cells):
+        return {Status.INCONCLUSIVE: _NAME_CLUSTERS}
+    if open_cells and all(d.at_floor for d in open_cells):
+        return {Status.INCONCLUSIVE: _AT_FLOOR}
+    return {}
+
+
+def _seeds_alone(findings: Findings) -> list[str]:
+    """Seeds that lost more than the margin by themselves in cells that do not fail."""
+    labels = findings.comparison.labels
+    lost = [
+        f"{d.arm} @ {labels.get(d.policy, d.policy)}, {named(findings, d)}, seed {worst_seed(seed)}"
+        for d in findings.verdict.decisions
+        if d.gated and d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
+        if seed.estimate <= -d.margin and seed.high < 0
+    ]
+    more = f" and {len(lost) - _SEEDS_SHOWN} more" if len(lost) > _SEEDS_SHOWN else ""
+    return [f"One seed alone lost more than the margin: {'; '.join(lost[:_SEEDS_SHOWN])}{more}."] if lost else []
+
+
 def _served(findings: Findings, head: Decision | None) -> list[str]:
     """The worst that a user of a compressed candidate meets; nothing where the number above is that."""
-    found = deployed(findings)
+    found = [d for d in deployed(findings) if d.estimand == "E2" and d.policy != DENSE_POLICY]
     if not found or found[0] is head:
         return []
     d, labels = found[0], findings.comparison.labels

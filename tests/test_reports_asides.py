@@ -1,0 +1,49 @@
+"""What the first page says beside the number: what to do, and which seed lost by itself."""
+
+from __future__ import annotations
+
+import pytest
+from reports_synthetic import spec_of
+from test_reports_drift import data_of, scored, small
+
+from reports.gate.verdict import Status
+from reports.page.about import asides, to_do
+from reports.run import decided
+
+CLUSTERS = 80
+
+
+def run_with(score, *, seeds=(1,), clusters=CLUSTERS):
+    design = small(
+        policies=("none",), seeds=seeds, clusters=clusters, items=2 * clusters, primary=("none",),
+        margins={"refusal": 5.0},
+    )  # fmt: skip
+    return decided(data_of(scored(design, score), spec_of(design)))
+
+
+@pytest.mark.parametrize(("lost", "said"), [(16, True), (4, False)])
+def test_a_seed_that_lost_more_than_the_margin_by_itself_is_named_on_the_first_page(lost, said):
+    """Every tenth item in one of three seeds averages to -3.3 pp."""
+    score = lambda arm, seed, _p, i: not (arm == "naive" and seed == 2 and i % 160 < lost)  # noqa: E731
+    found = run_with(score, seeds=(1, 2, 3))
+    assert found.verdict.status is not Status.FAIL
+    lines = [line for line in asides(found, found.verdict.head) if line.startswith("One seed alone")]
+    assert bool(lines) is said
+    if said:
+        assert "lost more than the margin: naive @ none, refusal, seed 2: -10.0 pp [" in lines[0]
+
+
+def test_what_to_do_at_the_floor_is_another_suite_not_more_items():
+    found = run_with(lambda *_: False)
+    assert found.verdict.status is Status.INCONCLUSIVE
+    assert "the reference has nothing to lose here, ask another suite" in to_do(found)
+
+
+def test_what_to_do_about_an_open_cell_is_a_larger_run():
+    assert "kvaudit plan sizes a next run" in to_do(run_with(lambda *_: True, clusters=20))
+
+
+def test_what_to_do_about_an_invalid_run_clears_nobody():
+    found = run_with(lambda *_: True, clusters=4)
+    assert found.verdict.status is Status.INVALID
+    assert to_do(found) == "What to do: mend the records or the comparison; nothing is decided."
