@@ -13,7 +13,7 @@ from reports.calibration.checks import doses, families, graded, intervals, judge
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
 from reports.calibration.streams import EVEN, THREE_TO_ONE
-from reports.gate.decide import decide_cell
+from reports.gate.cell import decide_cell
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect

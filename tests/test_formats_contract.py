@@ -43,7 +43,7 @@ ARM = "na|ve<i>`"
 REMARK = "Let through by Ada."
 ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
-DECIDERS = {"reports.run", "reports.gate.decide", "reports.gate.family", "reports.stats.rule"}
+DECIDERS = {"reports.run", "reports.gate.cell", "reports.gate.decide", "reports.gate.family", "reports.stats.rule"}
 
 
 class Format(NamedTuple):

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.core.errors import SpecError
+from reports.gate.cell import decide_cell
 from reports.gate.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
-from reports.gate.decide import PASSED, decide_cell
+from reports.gate.decide import PASSED
 from reports.gate.sizes import (
     Design,
     chance,

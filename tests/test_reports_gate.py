@@ -8,8 +8,9 @@ from reports_synthetic import Design, build, policy, records_of, redecided, reru
 
 from audit.core.records import Outcome
 from reports.drift.results import ClusterSums, Contrast
+from reports.gate.cell import decide_cell
 from reports.gate.chance import larger
-from reports.gate.decide import decide, decide_cell
+from reports.gate.decide import decide
 from reports.gate.verdict import EXIT_CODES, Larger, Status, worst
 from reports.page.gate_table import gate_table
 from reports.page.limits import cautions

@@ -14,7 +14,7 @@ from reports.analysis.dose import families
 from reports.analysis.results import SafeBudget
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast, Drift
-from reports.gate.decide import at_floor, decide_cell, templates_of
+from reports.gate.cell import at_floor, decide_cell, templates_of
 from reports.gate.rules import Rules
 from reports.gate.verdict import FLOOR, Status
 from reports.stats.rule import fixed_sequence

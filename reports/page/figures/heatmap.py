@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from audit.core.text import inline
 from reports.drift.results import Contrast
-from reports.gate.decide import at_floor, decide_cell, templates_of
+from reports.gate.cell import at_floor, decide_cell, templates_of
 from reports.gate.verdict import Status
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
