@@ -112,7 +112,8 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     )
     yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
     yield "C_min", f"{sizes.required_clusters} templates for {100 * d.margin:g} pp at alpha {d.alpha:g}"
-    yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and entirely unsampled"
+    missed = f"missed with probability {100 * d.alpha:g} %"
+    yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and unsampled, {missed}"
     yield "answers", _answers(d)
 
 

@@ -53,7 +53,7 @@ SENTENCES = {
     Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
     Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
     Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
-    Status.INCONCLUSIVE: "The data cannot tell: some gated cell is shown neither within its margin nor worse.",
+    Status.INCONCLUSIVE: "The data cannot tell: some gated cell neither passes nor fails by its rule.",
     Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
 }
 

@@ -96,8 +96,8 @@ def limits(findings: Findings) -> tuple[str, ...]:
     lines = [
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
         _graders(findings),
-        f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval outside the gate is "
-        "unadjusted and exploratory.",
+        f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
+        "outside the gate exploratory.",
     ]
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
