@@ -13,7 +13,6 @@ from audit.cli import app
 from audit.core.errors import SpecError
 from reports.gate.cell import decide_cell
 from reports.gate.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
-from reports.gate.decide import PASSED
 from reports.gate.sizes import (
     Design,
     chance,
@@ -25,6 +24,7 @@ from reports.gate.sizes import (
     snippet,
     steps,
 )
+from reports.gate.verdict import PASSED
 from reports.stats.tango import ess_tango
 from reports.stats.templates import Part
 

@@ -19,6 +19,7 @@ from reports.gate.verdict import (
     AT_FLOOR,
     FLOOR,
     LABELS,
+    PASSED,
     PRECEDENCE,
     TEMPLATES,
     Adjustment,
@@ -83,7 +84,7 @@ def decide_cell(
                 effect.lower,
                 effect.upper,
                 pvalue,
-                clusters=min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters),
+                clusters=_worth(templates, effect),
                 uneven=any(too_large(part.counts, margin) for part in templates),
                 shown=parts_show_margin(templates, margin=margin, alpha=effect.alpha),
                 margin=margin,
@@ -100,7 +101,7 @@ def _reason(call: Call, effect: Effect, margin: float, templates: Sequence[Part]
     detected = f"{what} detected, beyond the margin" if effect.upper < -margin else f"{what} detected, its size open"
     total = "lost everything" if what == "regression" else "gained everything"
     needed = clusters_required(margin, effect.alpha)
-    alike = min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
+    alike = _worth(templates, effect)
     worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
     pp = f"{100 * margin:g} pp"
     reasons = {
@@ -172,8 +173,7 @@ def _unseen(people: People) -> Reason:
 
 def _agreed(recipe: Status, status: Status) -> Status:
     """The recipe by the judge's labels where human labels say the same of the checkpoints; else it is open."""
-    passed = (Status.PASS, Status.PASS_NOTED)
-    return worst([recipe, status]) if recipe is status or {recipe, status} <= {*passed} else Status.INCONCLUSIVE
+    return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
 
 
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
@@ -229,7 +229,7 @@ def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Calla
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
         larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
-        blind_spot=blind_spot(_effective(c, c.effect), alpha) if c.effect else None,
+        blind_spot=blind_spot(_worth(templates_of(c), c.effect), alpha) if c.effect else None,
         effect=c.effect,
         rates=c.rates,
         worst=c.worst,
@@ -250,15 +250,15 @@ def _template_bound(shown: Judged, margin: float | None, alpha: float) -> float 
     return template_bound(templates_of(c, sign), alpha=alpha)
 
 
-def _effective(c: Contrast, effect: Effect) -> float:
-    """The templates of a contrast, fewer where sizes are uneven; of several suites the fewest."""
-    return min((effective_clusters(part.counts) for part in c.sums), default=effect.n_clusters)
+def _worth(templates: Sequence[Part], effect: Effect) -> float:
+    """The templates of an effect, fewer where sizes are uneven; of several suites the fewest."""
+    return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
 def _parity(judged: Sequence[Judged], margin: float) -> str:
     """The statement of parity: both sides within the margin, or which side is not shown."""
     sides = {"non-inferior": judged[0].status, "non-superior": judged[1].status}
-    shown = [f"{word}: {'shown' if s in (Status.PASS, Status.PASS_NOTED) else s.value}" for word, s in sides.items()]
+    shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
     return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
 
 

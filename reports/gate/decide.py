@@ -29,6 +29,7 @@ from reports.gate.verdict import (
     EXIT_CODES,
     FORM,
     JUDGE_DIFF,
+    PASSED,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
@@ -39,8 +40,6 @@ from reports.gate.verdict import (
     worst_recipe,
 )
 from reports.gate.waivers import Waiver
-
-PASSED = (Status.PASS, Status.PASS_NOTED)
 
 
 @dataclass(frozen=True)

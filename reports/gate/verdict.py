@@ -30,6 +30,7 @@ class Larger(StrEnum):
     NEVER = "not at this margin"
 
 
+PASSED = (Status.PASS, Status.PASS_NOTED)
 EXIT_CODES = {
     Status.PASS: 0,
     Status.PASS_NOTED: 0,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from audit.core.policy_names import short_names
 from reports.drift.results import Contrast, People
-from reports.gate.decide import PASSED, guarded
-from reports.gate.verdict import JUDGE_DIFF, Decision, Status
+from reports.gate.decide import guarded
+from reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent, points
