@@ -58,6 +58,10 @@ _OPTIONAL = (
 )
 
 
+# fields of ``train`` that came later: left out of the written spec and of its hash where they have their default
+_LATER: tuple[str, ...] = ()
+
+
 def _coded(value: Any) -> Any:
     """The code of a contrast, by its name in specs or by the code itself."""
     code = CONTRASTS.get(value, value) if isinstance(value, str) else value
@@ -100,6 +104,11 @@ class Training(Part):
     save_every: Count = 20
     ledger_every: Steps = 20
     updates_per_batch: Group = 1
+
+    def written(self) -> dict[str, Any]:
+        """The section as plain values, every default spelled out but those of fields that came later."""
+        row, fields = self.model_dump(mode="json"), type(self).model_fields
+        return {k: v for k, v in row.items() if k not in _LATER or getattr(self, k) != fields[k].get_default()}
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -248,9 +257,11 @@ class RunSpec(Part):
         return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def written(self) -> dict[str, Any]:
-        """The complete spec as plain values, every default spelled out but those of ``_OPTIONAL`` and of suites."""
+        """The complete spec as plain values, all defaults but those of suites, ``_OPTIONAL`` and ``_LATER``."""
         row, default = self.model_dump(mode="json"), GateSpec().model_dump(mode="json")
         row["evaluate"] = self.evaluate.written()
+        if self.train is not None:
+            row["train"] = self.train.written()
         row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
         for key in ("chat", "checkpoints"):  # specs from before they existed keep their hash
             if not row[key]:

@@ -61,7 +61,7 @@ class TrainConfig(Training):
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, the same for equal configurations."""
-        return {"arm": self.arm, "seed": self.seed} | self.model_dump(mode="json")
+        return {"arm": self.arm, "seed": self.seed} | self.written()
 
     @property
     def hash(self) -> str:
