@@ -230,7 +230,7 @@ def test_records_that_changed_or_lack_their_seal_are_named(run: Path) -> None:
     ]
     path.write_bytes(path.read_bytes() + b"\n")
     shutil.rmtree(run / "displacement")
-    assert "is not the one that was sealed" in refused("displace", run)
+    assert "its seal says" in refused("displace", run)
     seal = path.with_name(path.name.replace(".jsonl", ".done.json"))
     seal.write_text("[" * 100_000)
     assert "is not JSON" in refused("displace", run)

@@ -249,7 +249,7 @@ def test_a_state_that_no_step_left_is_refused(key: str, value: Any, base: Loaded
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"step": "\\xff"'])
 def test_a_state_that_is_not_json_is_refused(text: str, base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "state.json").write_text(text)
-    with pytest.raises(DataError, match="is not readable JSON"):
+    with pytest.raises(DataError, match="is not JSON"):
         grpo.train(short(), base, halfway, silent)
 
 

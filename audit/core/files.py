@@ -13,6 +13,7 @@ from typing import Any
 
 from audit.core.errors import DataError, RunError
 
+PARTIAL = ".partial"  # ends the name of what is being written beside its place
 _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -41,7 +42,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise DataError(f"{str(path)!r} is missing") from None
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"{str(path)!r} cannot be read ({error.strerror}); make it readable") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted an object")
@@ -51,12 +54,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) -> None:
     """Write a JSON file whole or not at all: synced beside its place, then renamed. ``indent`` None: on one line."""
     write_whole(path, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with partial.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
@@ -64,7 +67,8 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk before this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Hold the finished checkpoints of a run to the hashes they were finished with; without torch, for reports too."""
+"""Hold what a run finished, checkpoints and records, to the sha256 it was finished with; no torch, for reports too."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,4 +54,19 @@ def _check(path: Path, wanted: str) -> None:
     if got != wanted:
         raise DataError(
             f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
+        )
+
+
+def seal_of(records: Path) -> Path:
+    """Where the seal of a unit's record file stands; without one the unit is not finished."""
+    return records.with_suffix(".done.json")
+
+
+def check_sealed(records: Path, got: str, seal: Mapping[str, Any]) -> None:
+    """Raise DataError where a record file, whose bytes have the sha256 ``got``, is not the one that was sealed."""
+    wanted = seal.get("sha256")
+    if got != wanted:
+        raise DataError(
+            f"record file {str(records)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
+            "delete both and resume to evaluate the unit again"
         )

@@ -28,9 +28,9 @@ from rich.console import Console
 
 from audit import __version__
 from audit.core.errors import DataError, RunError
-from audit.core.files import mutex, read_json, write_json, write_whole
+from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from audit.core.inputs import ROWS, TABLE, Digests, check_same
-from audit.core.intact import check_checkpoints
+from audit.core.intact import check_checkpoints, check_sealed, seal_of
 from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.questions import Question
 from audit.core.records import FORMAT, Grade, Item, Record, Role
@@ -162,7 +162,7 @@ class Judging:
         return {**told, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _seal(self, unit: StoredUnit) -> Path:
-        return self._out.records / _seal_of(unit.records).name
+        return seal_of(self._out.records / unit.records.name)
 
     def _stamp(self, unit: StoredUnit) -> dict[str, Any]:
         """What was judged by what: a unit that was finished under the same is not judged again."""
@@ -179,10 +179,11 @@ class Judging:
 
     def _judge(self, unit: StoredUnit, mine: Claim) -> None:
         """Write a unit's records beside their place, a line at a time, and seal them."""
-        _check_whole(unit)
+        with unit.records.open("rb") as file:
+            check_sealed(unit.records, hashlib.file_digest(file, "sha256").hexdigest(), unit.seal)
         asked, seal = self._asked_of(unit), self._seal(unit)
         place = self._out.records / unit.records.name
-        partial = place.with_name(place.name + ".partial")
+        partial = place.with_name(place.name + PARTIAL)
         digest, counted = hashlib.sha256(), Counter[str]()
         pairs = Counter[tuple[bool, bool]]()
         with partial.open("wb") as file:
@@ -251,7 +252,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
     found, unfinished = [], []
     for records in sorted(run.records.glob("*.jsonl")):
-        if not _seal_of(records).exists():
+        if not seal_of(records).exists():
             unfinished.append(records.name)
             continue
         with records.open("rb") as lines:
@@ -261,7 +262,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
                 f"{str(records)!r} holds suite {first.suite!r}, which the run's spec does not ask for; remove the file "
                 "and its seal"
             )
-        seal = read_json(_seal_of(records))
+        seal = read_json(seal_of(records))
         found.append(StoredUnit(records, seal, first.suite, first.context_tokens, first.suite_version))
     if not found:
         raise DataError(f"no finished units in {str(run.records)!r}; nothing is there to judge")
@@ -358,24 +359,10 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         raise DataError(f"{str(path)!r} line {number}: {error}; delete the unit and evaluate it again") from None
 
 
-def _check_whole(unit: StoredUnit) -> None:
-    with unit.records.open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got != unit.sha256:
-        raise DataError(
-            f"record file {str(unit.records)!r} has sha256 {got[:12]}, its seal says {unit.sha256[:12]}; "
-            "delete both and resume to evaluate the unit again"
-        )
-
-
 def _tokenizer_of(run: RunFolder) -> str:
     """Where the tokenizer lies that made the run's items: with its own checkpoints, where it keeps some."""
     own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
     return str(own[0].parent) if own else run.spec.model_path
-
-
-def _seal_of(records: Path) -> Path:
-    return records.with_suffix(".done.json")
 
 
 def _rows(unit: StoredUnit) -> int:
@@ -384,6 +371,6 @@ def _rows(unit: StoredUnit) -> int:
 
 def _copy(path: Path, place: Path) -> None:
     make_folder(place.parent)
-    partial = place.with_name(place.name + ".partial")
+    partial = place.with_name(place.name + PARTIAL)
     shutil.copyfile(path, partial)
     os.replace(partial, place)

@@ -20,6 +20,7 @@ from audit.cache.ledger import Rollout
 from audit.cache.quantised.hints import Strays
 from audit.cache.routing import watched_blocks
 from audit.core.errors import DataError, SpecError
+from audit.core.files import read_json
 from audit.core.intact import check_checkpoint
 from audit.policies import Policy, parse_policy
 from audit.replay.interchange import read_rollouts
@@ -31,7 +32,6 @@ from audit.sampling.model import LoadedModel
 from audit.training.arms import get_arm
 from audit.training.batch import microbatches
 from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE
-from audit.training.files import read_json
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
 # (docs/verify-rollouts.md), so that a longer context or another kernel is no alarm.

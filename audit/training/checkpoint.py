@@ -27,12 +27,13 @@ from transformers.utils import logging as transformers_logging
 from audit import __version__
 from audit.cache.ledger import Rollout, save_ledgers
 from audit.core.errors import DataError, RunError
+from audit.core.files import PARTIAL, read_json, write_json
 from audit.core.intact import own_files
 from audit.policies import Policy
 from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.config import TrainConfig
-from audit.training.files import PARTIAL, TelemetryLog, guarded, move_into, read_json, write_folder, write_json
+from audit.training.files import TelemetryLog, guarded, move_into, write_folder
 from audit.training.optimiser import Optimiser
 
 FORMAT = 1
@@ -72,7 +73,8 @@ class CheckpointFolder:
         elif any(path.iterdir()) and not (path / (CLAIM + PARTIAL)).exists():
             raise RunError(f"folder {str(path)!r} is not empty and holds no {CLAIM}; choose another folder")
         else:
-            write_json(path / CLAIM, self._claim)
+            with guarded(path / CLAIM):
+                write_json(path / CLAIM, self._claim)
 
     @property
     def finished(self) -> bool:
@@ -149,7 +151,8 @@ class CheckpointFolder:
             "ledgers": dict(position.ledgers),
             "versions": _versions(),
         }
-        write_json(self.path / PROVENANCE, provenance)
+        with guarded(self.path / PROVENANCE):
+            write_json(self.path / PROVENANCE, provenance)
         drop_state(self.path)
 
     def _check_claim(self, found: dict[str, Any]) -> None:

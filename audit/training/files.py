@@ -15,8 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from audit.core.errors import DataError, RunError
-
-PARTIAL = ".partial"
+from audit.core.files import PARTIAL, sync
 
 
 @contextmanager
@@ -32,27 +31,6 @@ def guarded(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace ``path`` by the value as sorted JSON, atomically."""
-    partial = path.with_name(path.name + PARTIAL)
-    with guarded(path):
-        partial.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-        _sync(partial)  # before the rename, or a crash may leave the new name on no content
-        os.replace(partial, path)
-        _sync(path.parent)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; raises DataError for anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{str(path)!r} is not readable JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted an object")
-    return value
-
-
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Let ``fill`` write a folder, then rename it to ``path`` in one step; ``path`` must not exist."""
     partial = path.with_name(path.name + PARTIAL)
@@ -62,12 +40,12 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         try:
             fill(partial)
             for file in sorted(partial.iterdir()):
-                _sync(file)
+                sync(file)
             os.rename(partial, path)
         except BaseException:  # an interrupt too: a full disk should not be left fuller
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def move_into(files: Path, folder: Path) -> None:
@@ -76,15 +54,7 @@ def move_into(files: Path, folder: Path) -> None:
         for file in sorted(files.iterdir()):
             os.replace(file, folder / file.name)
         shutil.rmtree(files)
-        _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder)
 
 
 class TelemetryLog:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -17,9 +17,11 @@ from typing import Any
 
 import pandas as pd
 
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError
+from audit.core.files import read_json
 from audit.core.inputs import TABLE
-from audit.core.provenance import check_provenance
+from audit.core.intact import check_sealed, seal_of
+from audit.core.provenance import PROVENANCE, read_provenance
 from audit.core.records import Message, Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
@@ -75,8 +77,8 @@ def load_run(run: Path) -> RunData:
     """
     run = Path(run)
     problems: list[Problem] = []
-    path = run / "provenance.json"
-    provenance = check_provenance(_mapping(path, json.loads), path)
+    _check_there(run / PROVENANCE)
+    provenance = read_provenance(run)
     spec = _spec(run / "spec.yaml", provenance)
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)
@@ -113,8 +115,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 def _spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
     """The spec; margins and the reference are declared before the run, so it must be the one the run began with."""
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
+    _check_there(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
     spec = parse_spec(text, "spec.yaml")
@@ -131,25 +132,14 @@ def _check_spec(path: Path, key: str, digest: str, provenance: Mapping[str, Any]
         )
 
 
-def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    try:
-        value = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)") from None
-    except (OSError, ValueError, RecursionError, SpecError) as error:
-        raise DataError(f"{str(path)!r} cannot be read ({one_line(error)})") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{str(path)!r} holds a {type(value).__name__}, wanted a mapping")
-    return value
-
-
-def _seal(unit: Path) -> Path:
-    return unit.with_name(unit.name.removesuffix(".jsonl") + ".done.json")
+def _check_there(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
 
 
 def _check_files(folder: Path, units: list[Path]) -> None:
     """Every seal has its file."""
-    known = {_seal(unit) for unit in units}
+    known = {seal_of(unit) for unit in units}
     for seal in sorted(folder.glob("*.done.json")):
         if seal not in known:
             raise DataError(
@@ -165,16 +155,11 @@ def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, got: str) -> dict[str, Any] | None:
-    """The seal beside a record file, None without one; DataError where it is not of the bytes read (their sha256)."""
-    if not _seal(unit).is_file():
+    """The seal beside a record file, None without one; DataError where ``got``, the sha256 of its bytes, is another."""
+    if not seal_of(unit).is_file():
         return None
-    seal = _mapping(_seal(unit), json.loads)
-    wanted = seal.get("sha256")
-    if got != wanted:
-        raise DataError(
-            f"record file {str(unit)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
-            "delete both and resume to evaluate the unit again"
-        )
+    seal = read_json(seal_of(unit))
+    check_sealed(unit, got, seal)
     return seal
 
 
@@ -198,7 +183,7 @@ def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], di
         if not seed.lstrip("-").isdigit():
             continue
         try:
-            found[path.parent.parent.name, int(seed)] = _mapping(path, json.loads)
+            found[path.parent.parent.name, int(seed)] = read_json(path)
         except DataError as error:
             problems.append(Problem(str(path.relative_to(run)), 0, one_line(error)))
     return found

@@ -16,6 +16,7 @@ from typing import Any
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
+from audit.core.intact import check_sealed
 from audit.core.provenance import CHECKPOINTS
 from audit.core.records import Record
 from audit.core.spec import BASE_ARM
@@ -154,11 +155,7 @@ class Producer:
         if place not in self._known:
             whose, files = self._recorded(unit)
             raw = files.records.read_bytes() if files.records.is_file() else b""
-            if hashlib.sha256(raw).hexdigest() != self._seal(unit):
-                raise DataError(
-                    f"record file {str(files.records)!r} is not the one that was sealed; delete it and its seal, "
-                    "and go on with the run"
-                )
+            check_sealed(files.records, hashlib.sha256(raw).hexdigest(), self._seal(unit))
             found = []
             for number, line in enumerate(raw.splitlines(), 1):
                 record = _record(line, f"{files.records.name}:{number}")
@@ -169,14 +166,14 @@ class Producer:
                 raise DataError(f"record file {str(files.records)!r} holds no answer with a token to predict")
         return self._known[place]
 
-    def _seal(self, unit: Measured) -> str:
+    def _seal(self, unit: Measured) -> dict[str, Any]:
         _, files = self._recorded(unit)
         if not files.seal.is_file():
             raise DataError(
                 f"{str(files.records)!r} is not finished, and the reference's answers are in it; evaluate first: "
                 f"kvaudit join {self._run.path}"
             )
-        return str(read_json(files.seal).get("sha256"))
+        return read_json(files.seal)
 
     def _refusal(self, unit: Measured, chat: Chat) -> Refusal | None:
         """What a refusal begins with where the suite's prompt spells it out, and the items that should get it."""
@@ -192,7 +189,14 @@ class Producer:
 
     def _key(self, unit: Measured) -> str:
         """What a unit's numbers depend on: weights, answers and settings."""
-        parts = [FORMAT, unit.name, unit.reference_seed, self._tokens, self._seal(unit), self._spec.dtype]
+        parts = [
+            FORMAT,
+            unit.name,
+            unit.reference_seed,
+            self._tokens,
+            str(self._seal(unit).get("sha256")),
+            self._spec.dtype,
+        ]
         parts += [self._spec.evaluate.batch_tokens, self._weights[self._reference(unit)]]
         return hashlib.sha256(json.dumps([*parts, self._weights[unit.arm, unit.seed]]).encode()).hexdigest()
 
