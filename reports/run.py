@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from audit.core.errors import AuditError, DataError
+from audit.core.provenance import PROVENANCE
 from reports.analysis.curves import curves
 from reports.analysis.displacement import load_displacement
 from reports.analysis.examples import largest_losses
@@ -135,10 +136,16 @@ def write_report(run: Path, asked: Asked | None = None) -> Findings:
 
 
 def _write_cards(run: Path, found: Findings, section: str) -> Iterator[str]:
-    """Put the section into the card of every checkpoint; says where that cannot be, which stops no report."""
-    for arm, seed in found.checkpoints:
+    """Put the section into the card of every checkpoint; says where that cannot be, which stops no report.
+
+    A run that was judged has the stories of its checkpoints, and not their weights: no card belongs there.
+    """
+    folders = [run / "checkpoints" / arm / f"seed-{seed}" for arm, seed in found.checkpoints]
+    for folder in folders:
+        if not (folder / PROVENANCE).is_file():
+            continue
         try:
-            write_card(run / "checkpoints" / arm / f"seed-{seed}", section, base=found.comparison.model)
+            write_card(folder, section, base=found.comparison.model)
         except AuditError as error:
             yield str(error)
 

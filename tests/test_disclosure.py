@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from importlib import resources
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from audit.cli import app
 from audit.core.errors import DataError
 from audit.scan.questionnaire import blank
 from audit.training.config import TrainConfig
+from reports.gate.rules import Asked
+from reports.gate.waivers import read_waivers
+from reports.page.formats import bom, junit
 from reports.page.model_card import BEGIN, END, placed, section_of
-from reports.run import write_report
+from reports.records.load import load_run
+from reports.run import disclosed, write_report
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)
@@ -247,6 +252,25 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
     failed = {case.name for case in suite if not case.is_passed}
     assert "verdict" in failed
     assert "E1 naive @ none, refusal at 192 tokens" in failed
+
+
+def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
+    text = junit.render(disclosed(load_run(run), Asked(on_inconclusive="warn")))
+    suite = junitparser.TestSuite.fromstring(text.encode())
+    assert (suite.failures, suite.errors, suite.skipped) == (4, 0, 6)
+    assert sum(case.is_skipped for case in suite) == 6
+
+
+def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) -> None:
+    def serial(who: str | None) -> str:
+        path = tmp_path / "waivers.yaml"
+        row = {"who": who, "why": "known", "expires": str(date.today()), "status": "FAIL", "cells": {"arm": "naive"}}
+        path.write_text(yaml.safe_dump({"waivers": [row]}))
+        asked = Asked(waivers=read_waivers(path) if who else None)
+        return json.loads(bom.render(disclosed(load_run(run), asked)))["serialNumber"]
+
+    assert len({serial(None), serial("Ada"), serial("Grace")}) == 3
+    assert serial("Ada") == serial("Ada")
 
 
 # --- cards ---------------------------------------------------------------------------------------------------------

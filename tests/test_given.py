@@ -20,7 +20,7 @@ from audit.core.errors import DataError, SpecError
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.names import NAMES
-from audit.sampling.given import load_given
+from audit.sampling.given import check_given, load_given
 from audit.sampling.model import load_model
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
@@ -126,6 +126,37 @@ def test_an_adapter_with_pickled_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
     with pytest.raises(DataError, match="pickled weights are not loaded"):
         load_given(str(tmp_path), load_model(), dtype="float32", device="cpu")
+
+
+def adapter(folder: Path, over: str | None) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": over}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embedded", "/elsewhere/Embedded/", "us/embedded", "hub/models--us--embedded/snapshots/0a1b", None],
+)
+def test_an_adapter_over_the_runs_model_is_taken_wherever_that_lay(name: str | None, tmp_path: Path) -> None:
+    check_given(str(adapter(tmp_path / "adapter", name)), load_model())
+
+
+def test_an_adapter_over_another_model_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    code, output, folder = run(tmp_path, spec(adapter(tmp_path / "adapter", "Qwen/Qwen2.5-0.5B")))
+    assert code == 2
+    assert "was trained over 'Qwen/Qwen2.5-0.5B', the run's model is 'embedded'" in output
+    assert not folder.exists()
+
+
+def test_an_adapter_with_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter", "embedded")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EMBEDDED / name, folder)
+    check_given(str(folder), load_model())
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(DataError, match="another chat template"):
+        check_given(str(folder), load_model())
 
 
 def test_another_architecture_is_refused_before_anything_runs(trained: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.sampling.conversations import graded
 from audit.sampling.model import load_chat, load_model
+from reports.records.load import load_run
+from reports.run import write_report
 from suites.agent import Agent
 from suites.math import Math
 
@@ -192,6 +194,25 @@ def test_telemetry_goes_along_and_checkpoints_do_not(run: Path) -> None:
     (seed / "model.safetensors").write_bytes(b"weights")
     out = judged(run)
     assert [path.name for path in (out / "checkpoints").rglob("*") if path.is_file()] == ["telemetry.jsonl"]
+
+
+def test_a_judged_run_says_how_its_checkpoints_were_trained(run: Path) -> None:
+    seed = run / "checkpoints" / "dense" / "seed-1"
+    seed.mkdir(parents=True)
+    story = {"recipe": {"rollouts": "snapkv:budget=96"}, "ledgers": {}, "files": {}}
+    (seed / "provenance.json").write_text(json.dumps(story))
+    again = judged(judged(run), "twice")
+    found = load_run(again)
+    assert found.checkpoints["dense", 1]["recipe"] == story["recipe"]
+    write_report(again)
+    assert not list((again / "checkpoints").rglob("README.md"))  # a card belongs to weights
+
+
+def test_what_others_say_of_the_stack_goes_along(run: Path) -> None:
+    (run / "scan.json").write_text(json.dumps({"format": "kvaudit.scan", "version": 1, "found": [], "open": 0}))
+    scan = load_run(judged(run)).evidence.scan
+    assert scan is not None
+    assert scan["open"] == 0
 
 
 def test_a_folder_is_judged_into_no_other_run(run: Path) -> None:

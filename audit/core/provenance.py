@@ -13,6 +13,7 @@ from audit.core.inputs import TABLE, WORKED_WITH
 from audit.core.text import is_text
 
 PROVENANCE = "provenance.json"
+ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint that lies with the run it was judged from
 CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
 JUDGED = "judged"  # what a run was judged from, where its answers were graded again elsewhere
 REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases

@@ -31,7 +31,7 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from audit.core.inputs import ROWS, TABLE, Digests, check_same
 from audit.core.intact import check_checkpoints, check_sealed, seal_of
-from audit.core.provenance import JUDGED, PROVENANCE
+from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
 from audit.core.records import FORMAT, Grade, Item, Record, Role
 from audit.judges.base import Judge, question_key, refuse_own_rows
@@ -47,7 +47,14 @@ from suites.sources import watched
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
-_BESIDE = ("displacement.json", "checkpoints/*/seed-*/telemetry.jsonl")  # what a report shows besides records
+_BESIDE = {  # what a report shows besides records, and under which name it goes along
+    "displacement.json": "displacement.json",
+    "scan.json": "scan.json",
+    "answers.json": "answers.json",
+    "checkpoints/*/seed-*/telemetry.jsonl": "telemetry.jsonl",
+    f"checkpoints/*/seed-*/{PROVENANCE}": ORIGIN,  # under its own name it would say that the weights are here
+    f"checkpoints/*/seed-*/{ORIGIN}": ORIGIN,
+}
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,9 @@ class Judging:
         make_folder(out.records)
         with mutex(out.path / ".provenance.lock"):
             write_json(out.path / PROVENANCE, self._story(told))
-            for pattern in _BESIDE:
+            for pattern, name in _BESIDE.items():
                 for path in run.path.glob(pattern):
-                    _copy(path, out.path / path.relative_to(run.path))
+                    _copy(path, out.path / path.relative_to(run.path).with_name(name))
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
     def _story(self, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ from audit.sampling.chat import ChatOption
 from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate
 from audit.sampling.weights import check_numbers, file_sha256
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS, _TOKENIZER = "adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"
+_CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub's cache names a folder
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
@@ -43,7 +45,10 @@ def check_given(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
     if (folder / _CONFIG).is_file():
-        return  # it is held to the base when it is merged into it
+        _check_base(folder, name_or_path, base)
+        if (folder / _TOKENIZER).is_file():
+            _check_prompts(name_or_path, base)
+        return  # its shapes are held to the base when it is merged into it
     config = read_json(folder / "config.json")
     config = config.get("text_config", config)
     ours = base.model.config.get_text_config().to_dict()
@@ -53,12 +58,35 @@ def check_given(name_or_path: str, base: LoadedModel) -> None:
                 f"checkpoint {name_or_path!r} has {name} {shown(config[name])}, model {base.name!r} has "
                 f"{ours.get(name)}; compare checkpoints of one architecture"
             )
+    _check_prompts(name_or_path, base)
+
+
+def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
     theirs = load_chat(name_or_path).tokenizer
     for what, of in (("vocabulary", _vocabulary), ("chat template", _template)):
         if of(theirs) != of(base.chat.tokenizer):
             raise DataError(
                 f"checkpoint {name_or_path!r} has another {what} than model {base.name!r}; their prompts would differ"
             )
+
+
+def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
+    """Raise DataError where an adapter says that it was trained over a model of another name than the run's.
+
+    Folders move and hub ids are copied into caches, so the last part of the name is what counts.
+    """
+    told = read_json(folder / _CONFIG).get("base_model_name_or_path")
+    if told and _last_part(str(told)) != _last_part(base.name):
+        raise DataError(
+            f"adapter {name!r} was trained over {shown(told)}, the run's model is {base.name!r}; name its own base as "
+            f"model, or, where this is the same, set base_model_name_or_path in its {_CONFIG} to {base.name!r}"
+        )
+
+
+def _last_part(name: str) -> str:
+    """Qwen2-0.5B of hub/models--Qwen--Qwen2-0.5B/snapshots/0a1b, of Qwen/Qwen2-0.5B and of models/Qwen2-0.5B."""
+    cached = _CACHED.search(name)
+    return (cached[1] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]).casefold()
 
 
 def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:

@@ -24,10 +24,9 @@ from reports.gate.family import (
     shown_cells,
 )
 from reports.gate.release import withheld
-from reports.gate.rules import WARN, Rules
+from reports.gate.rules import Rules
 from reports.gate.seeds import held_by_seeds
 from reports.gate.verdict import (
-    EXIT_CODES,
     FORM,
     JUDGE_DIFF,
     PASSED,
@@ -37,6 +36,7 @@ from reports.gate.verdict import (
     Decision,
     Status,
     Verdict,
+    exit_code,
     worst,
     worst_recipe,
 )
@@ -139,7 +139,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     status = worst([start, *(a.status for a in arms)])
     return Verdict(
         status=status,
-        exit_code=_exit_code(status, rules),
+        exit_code=exit_code(status, rules),
         recipe=worst_recipe([a.recipe for a in arms]),
         reasons=reasons,
         arms=arms,
@@ -202,11 +202,6 @@ def _waived(d: Decision, waivers: Sequence[Waiver]) -> Decision:
 
 def _reasons(gated: Sequence[Decision]) -> list[Reason]:
     return [] if gated else [Reason("NOTHING", "no cell to gate: one arm under one policy cannot be compared")]
-
-
-def _exit_code(status: Status, rules: Rules) -> int:
-    """FAIL and INVALID are never downgraded."""
-    return 0 if status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN else EXIT_CODES[status]
 
 
 def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from reports.drift.results import Rates, Reason, SeedDrift
+from reports.gate.rules import WARN, Rules
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 
@@ -147,6 +148,11 @@ class Verdict:
     def head(self) -> Decision | None:
         """The decision that the banner quotes, None where no cell has a number."""
         return None if self.headline is None else self.decisions[self.headline]
+
+
+def exit_code(status: Status, rules: Rules) -> int:
+    """What a gate exits with by these rules; FAIL and INVALID are never downgraded."""
+    return 0 if status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN else EXIT_CODES[status]
 
 
 def worst(statuses: Iterable[Status]) -> Status:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from audit.core.errors import DataError
 from audit.core.files import read_json
 from audit.core.inputs import TABLE
 from audit.core.intact import check_sealed, seal_of
-from audit.core.provenance import PROVENANCE, read_provenance
+from audit.core.provenance import ORIGIN, PROVENANCE, read_provenance
 from audit.core.records import Message, Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
@@ -176,9 +176,13 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:
-    """The provenance of every finished checkpoint; one that cannot be read is a problem, and stays unknown."""
+    """The provenance of every finished checkpoint, here or with the run that this one was judged from.
+
+    One that cannot be read is a problem, and stays unknown.
+    """
     found = {}
-    for path in sorted((run / "checkpoints").glob("*/seed-*/provenance.json")):
+    folder = run / "checkpoints"
+    for path in sorted(chain.from_iterable(folder.glob(f"*/seed-*/{name}") for name in (ORIGIN, PROVENANCE))):
         seed = path.parent.name.removeprefix("seed-")
         if not seed.lstrip("-").isdigit():
             continue

@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from xml.etree import ElementTree
 
 from audit.core.text import inline
-from reports.gate.verdict import PASSED, Status
+from reports.gate.rules import Rules
+from reports.gate.verdict import Status, exit_code
 from reports.page.disclosure import disclosure_of
 from reports.page.page import Page
 
 FILE = "junit.xml"
-_GOOD = {status.value for status in (*PASSED, Status.WAIVED)}
+_FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test case
 
 
 def render(page: Page) -> str:
-    """The gated cells as test cases: a FAIL fails, what is open or invalid is an error, and the verdict is the last."""
-    told, banner = disclosure_of(page), page.banner
-    cells = [m for m in told.drift if m.verdict != "not gated"]
-    status, bad = banner.status.value, [m for m in cells if m.verdict not in _GOOD]
-    failures = sum(m.verdict == Status.FAIL.value for m in bad) + (banner.status is Status.FAIL)
-    errors = sum(m.verdict != Status.FAIL.value for m in bad) + (
-        status not in _GOOD and banner.status is not Status.FAIL
-    )
-    suite = ElementTree.Element(
-        "testsuite",
-        name=inline(banner.title),
-        tests=str(len(cells) + 1),
-        failures=str(failures),
-        errors=str(errors),
-        skipped="0",
-        time="0",
-    )
-    for cell in cells:
-        _case(suite, cell.slice, cell.arm, cell.verdict, cell.sentence)
+    """The gated cells as test cases, and the verdict as the last: each as the gate would exit on it alone."""
+    told, banner, rules = disclosure_of(page), page.banner, page.findings.rules
+    suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (banner.sentence, banner.number, banner.alarm, *page.remarks)
-    _case(suite, "verdict", "verdict", status, " ".join(line for line in lines if line))
+    cells = [(m.slice, m.arm, Status(m.verdict), m.sentence) for m in told.drift if m.verdict != "not gated"]
+    cells.append(("verdict", "verdict", banner.status, " ".join(line for line in lines if line)))
+    found = Counter[str]()
+    for name, group, status, said in cells:
+        kind = _kind(status, rules)
+        found[kind] += 1
+        _case(suite, (name, group), status, said, kind)
+    counts = {"tests": len(cells), "failures": found[_FAILURE], "errors": found[_ERROR], "skipped": found[_SKIPPED]}
+    suite.attrib |= {**{name: str(number) for name, number in counts.items()}, "time": "0"}
     ElementTree.indent(suite)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
 
-def _case(suite: ElementTree.Element, name: str, group: str, status: str, said: str) -> None:
-    case = ElementTree.SubElement(suite, "testcase", name=inline(name), classname=f"kvaudit.{inline(group)}", time="0")
-    text = f"{status}: {inline(said)}"
-    if status not in _GOOD:
-        kind = "failure" if status == Status.FAIL.value else "error"
-        ElementTree.SubElement(case, kind, message=text, type=status)
+def _kind(status: Status, rules: Rules) -> str:
+    """A FAIL fails, what else stops the gate is an error, and what it lets through without a finding is skipped."""
+    if status is Status.FAIL:
+        return _FAILURE
+    if exit_code(status, rules):
+        return _ERROR
+    return _SKIPPED if status is Status.INCONCLUSIVE else ""
+
+
+def _case(suite: ElementTree.Element, names: tuple[str, str], status: Status, said: str, kind: str) -> None:
+    name, group = map(inline, names)
+    case = ElementTree.SubElement(suite, "testcase", name=name, classname=f"kvaudit.{group}", time="0")
+    text = f"{status.value}: {inline(said)}"
+    if kind:
+        result = ElementTree.SubElement(case, kind, message=text)
+        if kind != _SKIPPED:
+            result.set("type", status.value)
     ElementTree.SubElement(case, "system-out").text = text
