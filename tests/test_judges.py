@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
+from audit.core.endpoint import _retry_after
 from audit.core.errors import DataError, RunError, SpecError
 from audit.core.questions import Question
 from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows, sha256_of
@@ -25,7 +26,7 @@ from audit.judges.labels import BESIDE, sources
 from audit.judges.logistic import spelled
 from audit.judges.remembered import Remembered
 from audit.judges.rubric import messages_of, verdict_of
-from audit.judges.rubric_endpoint import RubricEndpoint, _retry_after
+from audit.judges.rubric_endpoint import RubricEndpoint
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -286,7 +287,7 @@ def test_a_key_that_is_not_set_is_one_line() -> None:
 
 def test_an_endpoint_that_asks_for_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("audit.judges.rubric_endpoint.time.sleep", waits.append)
+    monkeypatch.setattr("audit.core.endpoint.time.sleep", waits.append)
 
     def later(handler: BaseHTTPRequestHandler, _: Any) -> None:
         send(handler, 429, "slow down", Retry_After="7")

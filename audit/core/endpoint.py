@@ -1,0 +1,236 @@
+"""An OpenAI-compatible endpoint from outside (``POST BASE_URL/chat/completions``), and every way of not answering.
+
+The key stands in an environment variable and goes into one header, never into a file, a message or another host; where
+an endpoint says it back, it is struck out. What an endpoint says is hostile: it may be late, endless or no JSON. One
+that asks for time gets it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from http.client import HTTPException
+from typing import IO, Any, NamedTuple
+
+from audit.core.errors import SpecError
+from audit.core.records import Message
+from audit.core.text import inline, is_text
+from audit.core.yaml_file import one_line
+
+_LONGEST_REPLY = 1 << 20  # bytes
+_LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
+_HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
+_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+_SECRET = (401, 403)  # whose words may hold a part of the key
+_SHORTEST_KEY = 8  # characters that are struck out of what is said; a shorter one may be a word
+
+
+class Scope(StrEnum):
+    """What goes without an answer."""
+
+    TRY = "try"  # another one may get it
+    QUESTION = "question"  # this one now, whatever is tried
+    ENDPOINT = "endpoint"  # all of them
+
+
+class Unanswered(Exception):
+    """A question without an answer. ``wait``: seconds that the endpoint asked for."""
+
+    def __init__(self, what: str, scope: Scope = Scope.TRY, wait: float | None = None) -> None:
+        super().__init__(inline(one_line(what)))
+        self.scope, self.wait = scope, wait
+
+
+class Replied(NamedTuple):
+    """What came back over the wire."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+
+Send = Callable[[str, bytes, Mapping[str, str], float], Replied]  # address, body, headers, seconds for a whole reply
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A chat completion as the endpoint says it; nothing in it is checked but that the texts are texts."""
+
+    text: str
+    finish_reason: str
+    model: str
+    usage: Any
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how to ask. ``key`` names the environment variable with the key; empty where none is wanted.
+
+    ``timeout`` is in seconds for a whole reply, ``tries`` of one question; ``per_minute`` tries, None for any number.
+    """
+
+    base_url: str
+    key: str = ""
+    timeout: float = 60.0
+    tries: int = 4
+    per_minute: float | None = None
+
+    def check(self, who: str) -> None:
+        """Raise SpecError, in the name of ``who``, for an address that is none or would carry a key into a file."""
+        if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
+            raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
+
+    def line(self, who: str, send: Send | None = None) -> Line:
+        """The endpoint with its key in hand; raises SpecError where the variable is not set."""
+        if self.key and not os.environ.get(self.key):
+            raise SpecError(f"{who}: the environment variable {self.key} is not set")
+        return Line(self, os.environ[self.key] if self.key else "", send or over_http)
+
+
+class Line:
+    """Asks an endpoint, one question after the other or from several threads."""
+
+    def __init__(self, endpoint: Endpoint, key: str, send: Send) -> None:
+        self._endpoint, self._key, self._send = endpoint, key, send
+        self._url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._door, self._free_at = threading.Lock(), 0.0
+
+    def ask(self, body: Mapping[str, Any]) -> Completion:
+        """The completion of a request; raises Unanswered once no further try would help."""
+        raw = json.dumps(body).encode()
+        why = Unanswered("it was not asked")
+        for number in range(self._endpoint.tries):
+            if number:
+                time.sleep(2.0 ** (number - 1) if why.wait is None else why.wait)
+            try:
+                return self._completion(self._reply(raw))
+            except Unanswered as error:
+                why = error
+                if error.scope is not Scope.TRY:
+                    break
+        raise why
+
+    def _reply(self, raw: bytes) -> bytes:
+        """The body of one reply of status 200."""
+        self._take_turn()
+        try:
+            replied = self._send(self._url, raw, self._headers, self._endpoint.timeout)
+        except (OSError, HTTPException) as error:  # no route, a broken line, a timeout
+            raise Unanswered(self._struck(f"{type(error).__name__}: {error}")) from None
+        except ValueError:  # whose words may hold the key
+            raise Unanswered("address or key have a form that no header can carry", Scope.ENDPOINT) from None
+        if replied.status != 200:
+            raise self._refused(replied)
+        return replied.body
+
+    def _refused(self, replied: Replied) -> Unanswered:
+        """What a status means: for all questions, for this one (too long, or filtered), or for this try."""
+        status = f"status {replied.status}"
+        said = "" if replied.status in _SECRET else _said(replied.body)
+        words = self._struck(f"{status}: {said}" if said else status)
+        if replied.status in _LATER:
+            return Unanswered(words, Scope.TRY, _retry_after(replied.retry_after))
+        return Unanswered(words, Scope.ENDPOINT if replied.status in _HOPELESS else Scope.QUESTION)
+
+    def _completion(self, raw: bytes) -> Completion:
+        try:
+            body = json.loads(raw)
+            choice = body["choices"][0]
+            text, finish, model = choice["message"]["content"], choice.get("finish_reason"), body.get("model")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            raise Unanswered("a reply that is no chat completion", Scope.QUESTION) from None
+        text = "" if text is None else text  # as some say it of an empty answer
+        if not isinstance(text, str) or not is_text(text):
+            raise Unanswered("a reply whose content is no text", Scope.QUESTION)
+        ended, named = (self._struck(w) if isinstance(w, str) and is_text(w) else "" for w in (finish, model))
+        return Completion(self._struck(text), ended, named, body.get("usage"))
+
+    def _struck(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
+
+    def _take_turn(self) -> None:
+        """Wait until another try keeps to the rate."""
+        if self._endpoint.per_minute is None:
+            return
+        with self._door:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + 60 / self._endpoint.per_minute
+        time.sleep(start - now)
+
+
+def rows(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as they go over the wire."""
+    return [{"role": str(message.role), "content": message.content} for message in messages]
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: a redirect would carry the key to another host."""
+
+    def redirect_request(self, req: Any, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> None:  # noqa: ARG002
+        return None
+
+
+_OPENER = urllib.request.build_opener(_Stay)
+
+
+def over_http(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
+    """Send a request to an address of http:// or https://; raises OSError, HTTPException or ValueError."""
+    deadline = time.monotonic() + timeout
+    try:
+        request = urllib.request.Request(url, body, dict(headers))  # noqa: S310 - the scheme was checked
+        with _OPENER.open(request, timeout=timeout) as response:
+            return Replied(200, _read(response, deadline))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Replied(error.code, _read(error, deadline), error.headers.get("Retry-After"))
+
+
+def _read(response: Any, deadline: float) -> bytes:
+    """A whole reply; one that drips or never ends is cut."""
+    parts = list(_parts(response, deadline))
+    if sum(map(len, parts)) > _LONGEST_REPLY:
+        raise Unanswered(f"a reply of more than {_LONGEST_REPLY} bytes")
+    return b"".join(parts)
+
+
+def _parts(response: Any, deadline: float) -> Iterator[bytes]:
+    size = 0
+    while size <= _LONGEST_REPLY and (part := response.read1(1 << 16)):
+        yield part
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise Unanswered("a reply that does not end")
+
+
+def _said(raw: bytes) -> str:
+    """What an error's body says is wrong, empty where it says so in no known way."""
+    try:
+        message = json.loads(raw)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return message if isinstance(message, str) and is_text(message) else ""
+
+
+def _retry_after(header: str | None) -> float | None:
+    """Seconds to wait, written as a number or as a date; None where it is neither."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
