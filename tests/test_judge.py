@@ -19,7 +19,7 @@ from audit.runs import judge as judging
 from audit.runs.evaluate import Evaluator, grid
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from audit.sampling.conversations import graded
+from audit.sampling.exchange import graded
 from audit.sampling.model import load_chat, load_model
 from reports.records.load import load_run
 from reports.run import write_report

@@ -18,7 +18,8 @@ from audit.runs.displacement.trajectories import trajectory
 from audit.runs.evaluate import asked_suite
 from audit.runs.names import NAMES
 from audit.sampling.chat import Chat
-from audit.sampling.conversations import Played, graded, play
+from audit.sampling.conversations import Played, play
+from audit.sampling.exchange import graded
 from reports.records.rows import columns_of
 
 THINKING = CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n' }}")

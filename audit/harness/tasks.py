@@ -21,7 +21,7 @@ from audit.core.errors import DataError, SpecError
 from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.files import write_whole
 from audit.core.records import Item, Message, Role
-from audit.sampling.conversations import graded
+from audit.sampling.exchange import graded
 from suites.base import SUITES, Suite
 
 UTILS = '''"""Written by kvaudit: the rows beside this file, graded by the suite that made them."""

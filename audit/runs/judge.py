@@ -40,7 +40,7 @@ from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from audit.runs.progress import Meter
-from audit.sampling.conversations import graded, question_of, settled
+from audit.sampling.exchange import graded, question_of, settled
 from audit.sampling.model import load_chat
 from suites.base import SUITES, Suite
 from suites.sources import watched

@@ -11,18 +11,14 @@ import torch
 
 from audit.cache.ledger import Rollout
 from audit.core.errors import SpecError
-from audit.core.facets import unknown, unreadable
-from audit.core.questions import Question
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.thoughts import CLOSING, heard, parted, with_thoughts
+from audit.core.records import Grade, Item, Message, Role
 from audit.sampling.chat import Chat, Rendered
 from audit.sampling.decoding import Scored, draw
-from audit.sampling.degenerate import Fault, degenerate
+from audit.sampling.exchange import Exchange, graded
 from audit.sampling.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
 from suites.base import Suite
 
 _NOTHING = Rendered((), ())
-OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
 
 
 @dataclass(frozen=True)
@@ -190,45 +186,33 @@ class _Conversation:
     """One conversation under way."""
 
     def __init__(self, asked: _Asked, member: int, model: ServedModel) -> None:
-        self.suite, self.item, prompt, self._thinks = asked
+        self.suite, item, prompt, self._thinks = asked
+        self._exchange = Exchange(self.suite, item, thinks=asked.thinks, opens_thought=model.chat.opens_thought)
         self.member, self._model = member, model
-        self.open = True
         self._prompt_tokens = len(prompt.ids)
-        self._transcript = self.item.messages
         self._roles = list(prompt.roles)
         self._pending = _NOTHING
-        self._turns = self._new_tokens = 0
-        self._finish = ""
+        self._new_tokens = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the model is to speak."""
+        return self._exchange.open
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether an answer has come to a text that ends it; in a thought it ends nothing."""
         if not holds_stop(self._model.chat, ids, self.suite.until):
             return False
-        answer = self._said(self._model.chat.text(ids))[-1].content
+        answer = self._exchange.said(self._model.chat.text(ids))[-1].content
         return not self._thinks or any(text in answer for text in self.suite.until)
 
     def answer(self, completion: Completion) -> None:
         """Take the model's answer; end the row, or hold the environment's reply ready."""
-        said = self._said(self._model.chat.text(completion.ids))
-        self._transcript += said
+        messages = self._exchange.hear(self._model.chat.text(completion.ids), completion.finish_reason)
         self._roles += [str(Role.ASSISTANT)] * len(completion.ids)
         self._new_tokens += len(completion.ids)
-        self._turns += 1
-        self._finish = completion.finish_reason
-        broken = _fault(said, completion.finish_reason)
-        # what an environment would make of half a call is not behaviour
-        messages = None if broken else self.suite.step(self.item, heard(self._transcript))
-        if messages is None:
-            self.open = False
-        elif self._turns >= self.suite.max_turns:  # asked of ``step`` first, which knows whether it was over anyway
-            self.open, self._finish = False, "turns"
-        else:
+        if self.open:
             self._continue(completion, messages)
-
-    def _said(self, text: str) -> tuple[Message, ...]:
-        if self._thinks:
-            return parted(text, opened=self._model.chat.opens_thought)
-        return (Message(Role.ASSISTANT, text),)
 
     def take_pending(self) -> Rendered:
         """The tokens to append now, none when the row is over."""
@@ -239,11 +223,11 @@ class _Conversation:
         """Grade the finished row; how long it took is for whoever knows the whole batch."""
         assert rollout.ids.shape[0] == len(self._roles)
         return Played(
-            item=self.item,
-            transcript=self._transcript,
-            grade=graded(self.suite, self.item, self._transcript, self._finish),
+            item=self._exchange.item,
+            transcript=self._exchange.transcript,
+            grade=self._exchange.grade(),
             rollout=rollout,
-            finish_reason=self._finish,
+            finish_reason=self._exchange.finish,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             survival=survival(rollout, self._roles),
@@ -254,57 +238,11 @@ class _Conversation:
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages)
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
-            self.open, self._finish = False, "error"
+            self._exchange.break_off()
             return
-        self._transcript += messages
+        self._exchange.go_on(messages)
         self._roles += reply.roles
         self._pending = reply
-
-
-def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
-    """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
-
-    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader.
-    """
-    return _said_nothing(suite, item, transcript, finish_reason) or suite.grade(item, heard(transcript))
-
-
-def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
-    """What a judge has to decide of a finished conversation; None where ``graded`` needs none."""
-    broken = _said_nothing(suite, item, transcript, finish_reason)
-    return None if broken else suite.question(item, heard(transcript))
-
-
-def settled(suite: Suite, item: Item, transcript: Sequence[Message], *, refused: bool | None, judge: str) -> Grade:
-    """The grade once a judge has answered ``question_of``; unscored where it failed, which is None."""
-    if refused is None:
-        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown(suite.facets(item)))
-    return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
-
-
-def _said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
-    facets = suite.facets(item)
-    if finish_reason == "error":
-        return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
-    if fault := _fault(transcript[len(item.messages) :], finish_reason):
-        outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
-        return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
-    return None
-
-
-def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:
-    """What is wrong with the first answer that says nothing; only the last one can have been cut."""
-    found = list(with_thoughts(said))
-    ends = ["stop"] * (len(found) - 1) + ["length" if finish_reason == "length" else "stop"]
-    return next(filter(None, map(_fault_of, found, ends)), None)
-
-
-def _fault_of(answer: tuple[str | None, str], finish_reason: str) -> Fault | None:
-    thought, text = answer
-    closed = thought is None or thought.endswith(CLOSING)
-    if not closed or (thought is not None and finish_reason == "length" and not text.strip()):
-        return "truncated"  # the answer was never reached
-    return degenerate(text, finish_reason)
 
 
 def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:

@@ -1,0 +1,107 @@
+"""A conversation as messages, whoever speaks for the model: the environment's replies, how it ends, its grade."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from audit.core.facets import unknown, unreadable
+from audit.core.questions import Question
+from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.thoughts import CLOSING, heard, parted, with_thoughts
+from audit.sampling.degenerate import Fault, degenerate
+from suites.base import Suite
+
+OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
+
+
+class Exchange:
+    """One conversation under way. ``finish`` is how it ended: stop | length | turns | error.
+
+    ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
+    nor grader. ``opens_thought``: the prompt begins it.
+    """
+
+    def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool = False) -> None:
+        self.suite, self.item = suite, item
+        self.transcript = item.messages
+        self.open, self.finish = True, ""
+        self._thinks, self._opens_thought = thinks, opens_thought
+        self._turns = 0
+
+    def said(self, text: str) -> tuple[Message, ...]:
+        """An answer as messages."""
+        if self._thinks:
+            return parted(text, opened=self._opens_thought)
+        return (Message(Role.ASSISTANT, text),)
+
+    def hear(self, text: str, finish_reason: str) -> tuple[Message, ...]:
+        """Take an answer and return the environment's reply, for ``go_on``; none once the conversation is over."""
+        said = self.said(text)
+        self.transcript += said
+        self._turns += 1
+        self.finish = finish_reason
+        # what an environment would make of half a call is not behaviour
+        messages = None if _fault(said, finish_reason) else self.suite.step(self.item, heard(self.transcript))
+        if messages is not None and self._turns >= self.suite.max_turns:  # ``step`` knows whether it was over anyway
+            self.finish, messages = "turns", None
+        self.open = messages is not None
+        return messages or ()
+
+    def go_on(self, messages: tuple[Message, ...]) -> None:
+        """Put the environment's reply before the model."""
+        self.transcript += messages
+
+    def break_off(self) -> None:
+        """End where nothing more can be asked; what is not known is no behaviour."""
+        self.open, self.finish = False, "error"
+
+    def grade(self) -> Grade:
+        """The grade of the finished conversation."""
+        return graded(self.suite, self.item, self.transcript, self.finish)
+
+
+def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
+    """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
+
+    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader.
+    """
+    return _said_nothing(suite, item, transcript, finish_reason) or suite.grade(item, heard(transcript))
+
+
+def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
+    """What a judge has to decide of a finished conversation; None where ``graded`` needs none."""
+    broken = _said_nothing(suite, item, transcript, finish_reason)
+    return None if broken else suite.question(item, heard(transcript))
+
+
+def settled(suite: Suite, item: Item, transcript: Sequence[Message], *, refused: bool | None, judge: str) -> Grade:
+    """The grade once a judge has answered ``question_of``; unscored where it failed, which is None."""
+    if refused is None:
+        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown(suite.facets(item)))
+    return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
+
+
+def _said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
+    facets = suite.facets(item)
+    if finish_reason == "error":
+        return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
+    if fault := _fault(transcript[len(item.messages) :], finish_reason):
+        outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
+        return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
+    return None
+
+
+def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:
+    """What is wrong with the first answer that says nothing; only the last one can have been cut."""
+    found = list(with_thoughts(said))
+    ends = ["stop"] * (len(found) - 1) + ["length" if finish_reason == "length" else "stop"]
+    return next(filter(None, map(_fault_of, found, ends)), None)
+
+
+def _fault_of(answer: tuple[str | None, str], finish_reason: str) -> Fault | None:
+    thought, text = answer
+    closed = thought is None or thought.endswith(CLOSING)
+    if not closed or (thought is not None and finish_reason == "length" and not text.strip()):
+        return "truncated"  # the answer was never reached
+    return degenerate(text, finish_reason)
