@@ -25,8 +25,18 @@ from audit.core.errors import DataError
 from audit.policies import Dense
 from audit.replay.attention import Replay
 from audit.replay.codes import codes_of
+from audit.replay.head import Head, watched
 
 LearnerPass = Literal["dense", "shadow"]
+
+
+def suffix_states(
+    model: Any, rollouts: Sequence[Rollout], *, group: int, kind: LearnerPass
+) -> tuple[Tensor, Tensor, Head]:
+    """``suffix_logits`` without the logits: last hidden states [B, R, D], the valid mask, and the head they go to."""
+    with watched(model) as head:
+        _, valid = suffix_logits(model, rollouts, group=group, kind=kind, keep=1)
+    return head.states(), valid, head
 
 
 def suffix_logits(
@@ -37,14 +47,15 @@ def suffix_logits(
     kind: LearnerPass,
     reroute: bool = False,
     strays: Strays | None = None,
+    keep: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Logits that predict each suffix token, prompts passed once per group.
 
     ``rollouts`` are whole groups of ``group`` rows that share a prompt (first ``prompt_length`` ids) and its ledger.
     Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
     With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense pass. ``strays`` grows
-    by row and layer of every recorded code that is at no border in the replay. Raises DataError where the ledger does
-    not fit the model or the group.
+    by row and layer of every recorded code that is at no border in the replay. ``keep`` asks for logits of the last
+    columns only, 0 for all. Raises DataError where the ledger does not fit the model or the group.
     """
     device = next(model.parameters()).device
     plans = layer_plans(model.config, Dense())
@@ -78,7 +89,8 @@ def suffix_logits(
     experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
     chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
     context = Replay(plans, after, keys, gone, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group)
-    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context)
+    asked = {"logits_to_keep": keep} if keep else {}
+    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
     return output.logits, after >= 0
 

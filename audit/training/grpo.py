@@ -34,7 +34,7 @@ from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, 
 from audit.training.config import REWARD, TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
 from audit.training.learner import Read, pass_logprobs, read_tokens
-from audit.training.losses import LOSSES, LossInputs, full_kl
+from audit.training.losses import LOSSES, LossInputs
 from audit.training.optimiser import Halves, Optimiser
 from audit.training.rewards import REWARDS
 from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
@@ -227,4 +227,4 @@ def learn(
 def _distill(model: Any, part: Batch, shadow: Read, temperature: float) -> Tensor:
     """KL(dense || sg(shadow)) per token [b, R], 0 where a group earned nothing: a starved shadow is a bad teacher."""
     dense = read_tokens(model, part.rollouts, part.group, "dense", temperature)
-    return part.spread(full_kl(dense.logits, shadow.logits)) * part.earned[:, None]
+    return part.spread(dense.distributions.kl(shadow.distributions)) * part.earned[:, None]
