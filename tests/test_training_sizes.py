@@ -10,9 +10,11 @@ import torch
 from training_world import sampled, sharp
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from audit.core.spec import AdapterSpec
 from audit.replay.head import watched
 from audit.sampling.model import LoadedModel
 from audit.training import learner
+from audit.training.adapters import learner_of
 from audit.training.batch import Batch
 from audit.training.learner import read_tokens
 
@@ -77,3 +79,40 @@ def test_a_head_caps_and_scales_as_the_model_does() -> None:
         wanted = model(ids).logits[0]
     assert wanted.abs().max() < 0.05
     assert torch.equal(head(head.states()[0]), wanted)
+
+
+# peft asks transformers by a name that transformers has given up
+PEFT_ASKS_BY_AN_OLD_NAME = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+ADAPTER = {"rank": 3, "alpha": 6}
+
+
+def adapted(base: LoadedModel) -> LoadedModel:
+    """The base with an adapter that changes it."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = learner_of(base, AdapterSpec(**ADAPTER), 1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    return model
+
+
+def test_an_adapters_gradient_under_the_shadow_pass_is_that_of_the_composed_weight(
+    base: LoadedModel, batch: Batch
+) -> None:
+    own = adapted(base).model.double()
+    plain = copy.deepcopy(base.model).double()
+    pairs = {name: module for name, module in own.named_modules() if hasattr(module, "lora_A")}
+    with torch.no_grad():
+        for name, module in pairs.items():
+            plain.get_submodule(name).weight += 2.0 * module.lora_B["default"].weight @ module.lora_A["default"].weight
+    for model in (own, plain):
+        read = read_tokens(model, batch.rollouts, 4, "shadow", 1.0)
+        (read.logprobs * torch.linspace(-1, 1, len(read.logprobs))).sum().backward()
+    assert len(pairs) == 14
+    for name, module in pairs.items():
+        whole, (a, b) = plain.get_submodule(name).weight.grad, (module.lora_A["default"], module.lora_B["default"])
+        torch.testing.assert_close(a.weight.grad, 2.0 * b.weight.T @ whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(b.weight.grad, 2.0 * whole @ a.weight.T, rtol=1e-6, atol=1e-6)
+        assert module.base_layer.weight.grad is None

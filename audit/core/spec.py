@@ -32,6 +32,7 @@ from audit.core.numbers import (
     Number,
     Points,
     Prompts,
+    Rank,
     Rate,
     Seed,
     Steps,
@@ -59,7 +60,7 @@ _OPTIONAL = (
 
 
 # fields of ``train`` that came later: left out of the written spec and of its hash where they have their default
-_LATER: tuple[str, ...] = ()
+_LATER: tuple[str, ...] = ("sft", "adapter", "gradient_checkpointing", "rollout_rows")
 
 
 def _coded(value: Any) -> Any:
@@ -77,11 +78,29 @@ CODES = (*CONTRASTS.values(), "selectivity", "parity")
 _Contrast = Annotated[str, BeforeValidator(_coded)]
 
 
+class SftSpec(Part):
+    """The warm start: ``steps`` of supervised learning on gold answers of the training split, before any arm begins."""
+
+    steps: Count
+    learning_rate: Rate = 1e-4
+    prompts_per_step: Prompts = 16
+    warmup_steps: Steps = 5
+
+
+class AdapterSpec(Part):
+    """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are linear layers by the last part of their names, () all."""
+
+    rank: Rank = 16
+    alpha: Count = 32
+    targets: tuple[Text, ...] = ()
+
+
 class Training(Part):
     """How a policy is trained with, whatever the arm and the seed.
 
     ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
-    relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none.
+    relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none. ``rollout_rows`` is how
+    many rollouts are sampled at once, whole groups, 0 all of a step.
     """
 
     policy: str
@@ -104,6 +123,10 @@ class Training(Part):
     save_every: Count = 20
     ledger_every: Steps = 20
     updates_per_batch: Group = 1
+    sft: SftSpec | None = None
+    adapter: AdapterSpec | None = None
+    gradient_checkpointing: bool = False
+    rollout_rows: Steps = 0
 
     def written(self) -> dict[str, Any]:
         """The section as plain values, every default spelled out but those of fields that came later."""
@@ -122,6 +145,10 @@ class Training(Part):
         _require("epsilon_low", self.epsilon_low, "less than 1", self.epsilon_low < 1)
         _require("group", self.group, one_group, self.group >= 2)
         _require("suites", list(self.suites), "at least one suite, each once", once)
+        whole_groups = f"0, or {self.group} or more: a group is sampled at once"
+        _require(
+            "rollout_rows", self.rollout_rows, whole_groups, self.rollout_rows == 0 or self.rollout_rows >= self.group
+        )
         if self.weights:
             fitting = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
             _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fitting)
@@ -238,11 +265,17 @@ class RunSpec(Part):
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:
-        """Every (arm, seed) to evaluate; the base model is ("base", 0)."""
+        """Every (arm, seed) to evaluate; the base model is ("base", 0), or the warm start of every seed."""
         trained = () if self.train is None else tuple((a, s) for a in self.train.arms for s in self.train.seeds)
         given = tuple((arm, seed) for arm, part in self.checkpoints.items() for seed in part.seeds)
-        base = ((BASE_ARM, 0),) if self.evaluate.base or not trained + given else ()
-        return base + trained + given
+        start = tuple(self.starts) or ((BASE_ARM, 0),)
+        return (start if self.evaluate.base or not trained + given else ()) + trained + given
+
+    @property
+    def starts(self) -> tuple[tuple[str, int], ...]:
+        """The warm starts as arm ``base``, one for every training seed; none where training begins from the model."""
+        warm = self.train is not None and self.train.sft is not None
+        return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def given(self, arm: str, seed: int) -> str | None:
         """The folder or hub id of a checkpoint that was trained elsewhere, with ${VARIABLES} filled in; else None."""

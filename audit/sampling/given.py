@@ -15,10 +15,10 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.yaml_file import shown
 from audit.sampling.chat import ChatOption
-from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate
-from audit.sampling.weights import check_numbers, file_sha256
+from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, verify_folder
+from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256
 
-_CONFIG, _WEIGHTS, _TOKENIZER = "adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"
+ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub's cache names a folder
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -36,15 +36,32 @@ def load_given(
     Raises DataError for what cannot be loaded, and for another architecture, tokenizer or chat template.
     """
     check_given(name_or_path, base)
-    if (folder := locate(name_or_path)).joinpath(_CONFIG).is_file():
+    if (folder := locate(name_or_path)).joinpath(ADAPTER_CONFIG).is_file():
         return _adapted(folder, name_or_path, base)
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
+
+
+def load_named(
+    name_or_path: str,
+    *,
+    dtype: DtypeName,
+    device: str = "auto",
+    chat: Mapping[str, ChatOption] | None = None,
+) -> LoadedModel:
+    """``load_model``; where a folder holds an adapter, it is merged into the model that its configuration names."""
+    folder = Path(name_or_path).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise DataError(f"adapter {name_or_path!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")
+    return load_given(name_or_path, load_model(base, dtype=dtype, device=device, chat=chat), dtype=dtype, device=device)
 
 
 def check_given(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
-    if (folder / _CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         _check_base(folder, name_or_path, base)
         if (folder / _TOKENIZER).is_file():
             _check_prompts(name_or_path, base)
@@ -75,11 +92,11 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
 
     Folders move and hub ids are copied into caches, so the last part of the name is what counts.
     """
-    told = read_json(folder / _CONFIG).get("base_model_name_or_path")
+    told = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if told and _last_part(str(told)) != _last_part(base.name):
         raise DataError(
             f"adapter {name!r} was trained over {shown(told)}, the run's model is {base.name!r}; name its own base as "
-            f"model, or, where this is the same, set base_model_name_or_path in its {_CONFIG} to {base.name!r}"
+            f"model, or, where this is the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to {base.name!r}"
         )
 
 
@@ -95,9 +112,10 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         from peft import PeftModel
     except ImportError:
         raise RunError("reading LoRA adapters needs another package: pip install 'kvaudit[lora]'") from None
-    if not (folder / _WEIGHTS).is_file():
-        raise DataError(f"adapter {name!r} holds no {_WEIGHTS}; pickled weights are not loaded")
-    kind = read_json(folder / _CONFIG).get("peft_type")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"adapter {name!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
+    verify_folder(folder)
+    kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
         raise DataError(
             f"adapter {name!r} is of type {str(kind)[:40]!r}, wanted LORA; merge it and give the whole model"
@@ -112,9 +130,13 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"adapter {name!r} does not fit {base.name!r} ({reason})") from None
     check_numbers(name, merged)
-    parts = (base.sha256, file_sha256(folder / _CONFIG), file_sha256(folder / _WEIGHTS))
-    digest = hashlib.sha256("".join(parts).encode()).hexdigest()
-    return replace(base, model=merged.eval(), name=name, sha256=digest)
+    return replace(base, model=merged.eval(), name=name, sha256=adapter_sha256(folder, base.sha256))
+
+
+def adapter_sha256(folder: Path, base_sha256: str) -> str:
+    """What identifies an adapter over a model: the hashes of all that the two are made of."""
+    parts = (base_sha256, file_sha256(folder / ADAPTER_CONFIG), file_sha256(folder / ADAPTER_WEIGHTS))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:

@@ -30,6 +30,7 @@ from audit.core.yaml_file import shown
 from audit.sampling.chat import Chat, ChatOption
 from audit.sampling.gguf_header import check_gguf
 from audit.sampling.weights import (
+    ADAPTER_CONFIG,
     INDEX,
     check_complete,
     check_numbers,
@@ -148,11 +149,13 @@ def verify_folder(folder: Path) -> None:
     """Compare a checkpoint's files with its manifest; raises DataError for what is missing or was changed.
 
     ``manifest.json`` maps file names to sha256; the ``provenance.json`` of a checkpoint we trained holds the same map
-    under "files". A folder with neither, any ordinary Hugging Face folder, only has to be complete.
+    under "files". A folder with neither, any ordinary Hugging Face folder, only has to be complete; an adapter's has
+    no model of its own.
     """
-    if not (folder / "config.json").is_file():
-        raise DataError(f"checkpoint {str(folder)!r} holds no config.json; give a folder in Hugging Face format")
-    weight_files(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        if not (folder / "config.json").is_file():
+            raise DataError(f"checkpoint {str(folder)!r} holds no config.json; give a folder in Hugging Face format")
+        weight_files(folder)
     for name, wanted in _manifest(folder).items():
         path = folder / name
         if not path.is_file():

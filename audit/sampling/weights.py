@@ -22,8 +22,9 @@ from audit.core.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = "transformers_weights"  # the key under which a config names weights
+ADAPTER_CONFIG = "adapter_config.json"
 _ELSEWHERE = {  # files that would make transformers load others than those
-    "adapter_config.json": "an adapter of another model; merge it into that model and save the whole",
+    ADAPTER_CONFIG: "an adapter of another model; merge it into that model and save the whole",
     "shard-*-model-*.safetensors": "weights of a distributed checkpoint; save the model with save_pretrained",
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")

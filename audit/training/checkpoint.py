@@ -5,7 +5,8 @@ state/step-000020/         weights and moments after that step; replaced by the 
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
 ledgers/final.safetensors  rollouts of the finished weights
-config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance last
+config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance last; of an
+                            adapter adapter_config.json and adapter_model.safetensors instead
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import PARTIAL, read_json, write_json
 from audit.core.intact import own_files
 from audit.policies import Policy
+from audit.sampling.given import adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
+from audit.training.adapters import AdaptedModel, save_adapter
 from audit.training.config import TrainConfig
 from audit.training.files import TelemetryLog, guarded, move_into, write_folder
 from audit.training.optimiser import Optimiser
@@ -138,7 +141,7 @@ class CheckpointFolder:
             shutil.rmtree(staged, ignore_errors=True)
             _save_model(learner, staged)
             files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
-            weights = weights_sha256(staged)
+            weights = _identity(learner, staged)
         move_into(staged, self.path)
         provenance = self._claim | {
             "arm": self._config.arm,
@@ -233,7 +236,15 @@ def drop_state(folder: Path) -> None:
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
+def _identity(learner: LoadedModel, folder: Path) -> str:
+    """The sha256 by which whoever loads the folder knows the model."""
+    return adapter_sha256(folder, learner.origin) if isinstance(learner, AdaptedModel) else weights_sha256(folder)
+
+
 def _save_model(learner: LoadedModel, folder: Path) -> None:
+    if isinstance(learner, AdaptedModel):
+        save_adapter(learner, folder)
+        return
     # a bar per shard would break the progress line of the run
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -14,7 +14,6 @@ items and the same uniform numbers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from audit.replay.learner_pass import LearnerPass
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
+from audit.training.adapters import learner_of
 from audit.training.batch import Batch, Question, collect, halves, row_seeds, training_items
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import REWARD, TrainConfig
@@ -80,7 +80,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, base: LoadedModel) -> None:
         self.config, self._reference = config, base.model if config.beta > 0 else None
-        self.model = replace(base, model=copy.deepcopy(base.model).eval())
+        self.model = learner_of(base, config.adapter, config.seed)
         self.policy: Policy = config.rollout_policy
         self.optimiser = Optimiser(
             self.model.model,

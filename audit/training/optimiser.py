@@ -21,7 +21,9 @@ class Optimiser:
     """
 
     def __init__(self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float) -> None:
-        self._weights: dict[str, Tensor] = dict(model.named_parameters())
+        # beside an adapter the model's own weights are frozen
+        named = model.named_parameters()
+        self._weights: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._learning_rate, self._warmup, self._max_norm = learning_rate, warmup_steps, max_grad_norm
@@ -85,7 +87,7 @@ class Halves:
     """
 
     def __init__(self, model: Any) -> None:
-        self._weights = list(model.parameters())
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._first: list[Tensor | None] | None = None
 
     def mark(self) -> None:

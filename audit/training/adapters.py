@@ -1,0 +1,131 @@
+"""What a learner trains: its own copy of all weights, or a LoRA adapter beside weights that it shares with the base.
+
+Hu 2021 (2106.09685): W + alpha / rank B A, W frozen. Every learner of a run shares W with the model that it began from,
+so that model is the reference policy as it stands: there is no second copy, and nothing to switch off and on again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import Linear, Parameter
+
+from audit.core.errors import DataError, RunError, SpecError
+from audit.core.spec import AdapterSpec
+from audit.policies.draws import derive_seed
+from audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
+from audit.sampling.model import LoadedModel, verify_folder
+from audit.sampling.weights import ADAPTER_CONFIG
+
+_NAME = "default"  # what peft calls an adapter that has no name
+_MARK, _PREFIX = "lora_", "base_model.model."  # of its weights in a model, and of all names in an adapter's file
+
+
+@dataclass
+class AdaptedModel(LoadedModel):
+    """A model with an adapter beside frozen weights; ``origin`` is the sha256 of the model that those are of."""
+
+    origin: str = ""
+
+
+def learner_of(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
+    """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm."""
+    if adapter is None:
+        return replace(start, model=copy.deepcopy(start.model).eval())
+    if isinstance(start, AdaptedModel):
+        return replace(start, model=_sharing(start.model))
+    check_adapter(start.model, adapter)
+    model = _injected(_sharing(start.model), adapter)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_A" in name:  # B is 0, so that a new adapter changes nothing (Hu 2021, section 4.1)
+                draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name) % 2**63)
+                bound = weight.shape[1] ** -0.5
+                weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)
+    return AdaptedModel(**(vars(start) | {"model": model, "origin": start.sha256}))
+
+
+def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
+    """The base with the adapter of a finished checkpoint beside it, to be trained further."""
+    verify_folder(folder)
+    start = learner_of(base, adapter, 0)
+    found = load_file(folder / ADAPTER_WEIGHTS)
+    own = adapter_weights(start.model)
+    if {name: tensor.shape for name, tensor in found.items()} != {name: own[name].shape for name in own}:
+        raise DataError(f"adapter {str(folder)!r} is not of this spec; delete the folder to train it again")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(found[name])
+    return replace(start, sha256=adapter_sha256(folder, base.sha256))
+
+
+def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
+    """Raise SpecError for a target that the model lacks, and RunError where peft is not installed."""
+    if adapter is None:
+        return
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise RunError("training an adapter needs another package: pip install 'kvaudit[lora]'") from None
+    known = _linear_layers(model)
+    for target in adapter.targets:
+        if target not in known:
+            raise SpecError(
+                f"train.adapter.targets names {target!r}, no linear layer of the model; known: {', '.join(known)}"
+            )
+
+
+def adapter_weights(model: Any) -> dict[str, Parameter]:
+    """The adapter's weights by the names they have in its file."""
+    named = ((name, weight) for name, weight in model.named_parameters() if _MARK in name)
+    return {_PREFIX + name.replace(f".{_NAME}.", "."): weight for name, weight in named}
+
+
+def save_adapter(learner: AdaptedModel, folder: Path) -> None:
+    """Write the adapter as a folder that peft and ``checkpoints:`` read; the same bytes for the same weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(learner.model).items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    settings = learner.model.peft_config[_NAME].to_dict() | {"base_model_name_or_path": learner.name}
+    # peft holds names of layers in sets, whose order changes from process to process
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    text = json.dumps(plain | {"inference_mode": True}, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Last parts of the names of the decoder's linear layers; the head, often tied to the embeddings, is none."""
+    named = model.get_decoder().named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
+
+
+def _sharing(model: Any) -> Any:
+    """A copy of the modules around the same weights, frozen; an adapter's weights are copied."""
+    shared = {
+        id(weight): Parameter(weight.detach(), requires_grad=False)
+        for name, weight in model.named_parameters()
+        if _MARK not in name
+    }
+    return copy.deepcopy(model, shared).eval()
+
+
+def _injected(model: Any, adapter: AdapterSpec) -> Any:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    settings = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(adapter.targets or _linear_layers(model)),
+        task_type="CAUSAL_LM",
+    )
+    model = inject_adapter_in_model(settings, model, adapter_name=_NAME)
+    for name, weight in model.named_parameters():
+        if _MARK in name:
+            weight.data = weight.data.float()  # half an ulp of bfloat16 is more than a usual step
+    return model.eval()
