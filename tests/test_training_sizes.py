@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training_world import sampled, sharp
+from safetensors.torch import load_file
+from training_world import play_for_parity, rows, sampled, sha256, sharp, short, silent
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from audit.core.spec import AdapterSpec
+from audit.cache.ledger import load_ledgers
+from audit.core.errors import DataError, SpecError
+from audit.core.spec import AdapterSpec, TrainSpec
 from audit.replay.head import watched
+from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
-from audit.training import learner
-from audit.training.adapters import learner_of
+from audit.training import grpo, learner
+from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
 from audit.training.batch import Batch
 from audit.training.learner import read_tokens
+from audit.training.sft import StartConfig, gold_rollout, warm_start
+from suites.base import SUITES
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +126,116 @@ def test_an_adapters_gradient_under_the_shadow_pass_is_that_of_the_composed_weig
         torch.testing.assert_close(a.weight.grad, 2.0 * b.weight.T @ whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(b.weight.grad, 2.0 * whole @ a.weight.T, rtol=1e-6, atol=1e-6)
         assert module.base_layer.weight.grad is None
+
+
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpo, "play", play_for_parity)
+
+
+def stopped(train: Callable[[Path, Any], Path], whole: Path) -> tuple[Path, Path]:
+    """A run that nothing disturbed, and what a kill after its first step left, gone on with."""
+
+    def keep(done: int, _: int, __: Any) -> None:
+        if done == 1:
+            shutil.copytree(whole, whole.with_name("killed"))
+
+    return train(whole, keep), train(whole.with_name("killed"), silent)
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_an_adapter_is_trained_resumed_and_read_as_any_checkpoint(
+    base: LoadedModel, tmp_path: Path, graded: None
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    before = copy.deepcopy(base.model.state_dict())
+    settings = short(steps=2, save_every=1, adapter=ADAPTER, beta=0.1)
+    whole, killed = stopped(lambda out, told: grpo.train(settings, base, out, told), tmp_path / "smd")
+    assert rows(whole) == rows(killed)
+    assert rows(whole)[1]["kl_ref"] > 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert sha256(whole / name) == sha256(killed / name)
+    assert not (whole / "model.safetensors").exists()
+    assert all(torch.equal(weight, before[name]) for name, weight in base.model.state_dict().items())
+    assert all(weight.requires_grad for weight in base.model.parameters())
+    found = load_given(str(whole), base, dtype="float32", device="cpu")
+    assert found.sha256 == json.loads((whole / "provenance.json").read_text())["sha256"]
+    rollouts = load_ledgers(whole / "ledgers" / "final.safetensors")[0]
+    with torch.no_grad():
+        replayed = read_tokens(found.model, rollouts, 4, "shadow", 1.0).logprobs
+    recorded = torch.cat([rollout.sampler_logprobs[rollout.sampled] for rollout in rollouts])
+    torch.testing.assert_close(replayed, recorded, rtol=0, atol=1e-4)
+    (whole / "adapter_model.safetensors").write_bytes(b"0")
+    with pytest.raises(DataError, match=r"adapter_model\.safetensors has sha256"):
+        load_given(str(whole), base, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["whole", "adapter"])
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_warm_start_is_resumed_with_the_same_bits_and_lowers_its_loss(
+    adapter: dict[str, int] | None, base: LoadedModel, tmp_path: Path
+) -> None:
+    sft = {"steps": 3, "learning_rate": 1e-2, "prompts_per_step": 2, "warmup_steps": 0}
+    asked = {"suites": ["agent"], "context_tokens": 400, "save_every": 1, "sft": sft, "adapter": adapter}
+    start = StartConfig.of(TrainSpec(arms=["smd"], seeds=[1], policy="none", **asked), 1)
+    whole, killed = stopped(lambda out, told: warm_start(start, base, out, told), tmp_path / "base")
+    assert rows(whole) == rows(killed)
+    first, _, last = rows(whole)
+    assert last["loss"] < first["loss"]
+    name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
+    assert sha256(whole / name) == sha256(killed / name)
+    digest = json.loads((whole / "provenance.json").read_text())["sha256"]
+    assert load_given(str(whole), base, dtype="float32", device="cpu").sha256 == digest
+    if adapter is not None:
+        going_on = continued(base, AdapterSpec(**adapter), whole)
+        assert going_on.sha256 == digest
+        assert all(torch.equal(load_file(whole / name)[key], w) for key, w in adapter_weights(going_on.model).items())
+
+
+def test_gold_answers_are_shown_as_the_model_would_give_them(base: LoadedModel) -> None:
+    suite = SUITES.get("agent")()
+    (item,) = suite.items("train", 1, 1, 500, base.chat.count_tokens)
+    found = gold_rollout(base, suite, item)
+    drawn = found.ids[found.sampled].tolist()
+    assert len(suite.gold(item)) > 1
+    assert base.chat.text(drawn) == "<|im_end|>".join(suite.gold(item))
+    assert drawn[-1] == base.chat.tokenizer.eos_token_id
+    assert tuple(found.ids[: found.prompt_length].tolist()) == base.chat.opening(item.messages).ids
+
+
+def test_checkpointed_layers_have_the_same_gradient_to_the_bit(base: LoadedModel, batch: Batch) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = learner_of(base, None, 1, checkpointing=checkpointing).model
+        read = read_tokens(model, batch.rollouts, 4, "shadow", 1.0)
+        (read.logprobs * torch.linspace(-1, 1, len(read.logprobs))).sum().backward()
+        found.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_rollouts_of_a_group_at_a_time_are_those_of_all_at_once(
+    base: LoadedModel, tmp_path: Path, graded: None
+) -> None:
+    found = []
+    for most in (0, 5):
+        out = grpo.train(short(steps=1, ledger_every=1, rollout_rows=most), base, tmp_path / str(most), silent)
+        found.append(load_ledgers(out / "ledgers" / "step-1.safetensors")[0])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        assert torch.equal(one.evicted_at, other.evicted_at)
+
+
+def test_an_adapter_for_layers_that_the_model_lacks_is_refused(base: LoadedModel) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    with pytest.raises(SpecError, match="names 'c_attn', no linear layer of the model; known: down_proj, gate_proj"):
+        check_adapter(base.model, AdapterSpec(targets=("q_proj", "c_attn")))
+
+
+def test_a_group_that_is_cut_in_rollouts_is_refused() -> None:
+    with pytest.raises(SpecError, match="'rollout_rows' is 3, wanted 0, or 4 or more"):
+        short(rollout_rows=3)
+
+
+def test_fields_for_real_sizes_leave_the_hash_of_older_runs_alone() -> None:
+    assert not {"sft", "adapter", "gradient_checkpointing", "rollout_rows"} & set(short().to_json())
+    assert short(adapter=ADAPTER).hash != short().hash

@@ -68,7 +68,8 @@ def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins:
     from audit.cache.layers import governed_words
     from audit.policies import parse_policy
     from audit.runs.names import load_plugins
-    from audit.sampling.model import DtypeName, load_model
+    from audit.sampling.given import load_named
+    from audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
@@ -77,7 +78,7 @@ def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins:
     load_plugins(plugins)
     set_verbosity_error()  # transformers warns of long texts where _sample refuses those that do not fit
     chosen = parse_policy(policy)
-    loaded = load_model(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+    loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
     completion, rollout = _sample(question, loaded, chosen)
     console = Console()
     say(console, visible(loaded.chat.text(completion.ids)))

@@ -72,7 +72,7 @@ def _serve(
         raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
     from rich.console import Console
 
-    from audit.sampling.model import load_model
+    from audit.sampling.given import load_named
     from audit.serving.engine import Engine
 
     key = None if key_env is None else os.environ.get(key_env)
@@ -81,7 +81,7 @@ def _serve(
     if dtype not in ("float32", "bfloat16", "auto"):
         raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
     console = Console()
-    loaded = {name: load_model(path, dtype=dtype, device=device) for name, path in models.items()}  # type: ignore[arg-type]
+    loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in models.items()}  # type: ignore[arg-type]
     engine = Engine(loaded, aliases)
     for name in engine.names:
         say(console, f"model: {name}")

@@ -68,7 +68,8 @@ def _verify(asked: Asked) -> int:
     from audit.core.numbers import HEATS, is_heat
     from audit.runs import verify as replay
     from audit.runs.names import load_plugins
-    from audit.sampling.model import DtypeName, load_model
+    from audit.sampling.given import load_named
+    from audit.sampling.model import DtypeName
 
     if asked.dtype not in get_args(DtypeName):
         raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
@@ -79,7 +80,7 @@ def _verify(asked: Asked) -> int:
     load_plugins(asked.plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
     recorded, name = _sources(asked)
-    model = load_model(name, dtype=asked.dtype)  # type: ignore[arg-type]  # checked above
+    model = load_named(name, dtype=asked.dtype)  # type: ignore[arg-type]  # checked above
     found = replay.verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
     _print(recorded, model, found)
     return 0 if found.explained else NOT_EXPLAINED

@@ -20,6 +20,8 @@ from audit.runs.folder import RunFolder
 from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
+from audit.training.adapters import check_adapter
+from audit.training.sft import gold_rollout
 from suites.base import SUITES, CountTokens, Split, Suite
 
 Progress = Callable[["Unit", int, int], None]  # unit, rows done, rows in all
@@ -253,14 +255,20 @@ def made(
         raise SpecError(f"{section}.suites {suite.name}: {error}") from error
 
 
-def check_training_items(spec: RunSpec, model: LoadedModel) -> None:
-    """Make the first items that every suite trains on; raises what would otherwise come up in the first step."""
+def check_training(spec: RunSpec, model: LoadedModel) -> None:
+    """Make the first items that every suite trains on; raises what would otherwise come up in the first step.
+
+    So does an adapter that has no place in the model, and gold answers that cannot be shown to it.
+    """
     if spec.train is not None:
+        check_adapter(model.model, spec.train.adapter)
         for name in spec.train.suites:
             number, context = spec.train.prompts_per_step, spec.train.context_tokens
             suite, seed = SUITES.get(name)(), spec.train.seeds[0]
             for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 _opening_tokens(model, item)
+                if spec.train.sft is not None:
+                    gold_rollout(model, suite, item)
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

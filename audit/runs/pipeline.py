@@ -20,15 +20,17 @@ from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES
 from audit.core.spec import BASE_ARM, RunSpec
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training_items, grid, served
+from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training, grid, served
 from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
 from audit.sampling.given import check_given, load_given
 from audit.sampling.model import LoadedModel, load_model
+from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
 from audit.training.grpo import train
+from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES, Suite
 from suites.sources import watched
 
@@ -53,7 +55,7 @@ def prepare(spec: RunSpec) -> Prepared:
             check_given(str(spec.given(arm, seed)), model)
     batches: Batches = {}
     with watched() as rows:
-        check_training_items(spec, model)
+        check_training(spec, model)
         Evaluator(model, spec, batches).prepare()
     return Prepared(model, batches, rows)
 
@@ -101,16 +103,25 @@ class Pipeline:
             run.note(**{REWARD_JUDGES: {name: _reward_judge(name) for name in self._spec.train.suites}})
 
     def train(self) -> None:
-        """Train every arm with every seed that has no finished checkpoint yet."""
-        if self._spec.train is None:
+        """Train every arm with every seed that has no finished checkpoint yet, each from the warm start of its seed."""
+        section = self._spec.train
+        if section is None:
             return
-        pairs = [(arm, seed) for arm in self._spec.train.arms for seed in self._spec.train.seeds]
-        self._say(f"train: {len(self._spec.train.arms)} arms x {len(self._spec.train.seeds)} seeds")
+        pairs = [(arm, seed) for arm in section.arms for seed in section.seeds]
+        starts = list(self._spec.starts)
+        if section.sft is not None:
+            self._say(f"warm start: {len(starts)} seeds")
+            self._train_all("warm start", starts, section.sft.steps)
+        self._say(f"train: {len(section.arms)} arms x {len(section.seeds)} seeds")
+        self._train_all("train", pairs, section.steps)
+        digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in starts + pairs}
+        self._run.note(**{CHECKPOINTS: digests})
+
+    def _train_all(self, name: str, pairs: list[Pair], steps: int) -> None:
         if not all(map(self._is_trained, pairs)):
             self._load_base()
-        steps = self._spec.train.steps
         finished = sum(map(self._is_trained, pairs))
-        with Meter(self._console, "train", len(pairs) * steps, finished * steps) as meter:
+        with Meter(self._console, name, len(pairs) * steps, finished * steps) as meter:
             before: list[Pair] = []
 
             def work(pair: Pair, mine: Claim) -> None:
@@ -133,7 +144,6 @@ class Pipeline:
                 waiting=self._say,
                 takeover=self._takeover,
             )
-        self._run.note(**{CHECKPOINTS: {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in pairs}})
 
     def evaluate(self) -> None:
         """Write and seal the records of every unit of the grid."""
@@ -174,9 +184,27 @@ class Pipeline:
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
 
     def _train_one(self, pair: Pair, report: Any) -> None:
-        assert self._spec.train is not None
-        config = TrainConfig.of(self._spec.train, *pair)
-        train(config, self._load_base(), self._run.checkpoint(*pair), lambda done, _, row: report(done, row))
+        section, out = self._spec.train, self._run.checkpoint(*pair)
+        assert section is not None
+
+        def progress(done: int, _: int, row: Mapping[str, Any]) -> None:
+            report(done, row)
+
+        if pair[0] == BASE_ARM:
+            warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
+        else:
+            train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress)
+
+    def _start(self, seed: int) -> LoadedModel:
+        """What the arms of a seed begin from: the model, or its warm start."""
+        section = self._spec.train
+        if section is None or section.sft is None:
+            return self._load_base()
+        self._trained_sha256((BASE_ARM, seed))
+        folder = self._run.checkpoint(BASE_ARM, seed)
+        if section.adapter is not None:
+            return continued(self._load_base(), section.adapter, folder)
+        return load_model(str(folder), dtype=self._spec.dtype, device=self._spec.device, chat=self._spec.chat)
 
     def _load_base(self) -> LoadedModel:
         """The model before training; it must be the one that the run was started with."""
@@ -216,13 +244,13 @@ class Pipeline:
         return inputs_sha256(self._run.provenance()[TABLE])
 
     def _checkpoint(self, pair: Pair) -> LoadedModel:
-        if pair[0] == BASE_ARM:
+        if pair[0] == BASE_ARM and pair not in self._spec.starts:
             return self._load_base()
         if (given := self._spec.given(*pair)) is not None:
             return self._given(pair, given)
         self._trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))
-        return load_model(folder, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        return load_given(folder, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
 
     def _given(self, pair: Pair, given: str) -> LoadedModel:
         """A checkpoint that was trained elsewhere; it must be the one that the run met first under this name."""
@@ -237,7 +265,7 @@ class Pipeline:
         return model
 
     def _sha256_of(self, pair: Pair) -> str:
-        if pair[0] == BASE_ARM:
+        if pair[0] == BASE_ARM and pair not in self._spec.starts:
             return str(self._run.provenance()["base_sha256"])
         if pair[0] in self._spec.checkpoints:
             return str(self._run.provenance()[CHECKPOINTS][f"{pair[0]}/{pair[1]}"])

@@ -98,6 +98,15 @@ class Chat:
                 return rendered.drop(rendered.ids.index(completion[-1]) + 1)
         return rendered
 
+    @property
+    def end_of_turn(self) -> int:
+        """The token that ends an answer; raises SpecError where the template has none."""
+        behind = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
+        found = [token for token in behind if token in self.stop_ids]
+        if not found:
+            raise SpecError("the chat template ends an answer by no token of its own; give an instruct model")
+        return int(found[0])
+
     def text(self, ids: Sequence[int]) -> str:
         """A completion as text, a final stop token dropped; other special tokens stay visible."""
         kept = list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)

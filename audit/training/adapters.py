@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear, Parameter
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from audit.core.errors import DataError, RunError, SpecError
 from audit.core.spec import AdapterSpec
@@ -34,8 +38,20 @@ class AdaptedModel(LoadedModel):
     origin: str = ""
 
 
-def learner_of(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
-    """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm."""
+def learner_of(
+    start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False
+) -> LoadedModel:
+    """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
+
+    ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew.
+    """
+    learner = _learner(start, adapter, seed)
+    if checkpointing:
+        checkpoint_layers(learner.model)
+    return learner
+
+
+def _learner(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
@@ -49,6 +65,24 @@ def learner_of(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> Lo
                 bound = weight.shape[1] ** -0.5
                 weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)
     return AdaptedModel(**(vars(start) | {"model": model, "origin": start.sha256}))
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Checkpoint the decoder's layers in evaluation mode too, which transformers' own switch does in training only."""
+    layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers:
+        raise RunError(
+            f"gradient checkpointing is not prepared in {type(model).__name__}; set gradient_checkpointing: false"
+        )
+    for layer in layers:
+        layer.forward = partial(_kept_by_its_input, layer.forward)
+
+
+def _kept_by_its_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # nothing is drawn in a layer, so there is no state of a generator to put back
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:

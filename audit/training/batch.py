@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,15 +34,32 @@ def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     return order
 
 
-def training_items(config: TrainConfig, count_tokens: CountTokens) -> list[list[Question]]:
-    """The questions of every step, from the train split of the configured suites."""
+class Asks(Protocol):
+    """What decides which questions are asked."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def suites(self) -> tuple[str, ...]: ...
+    @property
+    def shares(self) -> tuple[float, ...]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts_per_step(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+
+
+def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items") -> list[list[Question]]:
+    """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
     order = slots(config.shares, config.steps * config.prompts_per_step)
     pools = []
     for index, suite in enumerate(suites):
         wanted = sum(1 for chosen, _ in order if chosen == index)
         # the arm is no part of the seed, here and below: arms are paired by what they are asked
-        seed = derive_seed("items", config.seed, suite.name) % 2**31
+        seed = derive_seed(draw, config.seed, suite.name) % 2**31
         pools.append(suite.items("train", wanted, seed, config.context_tokens, count_tokens) if wanted else [])
         if any(map(suite.options, pools[-1])):
             raise SpecError(

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -35,9 +35,7 @@ from audit.sampling.given import adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.adapters import AdaptedModel, save_adapter
-from audit.training.config import TrainConfig
 from audit.training.files import TelemetryLog, guarded, move_into, write_folder
-from audit.training.optimiser import Optimiser
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
@@ -56,10 +54,34 @@ class Position:
     ledgers: tuple[tuple[str, str], ...] = ()
 
 
+class Recipe(Protocol):
+    """What a folder is claimed by."""
+
+    @property
+    def arm(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def updates_per_step(self) -> int: ...
+    @property
+    def hash(self) -> str: ...
+    def to_json(self) -> dict[str, Any]: ...
+    def disclosed(self) -> dict[str, Any]: ...
+
+
+class Learns(Protocol):
+    """What is saved and put back."""
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+    def load(self, tensors: dict[str, torch.Tensor], updates: int) -> None: ...
+
+
 class CheckpointFolder:
     """The folder of one training run. Construction claims it, or raises RunError where it is another run's."""
 
-    def __init__(self, path: Path, config: TrainConfig, base_sha256: str) -> None:
+    def __init__(self, path: Path, config: Recipe, base_sha256: str) -> None:
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / "telemetry.jsonl")
         self._claim = {
@@ -87,22 +109,22 @@ class CheckpointFolder:
         verify_folder(self.path)
         return True
 
-    def resume(self, optimiser: Optimiser) -> Position:
+    def resume(self, learner: Learns) -> Position:
         """Put the last saved state back, cut telemetry to it, and say where it stands."""
         states = self._states()
-        position = self._load(states[-1], optimiser) if states else Position()
+        position = self._load(states[-1], learner) if states else Position()
         self._check_ledgers(position)
         self.telemetry.truncate(position.telemetry_bytes)
         self.telemetry.check_steps(position.step)
         return position
 
-    def save_state(self, position: Position, optimiser: Optimiser) -> None:
+    def save_state(self, position: Position, learner: Learns) -> None:
         """Save everything that the next step needs, then drop the state before it."""
         older = self._states()
         target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
-            save_file(optimiser.tensors(), folder / _TENSORS)
+            save_file(learner.tensors(), folder / _TENSORS)
             write_json(
                 folder / STATE,
                 {
@@ -174,7 +196,7 @@ class CheckpointFolder:
         folder = self.path / "state"
         return sorted(path for path in folder.glob("step-*") if not path.name.endswith(PARTIAL))
 
-    def _load(self, folder: Path, optimiser: Optimiser) -> Position:
+    def _load(self, folder: Path, learner: Learns) -> Position:
         if not (folder / _TENSORS).is_file():
             raise DataError(f"training state {str(folder)!r} lacks {_TENSORS}; delete {str(self.path)!r} to start over")
         state = read_json(folder / STATE)
@@ -188,7 +210,7 @@ class CheckpointFolder:
                 f"delete {str(self.path)!r} to start over"
             )
         position = self._position(state, folder)
-        optimiser.load(self._tensors(folder / _TENSORS), position.updates)
+        learner.load(self._tensors(folder / _TENSORS), position.updates)
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
@@ -199,7 +221,7 @@ class CheckpointFolder:
             not numbers
             or folder.name != _state_name(step)
             or not step <= self._config.steps
-            or updates > step * self._config.updates_per_batch  # fewer where gradients were not finite
+            or updates > step * self._config.updates_per_step  # fewer where gradients were not finite
             or state["config_hash"] != self._config.hash
         ):
             raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -17,6 +18,12 @@ from audit.training.losses import LOSSES
 from suites.base import SUITES
 
 REWARD = "grade"  # the only one there is: a suite's own grader
+
+
+def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
+    """Share of prompts per suite, which add up to 1; without weights equal ones."""
+    given = weights or (1.0,) * len(suites)
+    return tuple(weight / sum(given) for weight in given)
 
 
 class TrainConfig(Training):
@@ -56,8 +63,12 @@ class TrainConfig(Training):
     @property
     def shares(self) -> tuple[float, ...]:
         """Share of prompts per suite; they add up to 1."""
-        weights = self.weights or (1.0,) * len(self.suites)
-        return tuple(weight / sum(weights) for weight in weights)
+        return shares(self.suites, self.weights)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Gradient steps on one batch of rollouts."""
+        return self.updates_per_batch
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, the same for equal configurations."""

@@ -80,7 +80,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, base: LoadedModel) -> None:
         self.config, self._reference = config, base.model if config.beta > 0 else None
-        self.model = learner_of(base, config.adapter, config.seed)
+        self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
         self.policy: Policy = config.rollout_policy
         self.optimiser = Optimiser(
             self.model.model,
@@ -129,8 +129,12 @@ class _Run:
         return [row.rollout for row in self._sample(self._questions[-1], seeds)]
 
     def _sample(self, questions: Sequence[Question], seeds: Sequence[int]) -> list[Played]:
-        decoding = Decoding(max_new_tokens=self._max_tokens, temperature=self.config.temperature)
-        return play(self._sampler, list(questions), decoding, list(seeds), group=self.config.group)
+        decoding, group = Decoding(self._max_tokens, temperature=self.config.temperature), self.config.group
+        at_once, found = self.config.rollout_rows // group or len(questions), list[Played]()
+        for n in range(0, len(questions), at_once):
+            own = list(seeds[n * group : (n + at_once) * group])
+            found += play(self._sampler, list(questions[n : n + at_once]), decoding, own, group=group)
+        return found
 
     def _is_ledger_step(self, step: int) -> bool:
         return self.config.ledger_every > 0 and (step + 1) % self.config.ledger_every == 0

@@ -97,7 +97,9 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     strange, unpinned = [], []
     for (arm, seed), part in data.records.groupby(["arm", "train_seed"], observed=True):
         found = set(part["checkpoint"])
-        known = data.provenance.get("base_sha256") if arm == BASE_ARM else listed.get(f"{arm}/{seed}")
+        known = listed.get(f"{arm}/{seed}")
+        if known is None and arm == BASE_ARM:  # otherwise it is the warm start of its seed
+            known = data.provenance.get("base_sha256")
         if found != {known}:
             strange.append(f"{arm} seed {seed}")
         if arm == comparison.reference and found != {pinned.get(str(seed))}:

@@ -116,11 +116,11 @@ class Producer:
 
     def _load(self, arm: str, seed: int) -> LoadedModel:
         spec, given = self._spec, self._spec.given(arm, seed)
-        name = given or (spec.model_path if arm == BASE_ARM else str(self._run.checkpoint(arm, seed)))
-        first = name if given is None else spec.model_path
-        model = load_model(first, dtype=spec.dtype, device=spec.device, chat=spec.chat)
-        if given is not None:
-            model = load_given(given, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        is_model = arm == BASE_ARM and not spec.starts
+        name = given or (spec.model_path if is_model else str(self._run.checkpoint(arm, seed)))
+        model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        if not is_model:
+            model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         wanted = self._weights[arm, seed]
         if model.sha256 != wanted:
             raise DataError(
@@ -133,7 +133,7 @@ class Producer:
         table, key = self._run.provenance(), "base_sha256"
         if arm in self._spec.checkpoints:
             table, key = table.get(CHECKPOINTS, {}), f"{arm}/{seed}"
-        elif arm != BASE_ARM:
+        elif arm != BASE_ARM or self._spec.starts:
             table, key = read_json(self._run.checkpoint(arm, seed) / "provenance.json"), "sha256"
         digest = table.get(key)
         if not isinstance(digest, str):

@@ -1,0 +1,188 @@
+"""The warm start: supervised steps on gold answers, so that a model earns something before any arm begins.
+
+All arms of a seed begin from the same start, which is a checkpoint of arm ``base``: claimed, resumed and hashed as any.
+The loss is the mean of -log p over the answers' tokens, the end of every turn included, under the dense pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from audit.cache.layers import kv_heads, layer_plans
+from audit.cache.ledger import NEVER, Rollout
+from audit.core.errors import SpecError
+from audit.core.numbers import Seed
+from audit.core.records import Item, Message, Role
+from audit.core.spec import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
+from audit.core.spec_parts import Part
+from audit.policies import Dense
+from audit.sampling.conversations import check_fits
+from audit.sampling.model import LoadedModel
+from audit.training.adapters import learner_of
+from audit.training.batch import microbatches, training_items
+from audit.training.checkpoint import CheckpointFolder, Position, drop_state
+from audit.training.config import shares
+from audit.training.learner import read_tokens
+from audit.training.optimiser import Optimiser
+from audit.training.telemetry import Clock, Row
+from suites.base import Suite
+
+
+class StartConfig(Part):
+    """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
+
+    seed: Seed
+    sft: SftSpec
+    suites: tuple[str, ...]
+    weights: tuple[float, ...]
+    context_tokens: int
+    adapter: AdapterSpec | None
+    max_grad_norm: float
+    microbatch_tokens: int
+    save_every: int
+    gradient_checkpointing: bool
+
+    @classmethod
+    def of(cls, section: TrainSpec, seed: int) -> StartConfig:
+        """The warm start of a seed of a spec that asks for one."""
+        return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
+
+    @property
+    def arm(self) -> str:
+        """The name under which it is kept and evaluated."""
+        return BASE_ARM
+
+    @property
+    def steps(self) -> int:
+        """Supervised steps."""
+        return self.sft.steps
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Transcripts of one step."""
+        return self.sft.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of transcripts per suite; they add up to 1."""
+        return shares(self.suites, self.weights)
+
+    def disclosed(self) -> dict[str, Any]:
+        """What a reader of the checkpoint has to know of how it was trained."""
+        return {"learner": "dense", "trained_on": "gold answers of the training split"}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, the same for equal configurations."""
+        return {"arm": self.arm} | self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits of the sha256 of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def warm_start(config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, Row], None]) -> Path:
+    """Take the supervised steps from ``model``, which stays as it is, into the checkpoint folder ``out``.
+
+    Resumes, reports and raises as ``grpo.train`` does; SpecError besides for what cannot be shown to the model.
+    """
+    folder = CheckpointFolder(out, config, model.sha256)
+    if folder.finished:
+        drop_state(out)
+        return out
+    learner = learner_of(model, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
+    optimiser = Optimiser(
+        learner.model,
+        learning_rate=config.sft.learning_rate,
+        warmup_steps=config.sft.warmup_steps,
+        max_grad_norm=config.max_grad_norm,
+    )
+    questions = training_items(config, model.chat.count_tokens, draw="gold")
+    position = folder.resume(optimiser)
+    while position.step < config.steps:
+        done = position.step + 1
+        shown = [gold_rollout(model, *question) for question in questions[position.step]]
+        row = {"step": done, **_step(learner.model, optimiser, shown, config.microbatch_tokens)}
+        folder.telemetry.append(row)
+        position = Position(done, optimiser.updates, folder.telemetry.size)
+        if done % config.save_every == 0 or done == config.steps:
+            folder.save_state(position, optimiser)
+        progress(done, config.steps, row)
+    folder.finish(learner, position)
+    return out
+
+
+def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> Row:
+    """One supervised step on some transcripts; its telemetry."""
+    clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
+    for rows in microbatches(shown, 1, limit):
+        read = read_tokens(model, [shown[row] for row in rows], 1, "dense", 1.0)
+        loss = -read.logprobs.sum() / tokens
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    norm = optimiser.step()
+    clock.lap("learner")
+    row: Row = {"loss": total, "grad_norm": norm, "update_skipped": norm is None, "gold_tokens": tokens}
+    return row | {"learner_tokens": sum(len(rollout.ids) for rollout in shown)} | clock.laps
+
+
+def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
+    """An item's conversation when the assistant answers as the suite wants, as if it had been drawn, nothing evicted.
+
+    Raises SpecError for a suite without gold answers, and where they do not fit the model or its chat template.
+    """
+    if type(suite).gold is Suite.gold:
+        raise SpecError(f"suite {suite.name} has no gold answers to start from; leave train.sft out, or the suite")
+    if model.chat.opens_thought:
+        raise SpecError(
+            "train.sft: the chat template begins every answer with a thought, which gold answers lack; turn that off "
+            "by an option of the template (chat:), or leave sft out"
+        )
+    parts = list(_gold_parts(model, suite, item))
+    ids = [token for part, _ in parts for token in part]
+    learned = [own for part, own in parts for _ in part]
+    if len(ids) > model.max_positions:
+        raise SpecError(
+            f"suite {suite.name} item {item.item_id}: its gold transcript has {len(ids)} tokens, the model "
+            f"{model.max_positions} positions; lower context_tokens"
+        )
+    layers, heads = len(layer_plans(model.model.config, Dense())), kv_heads(model.model.config)
+    return Rollout(
+        ids=torch.tensor(ids),
+        prompt_length=len(parts[0][0]),
+        sampled=torch.tensor(learned),
+        sampler_logprobs=torch.zeros(len(ids)),
+        evicted_at=torch.tensor(NEVER, dtype=torch.int32).expand(layers, heads, len(ids)),
+        kv_bytes_peak=0,
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=len(parts[0][0]),
+    )
+
+
+def _gold_parts(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The tokens of a gold conversation, turn by turn, and whether they are the assistant's."""
+    chat, transcript = model.chat, item.messages
+    prompt = chat.opening(transcript).ids
+    check_fits(model, suite, item, len(prompt))
+    yield prompt, False
+    for answer in suite.gold(item):
+        said = (*chat.encode(answer), chat.end_of_turn)
+        yield said, True
+        transcript = (*transcript, Message(Role.ASSISTANT, answer))
+        reply = suite.step(item, transcript)
+        if reply is None:
+            return
+        transcript = (*transcript, *reply)
+        yield chat.continuation(said, reply).ids, False
