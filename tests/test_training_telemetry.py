@@ -15,13 +15,13 @@ from audit.core.records import Grade, Item, Outcome
 from audit.sampling.conversations import Played
 from audit.training.batch import collect
 from audit.training.files import TelemetryLog
+from audit.training.mismatch import mismatch_panel
 from audit.training.optimiser import Halves
 from audit.training.telemetry import (
     Tally,
     certificate,
     entries_seen,
     memory_numbers,
-    mismatch_panel,
     reward_numbers,
 )
 
@@ -31,7 +31,7 @@ LN2 = math.log(2)
 def panel(ratios: list[list[float]], advantages: list[float], mask: list[list[bool]] | None = None) -> dict:
     learner = torch.tensor(ratios, dtype=torch.float64).log()
     seen = torch.ones_like(learner, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    found = mismatch_panel(torch.zeros_like(learner), learner, seen, torch.tensor(advantages))
+    found = mismatch_panel(torch.zeros_like(learner), learner, seen, torch.tensor(advantages)[:, None])
     return {name.removeprefix("mismatch/"): value for name, value in found.items()}
 
 
@@ -171,7 +171,7 @@ def test_halves_that_are_nearly_alike_are_told_apart_in_bfloat16_too() -> None:
 
 
 def test_the_certificate_is_the_panel_of_the_replayed_rollouts_and_empty_without_them() -> None:
-    seen, advantages = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1)
+    seen, advantages = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
     sampler, replayed = torch.zeros(1, 2), torch.tensor([[0.0, LN2]])
     found = certificate(sampler, replayed, seen, advantages)
     assert found == {"shadow/max_abs_gap": pytest.approx(LN2), "shadow/k3_kl": pytest.approx((1 - LN2) / 2)}
