@@ -16,14 +16,15 @@ from training_world import play_for_parity, rows, sampled, sha256, sharp, short,
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from audit.cache.ledger import load_ledgers
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError, RunError, SpecError
 from audit.core.spec import AdapterSpec, TrainSpec
 from audit.replay.head import watched
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
-from audit.training import grpo, learner
+from audit.training import footprint, grpo, learner
 from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
 from audit.training.batch import Batch
+from audit.training.footprint import check_memory, holdings
 from audit.training.learner import read_tokens
 from audit.training.sft import StartConfig, gold_rollout, warm_start
 from suites.base import SUITES
@@ -239,3 +240,43 @@ def test_a_group_that_is_cut_in_rollouts_is_refused() -> None:
 def test_fields_for_real_sizes_leave_the_hash_of_older_runs_alone() -> None:
     assert not {"sft", "adapter", "gradient_checkpointing", "rollout_rows"} & set(short().to_json())
     assert short(adapter=ADAPTER).hash != short().hash
+
+
+def section(**options: Any) -> TrainSpec:
+    return TrainSpec(**{"arms": ["smd"], "seeds": [1], "policy": "none", "suites": ["refusal"], **options})
+
+
+def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel, batch: Batch) -> None:
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        read_tokens(base.model, batch.rollouts, 4, "shadow", 1.0)
+    prompt = max(rollout.prompt_length for rollout in batch.rollouts)
+    asked = section(context_tokens=prompt, prompts_per_step=3, group=4)
+    answer = max(len(rollout.ids) - rollout.prompt_length for rollout in batch.rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SUITES.get("refusal"), "max_new_tokens", answer)
+        estimate = holdings(asked, base)[2].size
+    assert 0.4 * sum(sizes.values()) < estimate < sum(sizes.values()), (estimate, sum(sizes.values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"gradient_checkpointing": True}, "set train.adapter"),
+        ({"context_tokens": 4000, "adapter": ADAPTER, "microbatch_tokens": 9999}, "set train.gradient_checkpointing"),
+        ({"arms": ["dense"], "group": 99, "context_tokens": 900, "gradient_checkpointing": True}, "rollout_rows"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_with_what_lowers_it(
+    options: dict[str, Any], remedy: str, base: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "free_bytes", lambda _: 1000)
+    with pytest.raises(RunError, match=remedy):
+        check_memory(
+            section(**{"prompts_per_step": 1, "group": 2, "microbatch_tokens": 1, "context_tokens": 9, **options}), base
+        )

@@ -21,6 +21,7 @@ from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import check_adapter
+from audit.training.footprint import check_memory
 from audit.training.sft import gold_rollout
 from suites.base import SUITES, CountTokens, Split, Suite
 
@@ -258,10 +259,11 @@ def made(
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
     """Make the first items that every suite trains on; raises what would otherwise come up in the first step.
 
-    So does an adapter that has no place in the model, and gold answers that cannot be shown to it.
+    So do an adapter that has no place in the model, gold answers that cannot be shown to it, and too little memory.
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)
+        check_memory(spec.train, model)
         for name in spec.train.suites:
             number, context = spec.train.prompts_per_step, spec.train.context_tokens
             suite, seed = SUITES.get(name)(), spec.train.seeds[0]

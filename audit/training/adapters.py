@@ -107,7 +107,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
         import peft  # noqa: F401
     except ImportError:
         raise RunError("training an adapter needs another package: pip install 'kvaudit[lora]'") from None
-    known = _linear_layers(model)
+    known = linear_layers(model)
     for target in adapter.targets:
         if target not in known:
             raise SpecError(
@@ -133,7 +133,7 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _linear_layers(model: Any) -> list[str]:
+def linear_layers(model: Any) -> list[str]:
     """Last parts of the names of the decoder's linear layers; the head, often tied to the embeddings, is none."""
     named = model.get_decoder().named_modules()
     return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
@@ -155,7 +155,7 @@ def _injected(model: Any, adapter: AdapterSpec) -> Any:
     settings = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
-        target_modules=list(adapter.targets or _linear_layers(model)),
+        target_modules=list(adapter.targets or linear_layers(model)),
         task_type="CAUSAL_LM",
     )
     model = inject_adapter_in_model(settings, model, adapter_name=_NAME)

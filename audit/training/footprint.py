@@ -1,0 +1,130 @@
+"""What training will hold at once, estimated from below, so that what cannot fit is said before anything begins.
+
+Counted are weights in training, a step's rollouts in an uncompressed cache, and what a learner's pass keeps, all at
+full length. Left out is what libraries hold besides.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Linear
+
+from audit.cache.layers import kv_heads, layer_plans
+from audit.core.errors import RunError
+from audit.core.spec import TrainSpec
+from audit.policies import Dense
+from audit.sampling.model import LoadedModel
+from audit.training.adapters import linear_layers
+from audit.training.arms import get_arm
+from audit.training.learner import PIECE
+from suites.base import SUITES
+
+GB = 1e9
+
+
+class Holding(NamedTuple):
+    """One thing that is held, in bytes, and what makes it less."""
+
+    what: str
+    size: int
+    remedy: str
+
+
+def check_memory(section: TrainSpec, model: LoadedModel) -> None:
+    """Raise RunError where training asks for more memory than is free, with the largest part and what lowers it."""
+    learning, rollouts, keeping = holdings(section, model)
+    needed, free = learning.size + max(rollouts.size, keeping.size), free_bytes(model.device)
+    if needed > free:
+        most = max((learning, rollouts, keeping), key=lambda holding: holding.size)
+        raise RunError(
+            f"training asks for {needed / GB:.1f} GB at full length, {free / GB:.1f} GB are free; most of it "
+            f"({most.size / GB:.1f} GB) are {most.what}: {most.remedy}"
+        )
+
+
+def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, Holding]:
+    """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
+    suites = [SUITES.get(name)() for name in section.suites]
+    answer = max(suite.max_new_tokens * suite.max_turns for suite in suites)
+    row = section.context_tokens + answer
+    questions = section.rollout_rows // section.group or section.prompts_per_step
+    dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
+    cached = questions * section.group * row * _cached(model) if dense else 0
+    question = section.context_tokens + section.group * answer  # tokens of a group, its prompt once
+    tokens = min(section.prompts_per_step * question, max(section.microbatch_tokens, row))
+    answers = tokens * section.group * answer // question
+    # attention under a record is written out, for the queries of a prompt too
+    shadow = any(get_arm(arm).learner == "shadow" for arm in section.arms)
+    seen = answers * row + (tokens - answers) * section.context_tokens * shadow
+    kept = _kept(model.model, tokens, seen, once=section.gradient_checkpointing) * model.dtype.itemsize
+    kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
+    return (
+        Holding("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
+        Holding("the rollouts' caches", cached, "lower train.rollout_rows or train.context_tokens"),
+        Holding("what a learner's pass keeps", kept, _less_kept(section)),
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses, in bytes; of a system that does not say so, all it has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    table = Path("/proc/meminfo")
+    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _learning(section: TrainSpec, model: LoadedModel) -> int:
+    """Bytes beside the loaded weights: gradients, masters and moments, and a copy of what is trained."""
+    weights: int = sum(weight.numel() for weight in model.model.parameters())
+    if section.adapter is None:
+        size = model.dtype.itemsize
+        return weights * (2 * size + 8 + (0 if model.dtype == torch.float32 else 4))
+    named = model.model.get_decoder().named_modules()
+    targets = section.adapter.targets or linear_layers(model.model)
+    widths = (
+        module.in_features + module.out_features
+        for name, module in named
+        if isinstance(module, Linear) and name.rpartition(".")[2] in targets
+    )
+    return section.adapter.rank * sum(widths, 0) * 16
+
+
+def _cached(model: LoadedModel) -> int:
+    """Bytes of one token's keys and values."""
+    config = model.model.config.get_text_config(decoder=True)
+    layers, heads = len(layer_plans(model.model.config, Dense())), kv_heads(model.model.config)
+    size: int = config.hidden_size // config.num_attention_heads
+    return 2 * layers * heads * size * int(model.dtype.itemsize)
+
+
+def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
+    """Numbers that are kept of a pass's tokens for the backward pass; ``seen`` counts pairs of query and key.
+
+    Twice the outputs of the linear layers, which leaves out some norms, and the attention weights of those pairs.
+    Checkpointed layers keep their input, and one layer at a time the rest.
+    """
+    config, layers = model.config.get_text_config(decoder=True), len(layer_plans(model.config, Dense()))
+    outputs = sum(module.out_features for module in model.get_decoder().modules() if isinstance(module, Linear))
+    layer = tokens * 2 * outputs // layers + seen * config.num_attention_heads
+    return int(layers * tokens * config.hidden_size + layer if once else layers * layer)
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _fewer_weights(section: TrainSpec) -> str:
+    return "set train.adapter" if section.adapter is None else "lower train.adapter.rank"
+
+
+def _less_kept(section: TrainSpec) -> str:
+    knobs = "lower train.microbatch_tokens"
+    return knobs if section.gradient_checkpointing else f"set train.gradient_checkpointing, or {knobs}"
