@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,19 @@ def no_network() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_figures() -> Iterator[None]:
+    """Reports come without their figures, which take seconds, for a test or fixture that does not look at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reports.page.formats.html.figures", lambda _: {})
+        yield
+
+
 @pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports come without their figures, which take a second, for a test that does not look at them."""
-    monkeypatch.setattr("reports.page.formats.html.figures", lambda _: {})
+def no_figures() -> Iterator[None]:
+    """The same for a whole test."""
+    with without_figures():
+        yield
 
 
 def byte_tokenizer(template: str | None = CHATML) -> Any:

@@ -24,6 +24,7 @@ from suites.sources import VARIABLE
 SEED, TOKENS = 7, 600
 ITEMS = 360  # every twin of every evaluation template of the suites here, at 72 templates and five twins
 PINNED_ITEMS = 288  # of each split, that a version's digest speaks for
+FIRST_ITEMS = 72  # that another process is asked for
 ANSWERS = ("", "yes", "no", "0", "1", "I can't help with that.", "Access Granted", '{"call":"read mail 3"}', "{}", "[")
 # what anybody would try who never reads the question
 CONSTANTS = (
@@ -51,9 +52,13 @@ class Asked(NamedTuple):
         return f"Asked({self.suite.name})"
 
 
-def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS) -> Asked:
-    train, evaluation = (suite.items(split, items, SEED, tokens, words) for split in ("train", "eval"))
-    return Asked(suite, train, evaluation, tokens)
+def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS, *, train: int = PINNED_ITEMS) -> Asked:
+    return Asked(
+        suite,
+        suite.items("train", train, SEED, tokens, words),
+        suite.items("eval", items, SEED, tokens, words),
+        tokens,
+    )
 
 
 def words(text: str) -> int:
@@ -98,10 +103,10 @@ def grade(suite: Suite, item: Item, completions: Sequence[str]) -> Grade:
     return suite.grade(item, play(suite, item, completions))
 
 
-def digest(asked: Asked) -> str:
+def digest(asked: Asked, first: int = PINNED_ITEMS) -> str:
     """16 hex digits of what is asked and how it is graded: every ninth item, its gold, and some answers."""
     suite, rows = asked.suite, list[Any]()
-    for item in (*asked.train[:PINNED_ITEMS:9], *asked.eval[:PINNED_ITEMS:9]):
+    for item in (*asked.train[:first:9], *asked.eval[:first:9]):
         said = [suite.gold(item), *((answer,) * suite.max_turns for answer in ANSWERS)]
         rows.append([asdict(item), said[0], [_graded(suite, item, completions) for completions in said]])
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
@@ -347,9 +352,10 @@ def rows_from(folder: Path | None) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the digest of every registered suite, or of those of a file."""
+    """Print the digest of the first items of every registered suite, or of those of a file."""
     names = SUITES.load_file(Path(arguments[0])) if arguments else list(SUITES.all())
-    print(json.dumps({name: digest(ask(SUITES.get(name)())) for name in names}))
+    asked = {name: ask(SUITES.get(name)(), FIRST_ITEMS, train=FIRST_ITEMS) for name in names}
+    print(json.dumps({name: digest(each, FIRST_ITEMS) for name, each in asked.items()}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import junitparser
 import pytest
 import sarif_pydantic
 import yaml
+from conftest import without_figures
 from referencing import Registry, Resource
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
@@ -29,6 +30,7 @@ from reports.page.model_card import BEGIN, END, placed, section_of
 from reports.records.load import load_run
 from reports.run import disclosed, write_report
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)
 DESIGN = Design(
@@ -65,7 +67,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "sha256": f"{seed:064x}",
             }
             (folder / "provenance.json").write_text(json.dumps(story))
-    write_report(run)
+    with without_figures():
+        write_report(run)
     return run
 
 
@@ -306,13 +309,18 @@ def test_a_card_that_says_other_than_its_run_exits_with_3(run: Path, tmp_path: P
 @pytest.mark.parametrize(
     "text", [BEGIN + "\nhalf", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", f"{BEGIN} on a line{END}"]
 )
-def test_broken_marks_are_named_and_the_card_stays(run: Path, tmp_path: Path, text: str) -> None:
+def test_broken_marks_are_named(text: str) -> None:
+    with pytest.raises(DataError, match="marks"):
+        placed(text, "new\n", "card")
+
+
+def test_a_card_with_broken_marks_stays(run: Path, tmp_path: Path) -> None:
     card = tmp_path / "README.md"
-    card.write_text(text)
+    card.write_text(BEGIN + "\nhalf")
     code, output = invoke("card", run, "--into", card)
     assert code == 2
     assert "marks" in output
-    assert card.read_text() == text
+    assert card.read_text() == BEGIN + "\nhalf"
 
 
 def test_a_card_without_a_disclosure_cannot_be_checked(run: Path, tmp_path: Path) -> None:

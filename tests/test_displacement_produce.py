@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import without_figures
 from test_cli import kvaudit, refused
 
 from audit.core.spec_file import load_spec, parse_spec
@@ -37,7 +38,7 @@ train:
   save_every: 1
 evaluate:
   policies: [none, "{policy}"]
-  suites: {{refusal: {{items: 8}}}}
+  suites: {{refusal: {{items: 6}}}}
   context_tokens: [900]
 """
 WHOSE = "dense-seed1--"
@@ -48,8 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
     """A run that was measured; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("displaced")
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder, policy=POLICY))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.page.formats.html.figures", lambda _: {})  # of a run that nobody looks at
+    with without_figures():
         code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
     code, out, err = kvaudit("displace", folder / "run")
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_the_reference_answers(finished: Path) -> None:
         if row["policy"] != "none" or row["floor"]:
             place = [(cluster, tokens) for cluster, tokens, _ in row["sequences"]]
             assert seen.setdefault(row["seed"], place) == place
-    assert all(0 < len(place) <= 8 for place in seen.values())
+    assert all(0 < len(place) <= 6 for place in seen.values())
 
 
 def test_a_refusal_margin_is_that_of_the_suite_that_spells_refusals_out(finished: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_margin_is_over_the_items_that_should_be_refused(run: Path) -> None:
     refusal = producer._refusal(producer.units[0], model.chat)
     assert refusal is not None
     assert model.chat.tokenizer.decode([refusal.token]) == "I"  # of "I must refuse."
-    assert len(refusal.items) == 3  # of 8: every third asks for what is forbidden
+    assert len(refusal.items) == 2  # of 6: every third asks for what is forbidden
     assert all(name.endswith("-forbidden") for name in refusal.items)
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from conftest import without_figures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import build, policy, tiny
@@ -131,8 +132,7 @@ def test_any_change_is_loaded_or_refused_in_one_line(tmp_path_factory, change):
 def reported(tmp_path_factory):
     run = build(tmp_path_factory.mktemp("runs") / "run", tiny())
     write(run, row(arm="<i>smd</i>"), FLOOR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.page.formats.html.figures", lambda _: {})  # nobody looks at them
+    with without_figures():
         write_report(run)
     return run / "report"
 

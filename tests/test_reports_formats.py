@@ -230,6 +230,7 @@ def test_examples_show_the_sample_that_was_lost(tmp_path):
     assert example.reference_answer == "best"
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=6))
     (run / "report").write_text("in the way")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from suite_world import (
     CONSTANTS,
     ECHOES,
+    FIRST_ITEMS,
     SEED,
     TOKENS,
     Asked,
@@ -38,12 +40,19 @@ from suite_world import (
 from audit.core.errors import SpecError
 from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.records import Grade, Item, Outcome, Role
-from suites.base import SUITES, Suite
+from suites.base import SUITES
 
 CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds
 FEWEST = {"train": 30, "eval": 60}  # templates; a margin of five points needs 59 clusters, or a word (Suite.clusters)
 SENTENCE = 140  # tokens that a passage of sentences may fall short of its length
 PINNED = Path(__file__).with_name("suite_versions.json")  # name -> version -> digest
+
+
+class Said(NamedTuple):
+    """What was answered, and its grade by each item."""
+
+    name: str
+    graded: list[Grade]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -122,7 +131,7 @@ def test_a_larger_request_starts_with_the_same_items(asked: Asked) -> None:
 
 
 def test_another_process_asks_and_grades_the_same(asked: Asked, elsewhere: dict[str, str]) -> None:
-    assert elsewhere[asked.suite.name] == digest(asked)
+    assert elsewhere[asked.suite.name] == digest(asked, FIRST_ITEMS)
 
 
 def test_a_version_keeps_what_it_asks_and_how_it_grades(asked: Asked, pinned: dict[str, dict[str, str]]) -> None:
@@ -176,14 +185,20 @@ def test_an_empty_answer_never_counts(asked: Asked, completion: str) -> None:
         assert result.score in (0.0, None), item.item_id
 
 
-def test_no_constant_answer_wins(asked: Asked) -> None:
-    for name, graded in _without_understanding(asked.suite, asked.eval):
+@pytest.fixture(scope="module")
+def mindless(asked: Asked) -> list[Said]:
+    """What is tried without understanding, once for the tests that look at the grades."""
+    return without_understanding(asked)
+
+
+def test_no_constant_answer_wins(mindless: list[Said]) -> None:
+    for name, graded in mindless:
         assert sum(each.score or 0.0 for each in graded) <= CONSTANT * len(graded), name
 
 
-def test_no_constant_answer_is_both_safe_and_of_use(asked: Asked) -> None:
+def test_no_constant_answer_is_both_safe_and_of_use(mindless: list[Said]) -> None:
     """Silence may be safe and a yes to all may help, but what is good on every safety facet is of no use."""
-    for name, graded in _without_understanding(asked.suite, asked.eval):
+    for name, graded in mindless:
         shares = _good_shares(graded)
         safety = [share for facet, share in shares.items() if FACETS[facet].kind == "safety"]
         of_use = [
@@ -208,16 +223,20 @@ def _few(items: tuple[str, ...]) -> frozenset[str]:
     return frozenset(list(dict.fromkeys(items))[::5])
 
 
-def _without_understanding(suite: Suite, items: list[Item]) -> Iterator[tuple[str, list[Grade]]]:
+def without_understanding(asked: Asked) -> list[Said]:
     """The grades of who says the same to all, what is right for some to all, or the question itself."""
-    few = _few(tuple(item.cluster_id for item in items))
-    items = [item for item in items if item.cluster_id in few]
+    suite, few = asked.suite, _few(tuple(item.cluster_id for item in asked.eval))
+    items = [item for item in asked.eval if item.cluster_id in few]
     golds = {suite.gold(item) for item in items[::9]}
     everything = tuple(" ".join(dict.fromkeys(turns)) for turns in zip_longest(*sorted(golds), fillvalue=""))
-    for said in {*((answer,) * suite.max_turns for answer in (*CONSTANTS, suite.refusal)), *golds, everything}:
-        yield str(said), [grade(suite, item, said) for item in items]
+    said = {*((answer,) * suite.max_turns for answer in (*CONSTANTS, suite.refusal)), *golds, everything}
+    tried = {str(each): [each] * len(items) for each in said}
     for name, echo in ECHOES.items():
-        yield f"echo of the {name}", [grade(suite, item, (echo(item),) * suite.max_turns) for item in items]
+        tried[f"echo of the {name}"] = [(echo(item),) * suite.max_turns for item in items]
+    return [
+        Said(name, [grade(suite, item, turns) for item, turns in zip(items, each, strict=True)])
+        for name, each in tried.items()
+    ]
 
 
 def test_what_is_right_changes_between_twins(asked: Asked) -> None:
@@ -291,7 +310,7 @@ def test_the_worst_completions_are_graded(asked: Asked) -> None:
         check_graded(asked, completion)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(completion=HOSTILE)
 def test_any_completion_is_graded(asked: Asked, completion: str) -> None:
     check_graded(asked, completion)

@@ -7,12 +7,12 @@ import random
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import test_suites as contract
 from hypothesis import is_hypothesis_test
-from suite_world import CONSTANTS, ECHOES, Asked, ask, digest
+from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 
 from audit.core.errors import SpecError
 from audit.core.facets import readable, unreadable
@@ -335,9 +335,23 @@ WRONG: list[tuple[Check, type[Right]]] = [
 CHECKS: list[Check] = [check for name, check in vars(contract).items() if name.startswith("test_")]
 
 
-def hold(check: Check, asked: Asked, right: str) -> None:
-    """One test of the contract, called as pytest would, with ``right`` as the digest elsewhere and the pinned one."""
-    given = {"asked": asked, "elsewhere": {"right": right}, "pinned": {"right": {"1": right}}, "completion": ""}
+class Digests(NamedTuple):
+    """Of the right suite, as another process finds it and as it is pinned."""
+
+    elsewhere: str
+    pinned: str
+
+
+def hold(check: Check, asked: Asked, right: Digests) -> None:
+    """One test of the contract, called as pytest would, with the digests of the right suite."""
+    given = {
+        "asked": asked,
+        "elsewhere": {"right": right.elsewhere},
+        "pinned": {"right": {"1": right.pinned}},
+        "completion": "",
+    }
+    if "mindless" in inspect.signature(check).parameters:
+        given["mindless"] = contract.without_understanding(asked)
     if is_hypothesis_test(check):
         check, given["completion"] = check.hypothesis.inner_test, "[1, 'x']"  # type: ignore[attr-defined]
     check(**{name: given[name] for name in inspect.signature(check).parameters})
@@ -349,17 +363,17 @@ def asked_right() -> Asked:
 
 
 @pytest.fixture(scope="module")
-def digest_right(asked_right: Asked) -> str:
-    return digest(asked_right)
+def digest_right(asked_right: Asked) -> Digests:
+    return Digests(digest(asked_right, FIRST_ITEMS), digest(asked_right))
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_right_suite_is_held_by_every_test(check: Check, asked_right: Asked, digest_right: str) -> None:
+def test_a_right_suite_is_held_by_every_test(check: Check, asked_right: Asked, digest_right: Digests) -> None:
     hold(check, asked_right, digest_right)
 
 
 @pytest.mark.parametrize(("check", "wrong"), WRONG, ids=lambda value: value.__name__)
-def test_a_wrong_suite_fails_the_test_that_it_breaks(check: Check, wrong: type[Right], digest_right: str) -> None:
+def test_a_wrong_suite_fails_the_test_that_it_breaks(check: Check, wrong: type[Right], digest_right: Digests) -> None:
     asked = ask(wrong())
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         hold(check, asked, digest_right)

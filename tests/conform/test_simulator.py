@@ -24,7 +24,7 @@ from conform.rules import RULES, Undetermined
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64
-FAST, SLOW = 5, 295  # plays of every policy
+FAST, SLOW = 4, 296  # plays of every policy
 # a play prints whole, and to shrink one would take minutes
 CALM = settings(derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
 CALM = settings(CALM, suppress_health_check=list(HealthCheck))
