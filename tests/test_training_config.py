@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from training_world import config
+from training_world import config, short
 
 from audit.core.errors import SpecError, UnknownName
 
@@ -20,6 +20,10 @@ from audit.core.errors import SpecError, UnknownName
         ({"weights": [1.0, 2.0]}, "wanted 1 numbers of 0 or more, one per suite"),
         ({"weights": [0.0]}, "wanted 1 numbers of 0 or more"),
         ({"loss": "gprc"}, "unknown loss 'gprc'"),
+        ({"loss": "online-dpo", "beta": 0.0}, "held against a reference, and 'beta' is 0"),
+        ({"loss": "online-dpo", "group": 1}, "'group' is 1, wanted 2 or more"),
+        ({"critic": {"trace": 0.5}}, "'critic' is of a loss with a value head (ppo), loss is 'grpo'"),
+        ({"minibatches": 3}, "'minibatches' is 3, wanted a divisor of the 2 prompts of a step"),
         ({"policy": "streaming:budget=4,sink=4,window=8"}, "budget"),
     ],
 )
@@ -42,6 +46,19 @@ def test_the_hash_follows_every_field_and_no_spelling() -> None:
     assert config().hash == config(suites=("math",)).hash
     others = [config(arm="dense"), config(seed=2), config(steps=5), config(learning_rate=0.02), config(weights=[2])]
     assert len({config().hash, *(other.hash for other in others)}) == 6
+
+
+def test_a_loss_brings_defaults_where_nothing_is_given() -> None:
+    asked, told = config(loss="dapo"), config(loss="dapo", epsilon_high=0.2, resample=0)
+    assert (asked.epsilon_low, asked.epsilon_high, asked.resample, asked.overlong) == (0.2, 0.28, 3, 0.2)
+    assert (told.epsilon_high, told.resample) == (0.2, 0)
+    assert (config().epsilon_high, config().resample, config(loss="online-dpo").beta) == (0.2, None, 0.1)
+
+
+def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
+    assert short(steps=3).hash == "ca2bc859bb47"
+    assert not {"minibatches", "resample", "overlong", "critic"} & set(config().to_json())
+    assert config(minibatches=2).hash != config().hash
 
 
 def test_shares_are_relative() -> None:

@@ -22,30 +22,34 @@ from audit.core.records import Grade, Item, Outcome
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
 from audit.training import corrections
+from audit.training.advantages import Rewarded
 from audit.training.arms import ARMS, get_arm
 from audit.training.batch import Batch, halves
 from audit.training.corrections import Correction, CorrectionRule
-from audit.training.losses import LOSSES, Loss, LossInputs
+from audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, Whole
 from audit.training.rewards import REWARDS, Reward
 from suites.base import SUITES, Suite
 
-ADVANTAGES = torch.tensor([1.0, -1.0, 0.5])
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+ADVANTAGES = torch.tensor([[1.0], [-1.0], [0.5]]) * MASK
 WIDE = "streaming:budget=900"  # never binds
+SMALL = {"suites": ["refusal"], "prompts_per_step": 2}  # answers of 12 tokens
 
 
 def given(ratios: Tensor | None = None, **options: object) -> LossInputs:
-    """Three rollouts of unlike length, the sampler's ratios 1 unless told otherwise, weights 1."""
+    """A group of three rollouts of unlike length; ratios and weights 1 unless told otherwise, a reference that agrees."""
     ratios = torch.ones(3, 3) if ratios is None else ratios
     plain = LossInputs(
         logprobs=ratios.log().requires_grad_(),
         correction=Correction(torch.ones(3, 3), MASK, torch.zeros(3, 3), {}),
         advantages=ADVANTAGES,
         mask=MASK,
-        batch_rows=3,
-        max_tokens=4,
+        group=3,
+        whole=Whole.of(ADVANTAGES, MASK, 3, 4),
         epsilon_low=0.2,
         epsilon_high=0.2,
+        beta=0.1,
+        ref_logprobs=torch.zeros(3, 3),
     )
     return replace(plain, **options)  # type: ignore[arg-type]
 
@@ -61,16 +65,37 @@ def loss(request: pytest.FixtureRequest) -> Loss:
     return found
 
 
+@pytest.fixture(
+    params=[found for found in LOSSES.all().values() if issubclass(found, ClippedLoss)], ids=lambda found: found.name
+)
+def clipped(request: pytest.FixtureRequest) -> Loss:
+    found: Loss = request.param()
+    return found
+
+
 def test_a_loss_raises_what_was_better_than_its_group_and_lowers_what_was_worse(loss: Loss) -> None:
-    pull = -gradient(loss, given()) * ADVANTAGES[:, None]
+    pull = -gradient(loss, given()) * ADVANTAGES
     assert (pull[MASK] > 0).all()
     assert (pull[~MASK] == 0).all()
 
 
-def test_a_loss_is_linear_in_the_advantage(loss: Loss) -> None:
-    once, thrice = (gradient(loss, given(advantages=ADVANTAGES * factor)) for factor in (1, 3))
+def test_a_loss_says_what_a_rollout_was_worth_by_its_reward(loss: Loss) -> None:
+    mask = MASK.repeat(2, 1)
+    rewards, graded = torch.tensor([1.0, 0.0, 0.0, 2.0, 2.0, 2.0]), torch.tensor([True, True, False, True, True, True])
+    known = mask & graded[:, None]
+    found = loss.estimate(Rewarded(rewards, graded, known, 3, torch.zeros(6, 3))).advantages
+    assert (found[0, 0] > 0 > found[1, 0]) if not loss.critic else (found[0, 0] > found[1, 0])
+    assert not found[~known].any()
+    assert loss.critic or not found[3:].any()
+
+
+def test_no_advantage_is_no_gradient(loss: Loss) -> None:
+    assert not gradient(loss, given(advantages=torch.zeros(3, 3))).any()
+
+
+def test_a_clipped_loss_is_linear_in_the_advantage(clipped: Loss) -> None:
+    once, thrice = (gradient(clipped, given(advantages=ADVANTAGES * factor)) for factor in (1, 3))
     torch.testing.assert_close(thrice, 3 * once)
-    assert not gradient(loss, given(advantages=torch.zeros(3))).any()
 
 
 def test_the_clip_is_idle_where_sampler_and_learner_agree(loss: Loss) -> None:
@@ -95,10 +120,22 @@ def _correction(weights: Tensor, keep: Tensor = MASK) -> Correction:
 
 
 def test_microbatches_of_a_loss_add_up(loss: Loss) -> None:
-    ratios = torch.tensor([[1.3, 1.0, 0.6], [0.7, 1.1, 1.0], [1.5, 1.0, 1.0]])
-    extra = {"beta": 0.1, "distill_weight": 0.3, "ref_logprobs": torch.full((3, 3), -0.2)}
-    whole = given(ratios, **extra, distill_kl=torch.full((3, 3), 0.5))
-    parts = [loss(_rows(whole, rows)) for rows in ([0], [1, 2])]
+    mask, ratios = (
+        MASK.repeat(2, 1),
+        torch.tensor([[1.3, 1.0, 0.6], [0.7, 1.1, 1.0], [1.5, 1.0, 1.0], *[[0.9] * 3] * 3]),
+    )
+    advantages = torch.cat([ADVANTAGES, 2 * ADVANTAGES])
+    whole = given(
+        ratios,
+        correction=Correction(torch.ones(6, 3), mask, torch.zeros(6, 3), {}),
+        advantages=advantages,
+        mask=mask,
+        whole=Whole.of(advantages, mask, 3, 4),
+        ref_logprobs=torch.full((6, 3), -0.2),
+        distill_weight=0.3,
+        distill_kl=torch.full((6, 3), 0.5),
+    )
+    parts = [loss(_rows(whole, rows)) for rows in ([0, 1, 2], [3, 4, 5])]
     together = loss(whole)
     torch.testing.assert_close(parts[0].loss + parts[1].loss, together.loss)
     for name, total in together.metrics.items():
@@ -123,21 +160,21 @@ def _rows(whole: LossInputs, rows: list[int]) -> LossInputs:
 @pytest.mark.parametrize("hostile", [float("-inf"), float("nan"), 1e30])
 def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss: Loss, hostile: float) -> None:
     values = torch.where(MASK, 0.1, hostile)
-    inputs = given(beta=0.1, ref_logprobs=values, distill_weight=0.1, distill_kl=values.clone())
+    inputs = given(ref_logprobs=values, distill_weight=0.1, distill_kl=values.clone())
     inputs = replace(inputs, logprobs=values.clone().requires_grad_())
     assert math.isfinite(loss(inputs).loss.item())
     assert torch.isfinite(gradient(loss, inputs)).all()
 
 
-def test_a_reference_pulls_a_loss_towards_itself(loss: Loss) -> None:
+def test_a_reference_pulls_a_clipped_loss_towards_itself(clipped: Loss) -> None:
     for reference, wanted in ((-0.5, 1.0), (0.0, 0.0), (0.5, -1.0)):
-        inputs = given(advantages=torch.zeros(3), beta=0.1, ref_logprobs=torch.full((3, 3), reference))
-        assert (gradient(loss, inputs).sign() == wanted * MASK).all()
+        inputs = given(advantages=torch.zeros(3, 3), ref_logprobs=torch.full((3, 3), reference))
+        assert (gradient(clipped, inputs).sign() == wanted * MASK).all()
 
 
 def test_distillation_adds_to_a_loss_by_its_weight(loss: Loss) -> None:
     small, large = (
-        loss(given(advantages=torch.zeros(3), distill_weight=weight, distill_kl=torch.ones(3, 3))).loss.item()
+        loss(given(advantages=torch.zeros(3, 3), distill_weight=weight, distill_kl=torch.ones(3, 3))).loss.item()
         for weight in (0.1, 0.2)
     )
     assert large == pytest.approx(2 * small)
@@ -184,13 +221,13 @@ def base(tiny_folder: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def dense(base: LoadedModel) -> Batch:
     """Rollouts of an uncompressed cache."""
-    return sampled(base, arm="dense", prompts_per_step=2)
+    return sampled(base, arm="dense", **SMALL)
 
 
 @pytest.fixture(scope="module")
 def unbound(base: LoadedModel) -> Batch:
     """Rollouts of a compressed cache whose budget never binds."""
-    return sampled(base, arm="naive", policy=WIDE, prompts_per_step=2)
+    return sampled(base, arm="naive", policy=WIDE, **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +252,11 @@ def test_a_budget_that_never_binds_samples_dense_rollouts(dense: Batch, unbound:
         assert (other.evicted_at == NEVER).all()
 
 
-def test_dense_rollouts_make_an_arm_equal_to_dense(arm: str, base: LoadedModel, dense: Batch, unbound: Batch) -> None:
-    wanted = gradients(base, dense, arm="dense")
-    found = gradients(base, unbound, arm=arm, policy=WIDE)
+def test_dense_rollouts_make_an_arm_equal_to_dense(
+    arm: str, loss: Loss, base: LoadedModel, dense: Batch, unbound: Batch
+) -> None:
+    wanted = gradients(base, dense, arm="dense", loss=loss.name)
+    found = gradients(base, unbound, arm=arm, loss=loss.name, policy=WIDE)
     assert distance(found, wanted) < 1e-4  # the sampler's float32 and the learner's differ by 1e-5 nats
 
 

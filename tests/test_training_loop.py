@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from training_world import config, play_for_parity, rows, sha256, sharp, short, silent
+from training_world import config, play_for_parity, rows, sampled, sha256, sharp, short, silent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.cache.ledger import NEVER, load_ledgers
@@ -19,7 +19,7 @@ from audit.sampling.model import LoadedModel, load_model, locate
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.training.arms import ARMS
-from audit.training.batch import slots, training_items
+from audit.training.batch import gradient_steps, slots, training_items
 from audit.training.learner import read_tokens
 
 
@@ -146,6 +146,43 @@ def test_several_updates_keep_the_old_policy_and_meet_the_clip(
     assert row["clip_fraction"] > 0
     assert row["mismatch/max_abs_gap"] <= 1e-5
     assert json.loads((tmp_path / "provenance.json").read_text())["updates"] == 3
+
+
+def test_minibatches_are_gradient_steps_of_their_own_and_meet_the_clip(
+    base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo, "play", play_for_parity)
+    settings = short(steps=1, arm="naive-ratio", minibatches=2, learning_rate=0.05, warmup_steps=0)
+    (row,) = rows(grpo.train(settings, base, tmp_path, silent))
+    assert row["clip_fraction"] > 0
+    assert json.loads((tmp_path / "provenance.json").read_text())["updates"] == 2
+
+
+def test_minibatches_deal_every_group_out_once_and_otherwise_in_the_next_pass(base: LoadedModel) -> None:
+    batch = sampled(base, prompts_per_step=4)
+    plan = gradient_steps(batch, config(prompts_per_step=4, minibatches=2, updates_per_batch=2), 0)
+    assert [sorted(plan[i].rows + plan[i + 1].rows) for i in (0, 2)] == [list(range(16))] * 2
+    assert plan[0].rows != plan[2].rows
+    assert plan == gradient_steps(batch, config(prompts_per_step=4, minibatches=2, updates_per_batch=2, arm="tis"), 0)
+
+
+def test_a_group_whose_rewards_are_all_alike_is_sampled_again_with_other_seeds(
+    base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int) -> Any:
+        asked.append(seeds)
+        found = play(sampler, questions, decoding, seeds, group=group)
+        if len(asked) == 1:
+            found[0] = replace(found[0], grade=Grade(Outcome.DESIRED, 1.0))
+        return found
+
+    monkeypatch.setattr(grpo, "play", watch)
+    (row,) = rows(grpo.train(short(steps=1, resample=2, ledger_every=0), base, tmp_path, silent))
+    assert row["groups_sampled_again"] == 2  # the second group, twice; the first had one reward
+    assert [len(seeds) for seeds in asked] == [8, 4, 4]
+    assert len({seed for seeds in asked for seed in seeds}) == 16
 
 
 def test_the_reference_is_the_base_model_under_the_learners_view(

@@ -8,12 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from audit.training.advantages import (
+    Rewarded,
+    best_and_worst,
+    generalised_advantages,
+    group_advantages,
+    overlong_penalty,
+)
 from audit.training.batch import Batch
 from audit.training.corrections import Correction
-from audit.training.grpo import group_advantages
-from audit.training.losses.base import LossInputs, clipped_surrogate, full_kl, k3
+from audit.training.losses.base import LossInputs, Whole, clipped_surrogate, full_kl, k3
+from audit.training.losses.dapo import Dapo
 from audit.training.losses.dr_grpo import DrGrpo
 from audit.training.losses.grpo import Grpo
+from audit.training.losses.gspo import Gspo
+from audit.training.losses.online_dpo import OnlineDpo
 
 RATIOS = torch.tensor([[1.3, 1.0], [0.7, 1.0]])
 MASK = torch.tensor([[True, True], [True, False]])
@@ -36,10 +45,10 @@ def inputs(
             old_logprobs=torch.zeros_like(ratios),
             metrics={},
         ),
-        advantages=torch.tensor([1.0, -1.0]),
+        advantages=torch.tensor([[1.0], [-1.0]]) * mask,
         mask=mask,
-        batch_rows=2,
-        max_tokens=4,
+        group=2,
+        whole=Whole(rows=2, tokens=int(mask.sum()), pairs=1, max_tokens=4),
         epsilon_low=0.2,
         epsilon_high=0.2,
     )
@@ -64,7 +73,7 @@ def test_the_upper_clip_bound_is_its_own() -> None:
 
 def test_clipping_never_hides_a_worse_outcome() -> None:
     ratio = torch.tensor([[0.5, 2.0], [0.5, 2.0]])
-    gain = clipped_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.2, 0.2)
+    gain = clipped_surrogate(ratio, torch.tensor([[1.0], [-1.0]]), 0.2, 0.2)
     torch.testing.assert_close(gain, torch.tensor([[0.5, 1.2], [-0.8, -2.0]]))
 
 
@@ -110,7 +119,7 @@ def test_k3_as_a_loss_pulls_to_the_reference_while_the_log_ratio_does_not() -> N
 
 def test_beta_weighs_the_kl_like_the_policy_term() -> None:
     reference = torch.log(torch.tensor([[0.5, 1.0], [2.0, 1.0]]))
-    given = inputs(torch.ones(2, 2), beta=0.1, ref_logprobs=reference, advantages=torch.zeros(2))
+    given = inputs(torch.ones(2, 2), beta=0.1, ref_logprobs=reference, advantages=torch.zeros(2, 2))
     outputs = Grpo()(given)
     first, second = 0.5 + math.log(2) - 1, 2 - math.log(2) - 1
     assert outputs.loss.item() == pytest.approx(0.1 * (first / 2 + second) / 2)
@@ -130,7 +139,9 @@ def test_full_kl_is_exact_and_leaves_the_teacher_alone() -> None:
 
 
 def test_distillation_is_added_with_its_weight() -> None:
-    given = inputs(torch.ones(2, 2), advantages=torch.zeros(2), distill_weight=0.1, distill_kl=torch.full((2, 2), 3.0))
+    given = inputs(
+        torch.ones(2, 2), advantages=torch.zeros(2, 2), distill_weight=0.1, distill_kl=torch.full((2, 2), 3.0)
+    )
     outputs = Grpo()(given)
     assert outputs.loss.item() == pytest.approx(0.3)
     assert outputs.metrics["distill_kl"] == pytest.approx(9.0)
@@ -159,3 +170,52 @@ def test_advantages_without_std_are_centred_rewards() -> None:
 def test_an_ungraded_rollout_has_no_advantage_and_moves_no_mean() -> None:
     rewards, graded = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([True, True, False])
     torch.testing.assert_close(group_advantages(rewards, graded, 3, by_std=True), torch.tensor([1.0, -1.0, 0.0]))
+
+
+def rewarded(rewards: list[float], mask: torch.Tensor, group: int, **options: object) -> Rewarded:
+    return Rewarded(torch.tensor(rewards), torch.ones(len(rewards), dtype=torch.bool), mask, group, **options)
+
+
+def test_dapo_divides_by_all_sampled_tokens_of_the_step() -> None:
+    assert Dapo()(inputs(epsilon_high=0.28)).loss.item() == pytest.approx(-(1.28 + 1.0 - 0.8) / 3)
+
+
+def test_overlong_rollouts_pay_for_their_last_tokens() -> None:
+    found = overlong_penalty(torch.tensor([80, 81, 90, 100, 120]), 100, 0.2)
+    torch.testing.assert_close(found, torch.tensor([0.0, -0.05, -0.5, -1.0, -1.0]))
+
+
+def test_gspo_clips_the_ratio_of_the_sequence_and_not_of_its_tokens() -> None:
+    within = Gspo()(inputs(torch.tensor([[1.3, 1 / 1.3], [1.0, 1.0]])))
+    assert within.metrics["clipped"] == 0
+    beyond = Gspo()(inputs(torch.tensor([[1.5, 1.0], [1.0, 1.0]])))
+    assert beyond.metrics["clipped"] == 2  # both tokens of the row: sqrt(1.5) is over 1.2
+    assert beyond.loss.item() == pytest.approx(-(1.2 - 1.0) / 2)
+
+
+def test_ppo_counts_time_in_sampled_tokens_and_pays_at_the_last() -> None:
+    mask = torch.tensor([[True, False, True, False]])  # a tool spoke in between
+    values = torch.tensor([[0.5, 9.0, 0.25, 9.0]])
+    found = generalised_advantages(rewarded([1.0], mask, 1, values=values, discount=0.5, trace=0.5))
+    last, first = 0.75, 0.5 * 0.25 - 0.5 + 0.25 * 0.75
+    torch.testing.assert_close(found.advantages, torch.tensor([[first, 0.0, last, 0.0]]))
+    torch.testing.assert_close(found.returns, torch.tensor([[first + 0.5, 0.0, 1.0, 0.0]]))
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair_and_equals_are_none() -> None:
+    rewards, graded = torch.tensor([0.5, 1.0, 0.0, 1.0, 1.0, 1.0, 2.0, 0.0]), torch.ones(8, dtype=torch.bool)
+    assert best_and_worst(rewards, graded, 4).tolist() == [0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 1.0, -1.0]
+    assert not best_and_worst(torch.ones(4), graded[:4], 4).any()
+    assert not best_and_worst(rewards[:4], torch.tensor([True, False, False, False]), 4).any()
+
+
+def test_a_preference_weighs_what_its_tokens_add_to_the_gradient_and_keeps_its_value() -> None:
+    ratios, weights = torch.tensor([[2.0, 1.0], [0.5, 1.0]]), torch.tensor([[2.0, 0.0], [0.5, 1.0]])
+    plain = inputs(ratios, beta=0.5, ref_logprobs=torch.zeros(2, 2))
+    weighed = inputs(ratios, beta=0.5, ref_logprobs=torch.zeros(2, 2), weights=weights)
+    losses = [OnlineDpo()(given).loss for given in (plain, weighed)]
+    assert losses[0].item() == losses[1].item() == pytest.approx(math.log(1 + 0.5))  # sigma(.5 log 4) = 2/3
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(plain.logprobs.grad, 0.5 / 3 * torch.tensor([[-1.0, -1.0], [1.0, 0.0]]))
+    torch.testing.assert_close(weighed.logprobs.grad, plain.logprobs.grad * weights)

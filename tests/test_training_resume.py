@@ -22,6 +22,7 @@ from audit.core.errors import DataError, RunError
 from audit.sampling.model import LoadedModel
 from audit.training import checkpoint, files, grpo
 from audit.training.files import TelemetryLog
+from audit.training.losses import LOSSES
 
 
 class Killed(BaseException):
@@ -176,6 +177,21 @@ def test_a_run_killed_while_writing_ends_with_the_same_bits(
         with pytest.raises(Killed):
             grpo.train(short(), base, halfway, silent)
     assert_same(grpo.train(short(), base, halfway, silent), whole)
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES.all()) - {"grpo", "dr_grpo"}))  # those have no state of their own
+def test_a_killed_run_of_any_loss_ends_with_the_same_bits(loss: str, base: LoadedModel, tmp_path: Path) -> None:
+    settings = short(loss=loss, steps=2, save_every=1, ledger_every=0, minibatches=2)
+
+    def die(done: int, _: int, __: Any) -> None:
+        raise Killed
+
+    whole = grpo.train(settings, base, tmp_path / "whole", silent)
+    with pytest.raises(Killed):
+        grpo.train(settings, base, tmp_path / "killed", die)
+    killed = grpo.train(settings, base, tmp_path / "killed", silent)
+    assert rows(killed) == rows(whole)
+    assert sha256(killed / "model.safetensors") == sha256(whole / "model.safetensors")
 
 
 @pytest.mark.slow  # a process of its own takes longer to start than to train; copies of the folder stand for it above

@@ -17,6 +17,7 @@ from training_world import sampled, sharp
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
 from audit.training import arms, corrections, grpo
+from audit.training.advantages import Estimate, Rewarded
 from audit.training.arms import ARMS, Arm
 from audit.training.batch import Batch
 from audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
@@ -32,6 +33,11 @@ Check = Callable[..., None]
 class SignFlipped(Grpo):
     def gain(self, ratio: Tensor, inputs: LossInputs) -> Tensor:
         return -super().gain(ratio, inputs)
+
+
+class PaysAll(Grpo):
+    def estimate(self, given: Rewarded) -> Estimate:
+        return Estimate(given.rewards[:, None] * given.mask)
 
 
 class PullsAnyway(Grpo):
@@ -51,18 +57,18 @@ class IgnoresWeights(Grpo):
 
 class CountsKeptTokens(Grpo):
     def share(self, inputs: LossInputs) -> Tensor:
-        return 1.0 / (inputs.correction.keep.sum(dim=1, keepdim=True).clamp(min=1) * inputs.batch_rows)
+        return 1.0 / (inputs.correction.keep.sum(dim=1, keepdim=True).clamp(min=1) * inputs.whole.rows)
 
 
 class CountsItsMicrobatch(Grpo):
     def share(self, inputs: LossInputs) -> Tensor:
-        return super().share(replace(inputs, batch_rows=len(inputs.mask)))
+        return super().share(replace(inputs, whole=inputs.whole._replace(rows=len(inputs.mask))))
 
 
 class ReadsPadding(Grpo):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio = (inputs.logprobs - inputs.correction.old_logprobs).exp()
-        return LossOutputs(-(ratio * inputs.advantages[:, None] * inputs.mask).sum(), {})
+        return LossOutputs(-(ratio * inputs.advantages * inputs.mask).sum(), {})
 
 
 class ForgetsTheReference(Grpo):
@@ -111,13 +117,15 @@ class Tires(SuiteGrade):
 
 LOSSES: list[tuple[Check, type[Loss]]] = [
     (contract.test_a_loss_raises_what_was_better_than_its_group_and_lowers_what_was_worse, SignFlipped),
-    (contract.test_a_loss_is_linear_in_the_advantage, PullsAnyway),
+    (contract.test_a_loss_says_what_a_rollout_was_worth_by_its_reward, PaysAll),
+    (contract.test_no_advantage_is_no_gradient, PullsAnyway),
+    (contract.test_a_clipped_loss_is_linear_in_the_advantage, PullsAnyway),
     (contract.test_the_clip_is_idle_where_sampler_and_learner_agree, ClipsTheSamplersOwn),
     (contract.test_a_loss_follows_the_weights_of_a_correction, IgnoresWeights),
     (contract.test_a_token_that_a_correction_drops_leaves_the_others_as_they_are, CountsKeptTokens),
     (contract.test_microbatches_of_a_loss_add_up, CountsItsMicrobatch),
     (contract.test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient, ReadsPadding),
-    (contract.test_a_reference_pulls_a_loss_towards_itself, ForgetsTheReference),
+    (contract.test_a_reference_pulls_a_clipped_loss_towards_itself, ForgetsTheReference),
     (contract.test_distillation_adds_to_a_loss_by_its_weight, ForgetsDistillation),
 ]
 RULES: list[tuple[Check, CorrectionRule]] = [
@@ -158,7 +166,7 @@ def hold(check: Check, **given: object) -> None:
 @pytest.mark.parametrize(("check", "wrong"), LOSSES, ids=lambda value: value.__name__)
 def test_a_wrong_loss_fails(check: Check, wrong: type[Loss]) -> None:
     with pytest.raises(AssertionError):
-        hold(check, loss=wrong(), hostile=float("nan"))
+        hold(check, loss=wrong(), clipped=wrong(), hostile=float("nan"))
 
 
 @pytest.mark.parametrize(("check", "wrong"), RULES, ids=lambda value: value.__name__)
@@ -174,7 +182,7 @@ def test_a_wrong_arm_fails(
     monkeypatch.setattr(arms, "ARMS", {**ARMS, wrong.name: wrong})
     monkeypatch.setattr(grpo, "CORRECTIONS", {**CORRECTIONS, "halved": halved, "shared": shared})
     with pytest.raises(AssertionError):
-        hold(check, arm=wrong.name, base=base, **batches)
+        hold(check, arm=wrong.name, loss=Grpo(), base=base, **batches)
 
 
 @pytest.mark.parametrize(("check", "wrong"), REWARDS, ids=lambda value: value.__name__)

@@ -23,6 +23,7 @@ from audit.training import grpo
 from audit.training.batch import Batch, collect, row_seeds, training_items
 from audit.training.config import TrainConfig
 from audit.training.optimiser import Optimiser
+from audit.training.student import Student
 
 POLICY = "streaming:budget=96,sink=4,window=8"
 _play = grpo.play
@@ -96,10 +97,13 @@ class Tape(Optimiser):
 
 def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Tensor]:
     """What one update of a batch would follow, by weight."""
-    model = copy.deepcopy(base.model)
-    tape = Tape(model)
-    advantages = grpo.group_advantages(batch.rewards, batch.graded, batch.group, by_std=True)
-    grpo.learn(model, tape, batch, advantages, config(**options), max_tokens=40, reference=None)
+    settings, model = (
+        config(**({"prompts_per_step": len(batch.rollouts) // batch.group} | options)),
+        copy.deepcopy(base.model),
+    )
+    student = Student(model, settings, base.model if settings.beta else None)
+    student.optimiser = tape = Tape(model)
+    grpo.learn(student, batch, step=0, max_tokens=40)
     return tape.gradients
 
 

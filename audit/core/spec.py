@@ -35,6 +35,7 @@ from audit.core.numbers import (
     Rank,
     Rate,
     Seed,
+    Share,
     Steps,
     Tokens,
 )
@@ -60,7 +61,16 @@ _OPTIONAL = (
 
 
 # fields of ``train`` that came later: left out of the written spec and of its hash where they have their default
-_LATER: tuple[str, ...] = ("sft", "adapter", "gradient_checkpointing", "rollout_rows")
+_LATER = (
+    "sft",
+    "adapter",
+    "gradient_checkpointing",
+    "rollout_rows",
+    "minibatches",
+    "resample",
+    "overlong",
+    "critic",
+)
 
 
 def _coded(value: Any) -> Any:
@@ -95,12 +105,25 @@ class AdapterSpec(Part):
     targets: tuple[Text, ...] = ()
 
 
+class CriticSpec(Part):
+    """How a loss with a value head estimates advantages (Schulman 2016, 1506.02438: gamma and lambda), and learns it.
+
+    A value moves by ``clip`` at most within a batch.
+    """
+
+    discount: Share = 1.0
+    trace: Share = 0.95
+    clip: Norm = 0.2
+    learning_rate: Rate = 1e-3
+
+
 class Training(Part):
     """How a policy is trained with, whatever the arm and the seed.
 
     ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
     relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none. ``rollout_rows`` is how
-    many rollouts are sampled at once, whole groups, 0 all of a step.
+    many rollouts are sampled at once, whole groups, 0 all of a step. A loss may have defaults of its own; they stand in
+    its file.
     """
 
     policy: str
@@ -127,6 +150,20 @@ class Training(Part):
     adapter: AdapterSpec | None = None
     gradient_checkpointing: bool = False
     rollout_rows: Steps = 0
+    minibatches: Group = 1  # gradient steps of one pass over a batch, each on its own share of the prompts
+    resample: Steps | None = None  # how often a group is sampled again whose rewards are all alike
+    overlong: Share | None = None  # the last share of the most tokens, where length begins to cost
+    critic: CriticSpec = CriticSpec()
+
+    @property
+    def updates_per_step(self) -> int:
+        """Gradient steps on one batch of rollouts."""
+        return self.updates_per_batch * self.minibatches
+
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Take what was not given from ``defaults``; only while the section is in the making."""
+        for key in defaults.keys() - self.model_fields_set:
+            object.__setattr__(self, key, defaults[key])
 
     def written(self) -> dict[str, Any]:
         """The section as plain values, every default spelled out but those of fields that came later."""
@@ -149,6 +186,8 @@ class Training(Part):
         _require(
             "rollout_rows", self.rollout_rows, whole_groups, self.rollout_rows == 0 or self.rollout_rows >= self.group
         )
+        parts = f"a divisor of the {self.prompts_per_step} prompts of a step"
+        _require("minibatches", self.minibatches, parts, self.prompts_per_step % self.minibatches == 0)
         if self.weights:
             fitting = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
             _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fitting)
@@ -170,6 +209,7 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         unique("train.arms", self.arms)
         unique("train.seeds", self.seeds)
         if info.context is not None:
+            self.fill(info.context.loss_defaults(self.loss))
             info.context.check_training(self)
         return self
 

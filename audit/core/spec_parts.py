@@ -20,13 +20,14 @@ class Names:
 
     ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind and
     ``placements`` where its items may put what matters; ``check_training`` knows the arms, the loss, the suites and
-    whether the policy can be replayed.
+    whether the policy can be replayed; ``loss_defaults`` are values of the section that a loss would rather have.
     """
 
     policy: Callable[[Any], str]
     kind: Callable[[str], Literal["safety", "capability"]]
     placements: Callable[[str], tuple[str, ...]]
     check_training: Callable[[Any], None]  # of a ``TrainSpec``, which is made of these parts
+    loss_defaults: Callable[[str], Mapping[str, Any]]
 
 
 class Part(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from audit.judges.base import JUDGES
 from audit.policies import POLICIES, parse_policy
 from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
+from audit.training.losses import LOSSES
 from suites.base import SUITES
 
 
@@ -35,7 +36,17 @@ def _check_training(section: TrainSpec) -> None:
     TrainConfig.of(section, section.arms[0], section.seeds[0])
 
 
-NAMES = Names(policy=_policy, kind=_kind, placements=_placements, check_training=_check_training)
+def _loss_defaults(loss: str) -> Mapping[str, Any]:
+    return LOSSES.get(loss).defaults
+
+
+NAMES = Names(
+    policy=_policy,
+    kind=_kind,
+    placements=_placements,
+    check_training=_check_training,
+    loss_defaults=_loss_defaults,
+)
 
 
 def load_plugins(files: Sequence[Path]) -> dict[str, str]:

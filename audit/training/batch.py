@@ -16,6 +16,7 @@ from audit.cache.ledger import Rollout
 from audit.core.errors import SpecError
 from audit.core.records import Item
 from audit.policies.draws import derive_seed
+from audit.training.advantages import Rewarded, overlong_penalty
 from audit.training.config import TrainConfig
 from suites.base import SUITES, CountTokens, Suite
 
@@ -70,10 +71,11 @@ def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items")
     return [questions[start : start + per_step] for start in range(0, len(questions), per_step)]
 
 
-def row_seeds(config: TrainConfig, step: int) -> list[int]:
-    """One sampling seed per rollout of a step, the same in every arm."""
+def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
+    """One sampling seed per rollout of a step, the same in every arm; others for every further attempt at it."""
     rows = config.prompts_per_step * config.group
-    return [derive_seed("rollout", config.seed, step, row) for row in range(rows)]
+    again = (attempt,) if attempt else ()
+    return [derive_seed("rollout", config.seed, step, row, *again) for row in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,15 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
     )
 
 
+def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, max_tokens: int) -> Rewarded:
+    """What a loss makes advantages of: rewards, with the cost of length where the configuration has one."""
+    rewards = batch.rewards
+    if config.overlong:
+        rewards = rewards + overlong_penalty(batch.mask.sum(dim=1), max_tokens, config.overlong)
+    critic = config.critic
+    return Rewarded(rewards, batch.graded, batch.mask, batch.group, values, critic.discount, critic.trace)
+
+
 def halves(batch: Batch, limit: int) -> list[list[list[int]]]:
     """The microbatches of the first and of the second half of a batch's groups; of one group alone there is one half.
 
@@ -161,6 +172,41 @@ def halves(batch: Batch, limit: int) -> list[list[list[int]]]:
         [[part[row] for row in rows] for rows in microbatches(batch.of(part).rollouts, batch.group, limit)]
         for part in parts
     ]
+
+
+@dataclass(frozen=True)
+class GradientStep:
+    """The rows of one gradient step, microbatch by microbatch; those of the first half of its groups come first."""
+
+    microbatches: list[list[int]]
+    rows: list[int]
+    last_of_first_half: list[int] | None  # one of the microbatches; None where one group has no halves
+
+
+def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[GradientStep]:
+    """Every gradient step on a batch.
+
+    ``minibatches`` deal the groups out anew in each pass over the batch, by a draw of (seed, step, pass) alone; with
+    one, every gradient step is on all of them.
+    """
+    groups = len(batch.rollouts) // batch.group
+    assert groups % config.minibatches == 0, (groups, config.minibatches)
+    steps = []
+    for turn in range(config.updates_per_batch):
+        for own in _dealt(groups, config.minibatches, derive_seed("minibatch", config.seed, step, turn)):
+            rows = [index * batch.group + member for index in own for member in range(batch.group)]
+            parts = halves(batch.of(rows), config.microbatch_tokens)
+            split = [[[rows[row] for row in micro] for micro in part] for part in parts]
+            last = split[0][-1] if len(split) > 1 else None
+            steps.append(GradientStep([micro for part in split for micro in part], rows, last))
+    return steps
+
+
+def _dealt(groups: int, hands: int, seed: int) -> list[list[int]]:
+    """Groups in ``hands`` equal parts, in their own order where there is one."""
+    draw = torch.Generator().manual_seed(seed)
+    order = list(range(groups)) if hands == 1 else torch.randperm(groups, generator=draw).tolist()
+    return [order[hand * groups // hands : (hand + 1) * groups // hands] for hand in range(hands)]
 
 
 def microbatches(rollouts: Sequence[Rollout], group: int, limit: int) -> list[list[int]]:

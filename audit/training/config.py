@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from audit.core.errors import SpecError
 from audit.core.numbers import Seed
-from audit.core.spec import Training, TrainSpec
+from audit.core.spec import CriticSpec, Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES
@@ -74,6 +74,10 @@ class TrainConfig(Training):
         """Plain JSON, the same for equal configurations."""
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
+    def keeps_ledger(self, steps: int) -> bool:
+        """Whether the rollouts of the step that makes ``steps`` of them are kept."""
+        return self.ledger_every > 0 and steps % self.ledger_every == 0
+
     @property
     def hash(self) -> str:
         """12 hex digits of the sha256 of the canonical JSON."""
@@ -95,5 +99,10 @@ class TrainConfig(Training):
         get_arm(self.arm)
         for suite in self.suites:
             SUITES.get(suite)
-        LOSSES.get(self.loss)
+        loss = LOSSES.get(self.loss)
+        self.fill(loss.defaults)
+        if loss.reference and self.beta == 0:
+            raise SpecError(f"loss {self.loss!r} is held against a reference, and 'beta' is 0; give beta more than 0")
+        if not loss.critic and self.critic != CriticSpec():
+            raise SpecError(f"training option 'critic' is of a loss with a value head (ppo), loss is {self.loss!r}")
         return self

@@ -18,6 +18,7 @@ from torch import Tensor
 from audit.cache.ledger import Rollout
 from audit.core.records import Outcome
 from audit.sampling.conversations import Played
+from audit.training.advantages import alike
 from audit.training.batch import Batch
 from audit.training.config import TrainConfig
 from audit.training.mismatch import mismatch_panel
@@ -59,13 +60,15 @@ class Tally:
 
 
 class Learned(NamedTuple):
-    """One batch's learning. ``logprobs`` [B, R] are the view's before the first update, 0 where nothing was sampled.
+    """One batch's learning. ``logprobs`` [B, R] are the view's before the first update, 0 where nothing was sampled;
+    ``advantages`` [B, R] what the loss made of the rewards.
 
     ``metrics`` are means over tokens of graded rollouts (nats), over all updates of the batch; None without any.
     ``grad_norm`` is the last update's, None where it was not finite and nothing was changed.
     """
 
     logprobs: Tensor
+    advantages: Tensor
     loss: float
     grad_norm: float | None
     metrics: dict[str, float | None]
@@ -77,7 +80,6 @@ def step_row(
     played: Sequence[Played],
     rewards: Sequence[float | None],
     batch: Batch,
-    advantages: Tensor,
     learned: Learned,
     replayed: Tensor | None,
 ) -> Row:
@@ -87,16 +89,15 @@ def step_row(
     """
     row: Row = {"step": step}
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
-    row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, advantages[:, None])
-    return row | certificate(batch.sampler_logprobs, replayed, batch.sampled, advantages[:, None])
+    row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
+    return row | certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
 
 
 def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> Row:
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
-    # a group whose rewards are all alike has no advantage and teaches nothing
-    flat = [len({reward for reward in group if reward is not None}) <= 1 for group in groups]
+    flat = [alike(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
     row: Row = {
         "reward_mean": _mean(earned),
@@ -125,6 +126,7 @@ def learning_numbers(learned: Learned) -> Row:
         "clip_fraction": metrics.get("clipped"),
         "kl_ref": metrics.get("kl_ref"),
         "distill_kl": metrics.get("distill_kl"),
+        "value_loss": metrics.get("value_loss"),
         "mismatch/masked_tokens": metrics["masked_tokens"],
         "mismatch/rejected_sequences": metrics["rejected_sequences"],
     }

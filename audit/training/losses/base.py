@@ -1,8 +1,8 @@
 """The contract of a loss, and the parts that losses share; pure functions of log-probs.
 
-w = pi / pi_old per token, c the correction's weight, A the advantage of the rollout, m the sampled tokens:
+w = pi / pi_old per token, c the correction's weight, A the token's advantage, m the sampled tokens:
 
-    - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(dense || shadow)
+    - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(student || teacher)
 
 Departures from the papers: two clip bounds (Yu 2025, 2503.14476); c and the token mask; the KL terms average like the
 policy term and are not weighted by c.
@@ -10,32 +10,65 @@ policy term and are not weighted by c.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from audit.core.registry import Registry
+from audit.training.advantages import Estimate, Rewarded, group_advantages
 from audit.training.corrections import Correction
+
+
+class Whole(NamedTuple):
+    """What the gradient step holds, of which a microbatch is a part."""
+
+    rows: int  # rollouts
+    tokens: int  # sampled tokens of graded rollouts
+    pairs: int  # groups in which anything has an advantage
+    max_tokens: int  # the most tokens that a rollout can sample, L of dr_grpo
+
+    @classmethod
+    def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> Whole:
+        """The counts of whole groups; advantages and mask [B, T]."""
+        pairs = int((advantages != 0).view(len(mask) // group, -1).any(dim=1).sum())
+        return cls(len(mask), int(mask.sum()), pairs, max_tokens)
+
+
+class Valued(NamedTuple):
+    """A critic's side of a microbatch, [B, T]; ``values`` carry the gradient of the value head."""
+
+    values: Tensor
+    old: Tensor  # before the first update
+    returns: Tensor
+    clip: float
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One microbatch. Log-probs are nats [B, T]; ``logprobs`` and ``distill_kl`` carry gradient."""
+    """One microbatch of whole groups. Log-probs are nats [B, T]; ``logprobs`` and ``distill_kl`` carry gradient."""
 
     logprobs: Tensor
     correction: Correction
-    advantages: Tensor  # [B]
+    advantages: Tensor  # [B, T], 0 outside the mask
     mask: Tensor  # bool [B, T], sampled tokens of graded rollouts
-    batch_rows: int  # rollouts of the whole batch
-    max_tokens: int  # the most tokens that a rollout can sample, L of dr_grpo
+    group: int
+    whole: Whole
     epsilon_low: float
     epsilon_high: float
     beta: float = 0.0
     ref_logprobs: Tensor | None = None
     distill_weight: float = 0.0
     distill_kl: Tensor | None = None  # [B, T], nats
+    valued: Valued | None = None
+
+    @property
+    def active(self) -> Tensor:
+        """The tokens that take part in the policy's gradient, bool [B, T]."""
+        return self.mask & self.correction.keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +82,79 @@ class LossOutputs:
 class Loss:
     """A policy loss. Subclass in a file of its own, with a ``name``; the registry finds it.
 
-    What a loss gives for a batch is the sum of what it gives for its microbatches of whole groups.
+    What a loss gives for a gradient step is the sum of what it gives for its microbatches of whole groups.
+    ``defaults`` are values of the ``train`` section that stand where a spec gives none.
     """
 
     name: ClassVar[str] = ""
+    reference: ClassVar[bool] = False  # whether it cannot do without reference log-probs
+    critic: ClassVar[bool] = False  # whether it needs a value head
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """The advantage of every token, from the rewards of whole groups."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """The loss of a microbatch."""
+        raise NotImplementedError
+
+
+class ClippedLoss(Loss):
+    """A loss of the form at the top of this file: write ``share``, and what else departs from it."""
+
     by_std: ClassVar[bool] = True  # whether its advantages are over their group's standard deviation
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """The same advantage for every token of a rollout, from its group (Shao 2024, 2402.03300)."""
+        rows = group_advantages(given.rewards, given.graded, given.group, by_std=self.by_std)
+        return Estimate(rows[:, None] * given.mask)
 
     def share(self, inputs: LossInputs) -> Tensor:
         """How much each token counts, broadcastable to [B, T]."""
         raise NotImplementedError
+
+    def ratio(self, inputs: LossInputs) -> Tensor:
+        """w [B, T]; 1 where a token takes no part."""
+        # Padding and foreign tokens may hold anything: replace before exp, or inf times 0 becomes NaN in the gradient.
+        return torch.where(inputs.active, inputs.logprobs - inputs.correction.old_logprobs, 0.0).exp()
 
     def gain(self, ratio: Tensor, inputs: LossInputs) -> Tensor:
         """What each token is worth [B, T], from w [B, T]; this one is clipped (Schulman 2017)."""
         return clipped_surrogate(ratio, inputs.advantages, inputs.epsilon_low, inputs.epsilon_high)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of a microbatch."""
-        share, mask, correction = self.share(inputs), inputs.mask, inputs.correction
-        active = mask & correction.keep
-        # Padding and foreign tokens may hold anything: replace before exp, or inf times 0 becomes NaN in the gradient.
-        ratio = torch.where(active, inputs.logprobs - correction.old_logprobs, 0.0).exp()
+        share, active = self.share(inputs), inputs.active
+        ratio = self.ratio(inputs)
         gain = self.gain(ratio, inputs)
-        loss = -(gain * correction.weights * active * share).sum()
-        clipped = active & (gain < ratio * inputs.advantages[:, None])  # the minimum took the clipped side
+        loss = -(gain * inputs.correction.weights * active * share).sum()
+        clipped = active & (gain < ratio * inputs.advantages)  # the minimum took the clipped side
         metrics = {"clipped": float(clipped.sum())}
         if inputs.ref_logprobs is not None:
-            per_token = k3(torch.where(mask, inputs.logprobs, 0.0), torch.where(mask, inputs.ref_logprobs, 0.0))
+            per_token = reference_gap(inputs)
             loss = loss + inputs.beta * (per_token * share).sum()
             metrics["kl_ref"] = float(per_token.detach().sum())
-        if inputs.distill_kl is not None:
-            per_token = torch.where(mask, inputs.distill_kl, 0.0)
-            loss = loss + inputs.distill_weight * (per_token * share).sum()
-            metrics["distill_kl"] = float(per_token.detach().sum())
-        return LossOutputs(loss, metrics)
+        return with_distillation(inputs, share, LossOutputs(loss, metrics))
+
+
+def reference_gap(inputs: LossInputs) -> Tensor:
+    """k3 to the reference per token [B, T], 0 outside the mask."""
+    assert inputs.ref_logprobs is not None
+    return k3(torch.where(inputs.mask, inputs.logprobs, 0.0), torch.where(inputs.mask, inputs.ref_logprobs, 0.0))
+
+
+def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
+    """The loss with the arm's distillation on top, where it has one; ``share`` broadcasts to [B, T]."""
+    if inputs.distill_kl is None:
+        return outputs
+    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)
+    loss = outputs.loss + inputs.distill_weight * (per_token * share).sum()
+    return LossOutputs(loss, outputs.metrics | {"distill_kl": float(per_token.detach().sum())})
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """min(w A, clip(w, 1-low, 1+high) A) [B, T] (Schulman 2017, eq. 7, 1707.06347); ratio [B, T], advantages [B]."""
-    gain = advantages[:, None]
-    return torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
+    """min(w A, clip(w, 1-low, 1+high) A), all [B, T] (Schulman 2017, eq. 7, 1707.06347)."""
+    return torch.minimum(ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:

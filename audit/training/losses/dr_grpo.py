@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.training.losses.base import Loss, LossInputs
+from audit.training.losses.base import ClippedLoss, LossInputs
 
 
-class DrGrpo(Loss):
+class DrGrpo(ClippedLoss):
     """Liu 2025, eq. 3 (2503.20783): -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), A without std."""
 
     name = "dr_grpo"
     by_std = False
 
     def share(self, inputs: LossInputs) -> Tensor:
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / (inputs.max_tokens * inputs.batch_rows))
+        return torch.full_like(inputs.logprobs[:, :1], 1.0 / (inputs.whole.max_tokens * inputs.whole.rows))

@@ -1,0 +1,44 @@
+"""The best of a group is preferred to its worst: no advantage, no ratio, no clip."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from audit.training.advantages import Estimate, Rewarded, best_and_worst
+from audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
+
+
+class OnlineDpo(Loss):
+    """Rafailov 2023, eq. 7 (2305.18290) on fresh pairs (Guo 2024, 2402.04792): mean over pairs of -log sigma(beta h).
+
+    h = sum_t log(pi/ref) of the best rollout minus that of the worst, policy and reference under the arm's view. Equal
+    rewards make no pair. pi_old has no place here, so that the arm naive-ratio is the arm naive.
+
+    Departure: a correction's weight c scales what a token adds to the gradient of h and leaves the value of h, which
+    says how sure the policy is of the pair, as it is.
+    """
+
+    name = "online-dpo"
+    reference = True
+    defaults = MappingProxyType({"beta": 0.1})
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """1 on tokens of the best rollout of a group, -1 on those of its worst."""
+        graded = given.graded & given.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
+        return Estimate(best_and_worst(given.rewards, graded, given.group)[:, None] * given.mask)
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        assert inputs.ref_logprobs is not None, "a preference is held against a reference"
+        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)
+        weights = inputs.correction.weights * inputs.active
+        weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())
+        signs = inputs.advantages.sum(dim=1).sign()  # [B]
+        margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)
+        paired = signs.view(-1, inputs.group).any(dim=1)
+        loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.whole.pairs, 1)
+        metrics = {"clipped": 0.0, "kl_ref": float(reference_gap(inputs).detach().sum())}
+        token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.whole.tokens, 1))
+        return with_distillation(inputs, token_mean, LossOutputs(loss, metrics))

@@ -1,0 +1,48 @@
+"""A value head instead of a group's mean: every token has an advantage of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
+from audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, Valued
+
+
+class Ppo(ClippedLoss):
+    """Schulman 2017, eq. 9 (1707.06347): the token mean of the clipped policy term, and of the clipped value term.
+
+    The critic sees the state that the arm's learner sees: in a dense view the whole text before the token, in a shadow
+    view what the sampler's cache had left of it. Under ``naive`` and the corrections the sampler was in the second kind
+    of state and the value is of the first. Advantages are whitened over the batch (as in Ziegler 2019, 1909.08593).
+
+    Departures: the critic is a linear head on the policy's own last hidden states, which takes no gradient to them and
+    has an optimiser of its own, so that arms differ in the policy term alone; no entropy bonus; the distance to the
+    reference is a term of the loss (``beta``) and no part of the reward.
+    """
+
+    name = "ppo"
+    critic = True
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        found = generalised_advantages(given)
+        return found._replace(advantages=whitened(found.advantages, given.mask))
+
+    def share(self, inputs: LossInputs) -> Tensor:
+        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        policy = super().__call__(inputs)
+        if inputs.valued is None:
+            return policy
+        errors = value_errors(inputs.valued) * inputs.mask
+        return LossOutputs(
+            policy.loss + (errors * self.share(inputs)).sum(),
+            policy.metrics | {"value_loss": float(errors.detach().sum())},
+        )
+
+
+def value_errors(valued: Valued) -> Tensor:
+    """Half the squared error per token [B, T], the larger of that of V and of V held within clip of what it was."""
+    held = valued.old + (valued.values - valued.old).clamp(-valued.clip, valued.clip)
+    return 0.5 * torch.maximum((valued.values - valued.returns).square(), (held - valued.returns).square())

@@ -1,0 +1,154 @@
+"""What learns in an arm: the policy as its view shows it, a value head where the loss has one, and their optimisers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from audit.core.errors import DataError
+from audit.core.spec import CriticSpec
+from audit.replay.learner_pass import LearnerPass
+from audit.training.batch import Batch, microbatches
+from audit.training.config import TrainConfig
+from audit.training.learner import Read, pass_logprobs, read_tokens
+from audit.training.losses import LOSSES, Valued
+from audit.training.optimiser import Optimiser
+
+_PREFIX, _UPDATES = "critic/", "critic/updates"
+
+
+class Critic:
+    """A linear head on the last hidden states of the policy's own pass, in float32, and its optimiser.
+
+    It begins at 0, so that no draw is needed, and takes no gradient to the states.
+    """
+
+    def __init__(self, model: Any, spec: CriticSpec, *, max_grad_norm: float) -> None:
+        width = model.config.get_text_config(decoder=True).hidden_size
+        self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
+        for weight in self._head.parameters():
+            torch.nn.init.zeros_(weight)
+        self._optimiser = Optimiser(
+            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm
+        )
+
+    def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[Read, Tensor]:
+        """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
+        seen: list[Tensor] = []
+
+        def listen(_: Any, __: Any, output: Any) -> None:
+            if len(output.last_hidden_state) == len(part.rollouts):  # not of the prompts, nor of logits made piecemeal
+                seen.append(output.last_hidden_state.detach())
+
+        handle = model.get_decoder().register_forward_hook(listen)
+        try:
+            read = read_tokens(model, part.rollouts, part.group, kind, temperature)
+        finally:
+            handle.remove()
+        (states,) = seen
+        chosen = states[part.sampled[:, : states.shape[1]]].float()
+        return read, part.spread(self._head(chosen)[:, 0])
+
+    def step(self) -> None:
+        """Follow the gradient of the value term; one that is not finite changes nothing."""
+        self._optimiser.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Head, moments and the count of updates, keyed ``critic/...``."""
+        own = {_PREFIX + name: tensor for name, tensor in self._optimiser.tensors().items()}
+        return own | {_UPDATES: torch.tensor(self._optimiser.updates)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what ``tensors`` returned; raises DataError where it does not fit."""
+        count = tensors.get(_UPDATES)
+        if count is None or count.shape != () or count.dtype != torch.int64 or count < 0:
+            raise DataError("training state holds no count of the critic's updates; delete the checkpoint folder")
+        own = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+        self._optimiser.load(own, int(count))
+
+
+class Seen(NamedTuple):
+    """What the weights before the first gradient step say of a batch, [B, R]."""
+
+    logprobs: Tensor  # nats, 0 where nothing was sampled
+    values: Tensor | None = None
+
+    def valued(self, values: Tensor | None, returns: Tensor | None, rows: Sequence[int], clip: float) -> Valued | None:
+        """What a loss with a critic needs for some rows; None without a critic."""
+        if values is None or returns is None or self.values is None:
+            return None
+        return Valued(values, self.values[rows], returns[rows], clip)
+
+
+class Student:
+    """A model that learns as its arm and loss say; ``reference`` is the model that it is held against, or None."""
+
+    def __init__(self, model: Any, config: TrainConfig, reference: Any) -> None:
+        self.model, self.config, self._reference = model, config, reference
+        self.optimiser = Optimiser(
+            model,
+            learning_rate=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            max_grad_norm=config.max_grad_norm,
+        )
+        has_critic = LOSSES.get(config.loss).critic
+        self._critic = Critic(model, config.critic, max_grad_norm=config.max_grad_norm) if has_critic else None
+
+    def read(self, part: Batch) -> tuple[Read, Tensor | None]:
+        """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
+        kind, temperature = self.config.recipe.learner, self.config.temperature
+        if self._critic is None:
+            return read_tokens(self.model, part.rollouts, part.group, kind, temperature), None
+        return self._critic.read(self.model, part, kind, temperature)
+
+    def seen(self, batch: Batch) -> Seen:
+        """The arm's view of a whole batch, without gradient."""
+        logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
+        with torch.no_grad():
+            for rows in microbatches(batch.rollouts, batch.group, self.config.microbatch_tokens):
+                part = batch.of(rows)
+                read, own = self.read(part)
+                logprobs[rows] = part.spread(read.logprobs)
+                values[rows] = 0.0 if own is None else own
+        return Seen(logprobs, None if self._critic is None else values)
+
+    def anchor(self, batch: Batch) -> Tensor | None:
+        """Reference log-probs [B, R] under the arm's view: beta pulls to what it says of what the policy sees."""
+        if self._reference is None:
+            return None
+        return pass_logprobs(self._reference, batch, self.config.recipe.learner, self.config)
+
+    def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
+        """KL(dense || sg(shadow)) per token [b, R], 0 where a group earned nothing: a starved shadow is a bad teacher.
+
+        None in an arm that does not distil.
+        """
+        if not self.config.recipe.distill:
+            return None
+        dense = read_tokens(self.model, part.rollouts, part.group, "dense", self.config.temperature)
+        return part.spread(dense.distributions.kl(shadow.distributions)) * part.earned[:, None]
+
+    def step(self) -> float | None:
+        """Take a gradient step; the norm of the policy's gradient, None where it was not finite."""
+        norm = self.optimiser.step()
+        if self._critic is not None:
+            self._critic.step()
+        return norm
+
+    @property
+    def updates(self) -> int:
+        """Gradient steps of the policy so far."""
+        return self.optimiser.updates
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the next step needs, by name."""
+        return self.optimiser.tensors() | ({} if self._critic is None else self._critic.tensors())
+
+    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Put back what ``tensors`` returned after ``updates`` updates; raises DataError where it does not fit."""
+        self.optimiser.load(tensors, updates)
+        if self._critic is not None:
+            self._critic.load(tensors)
