@@ -37,7 +37,7 @@ SMALL = {"suites": ["refusal"], "prompts_per_step": 2}  # answers of 12 tokens
 
 
 def given(ratios: Tensor | None = None, **options: object) -> LossInputs:
-    """A group of three rollouts of unlike length; ratios and weights 1 unless told otherwise, a reference that agrees."""
+    """A group of three rollouts of unlike length; ratios and weights 1 unless told otherwise, the reference agrees."""
     ratios = torch.ones(3, 3) if ratios is None else ratios
     plain = LossInputs(
         logprobs=ratios.log().requires_grad_(),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, RunError
 from audit.core.spec import CriticSpec
 from audit.replay.learner_pass import LearnerPass
 from audit.training.batch import Batch, microbatches
@@ -48,7 +48,11 @@ class Critic:
             read = read_tokens(model, part.rollouts, part.group, kind, temperature)
         finally:
             handle.remove()
-        (states,) = seen
+        if not seen:
+            raise RunError(
+                f"{type(model).__name__} does not ask its decoder as causal models do; train without a critic"
+            )
+        states = seen[0]
         chosen = states[part.sampled[:, : states.shape[1]]].float()
         return read, part.spread(self._head(chosen)[:, 0])
 
