@@ -65,11 +65,6 @@ class TrainConfig(Training):
         """Share of prompts per suite; they add up to 1."""
         return shares(self.suites, self.weights)
 
-    @property
-    def updates_per_step(self) -> int:
-        """Gradient steps on one batch of rollouts."""
-        return self.updates_per_batch
-
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, the same for equal configurations."""
         return {"arm": self.arm, "seed": self.seed} | self.written()

@@ -20,11 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from audit.cache.ledger import Rollout
 from audit.policies import Policy
-from audit.replay.learner_pass import LearnerPass
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
@@ -34,7 +32,6 @@ from audit.training.batch import Batch, Question, collect, gradient_steps, rewar
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import REWARD, TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
-from audit.training.learner import pass_logprobs
 from audit.training.losses import LOSSES, LossInputs, Whole
 from audit.training.optimiser import Halves
 from audit.training.rewards import REWARDS
@@ -98,7 +95,7 @@ class _Run:
         clock.lap("rollout")
         batch = collect([row.rollout for row in played], rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
-        replayed = self._replay(batch) if config.keeps_ledger(step + 1) else None
+        replayed = self.student.replayed(batch) if config.keeps_ledger(step + 1) else None
         clock.lap("shadow_check")
         learned = learn(self.student, batch, step=step, max_tokens=self._max_tokens)
         clock.lap("learner")
@@ -137,11 +134,6 @@ class _Run:
             own = list(seeds[n * group : (n + at_once) * group])
             found += play(self._sampler, list(questions[n : n + at_once]), decoding, own, group=group)
         return found
-
-    def _replay(self, batch: Batch) -> Tensor:
-        """The learner's log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
-        kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
-        return pass_logprobs(self.model.model, batch, kind, self.config)
 
 
 def learn(student: Student, batch: Batch, *, step: int, max_tokens: int) -> Learned:

@@ -125,6 +125,11 @@ class Student:
             return None
         return pass_logprobs(self._reference, batch, self.config.recipe.learner, self.config)
 
+    def replayed(self, batch: Batch) -> Tensor:
+        """Log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
+        kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
+        return pass_logprobs(self.model, batch, kind, self.config)
+
     def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
         """KL(dense || sg(shadow)) per token [b, R], 0 where a group earned nothing: a starved shadow is a bad teacher.
 
