@@ -26,6 +26,7 @@ from audit.commands.lm_eval import PASSED_ON, lm_eval
 from audit.commands.pin import pin
 from audit.commands.plan import plan
 from audit.commands.pretrain import pretrain
+from audit.commands.probe import probe
 from audit.commands.questionnaire import questionnaire
 from audit.commands.report import report
 from audit.commands.run import evaluate, join, run, train
@@ -46,7 +47,7 @@ app = typer.Typer(
 app.add_typer(listing, name="list")
 _VERDICTS = (report, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
-_RUNS = (run, join, train, evaluate, judge, displace, generate, serve, show, tasks, verify, pretrain)
+_RUNS = (run, join, train, evaluate, judge, displace, generate, serve, probe, show, tasks, verify, pretrain)
 for command in (*_VERDICTS, *_RUNS, *_DECLARED):
     app.command()(command)
 

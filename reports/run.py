@@ -39,6 +39,11 @@ def measured(data: RunData, asked: Asked, *, everything: bool = True) -> tuple[D
     Without ``everything`` facets are contrasted only where they may decide, or take apart what does. Raises SpecError
     and DataError, in one line, for rules that cannot be used.
     """
+    if data.spec.probe is not None:
+        raise DataError(
+            f"{str(data.run)!r} is a probe, and drift lies between two: kvaudit compare EARLIER {data.run}; "
+            f"kvaudit probe {data.run} prints what it says by itself"
+        )
     comparison, rules = declared(data, asked)
     drift = drift_of(data, comparison, rules.alpha, None if everything else gated_facets(comparison, rules))
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules

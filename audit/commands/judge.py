@@ -63,7 +63,8 @@ def _judge(path: Path, out: Path, by: str | None, plugins: Sequence[Path], *, ca
         _note(path, out, chosen, judging.agreement(), console, card=card)
     if judging.unfinished:
         say(console, f"left out: {len(judging.unfinished)} unfinished units, first {inline(judging.unfinished[0])}")
-    say(console, f"judged: {inline(str(out))}; show it with: kvaudit report {inline(str(out))}")
+    shown = "report" if source.spec.probe is None else "probe"
+    say(console, f"judged: {inline(str(out))}; show it with: kvaudit {shown} {inline(str(out))}")
 
 
 def _note(
@@ -71,6 +72,20 @@ def _note(
 ) -> None:
     """Keep with the judged run what the report says of its judge: the verdict before it, agreement, its card."""
     from audit.runs.folder import begun_run
+
+    noted: dict[str, object] = {"agreement": agreement}
+    if begun_run(run).spec.probe is None:  # a probe has no verdict by itself
+        noted |= _verdicts(run, out, judge, console)
+    if card:
+        from audit.judges.card import HEADINGS, card_rows
+        from audit.judges.labels import sources
+
+        noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
+    begun_run(out).note(judged=noted)
+
+
+def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
+    """Say the verdict before and after the judge, and return the one before with who had judged."""
     from reports.drift.comparison import PROGRAMMATIC
     from reports.records.load import load_run
     from reports.run import decided
@@ -78,19 +93,8 @@ def _note(
     before, now = (decided(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]
     say(console, f"verdict: {verdicts[0]} as the run was judged before, {verdicts[1]} by {judge.label}")
-    noted: dict[str, object] = {
-        "verdict_before": verdicts[0],
-        "judges_before": sorted(
-            {name for judges in before.comparison.judges.values() for name in judges} - {PROGRAMMATIC}
-        ),
-        "agreement": agreement,
-    }
-    if card:
-        from audit.judges.card import HEADINGS, card_rows
-        from audit.judges.labels import sources
-
-        noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
-    begun_run(out).note(judged=noted)
+    judges = {name for judges in before.comparison.judges.values() for name in judges}
+    return {"verdict_before": verdicts[0], "judges_before": sorted(judges - {PROGRAMMATIC})}
 
 
 def _print(changes: Sequence[Change]) -> None:

@@ -179,6 +179,8 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
 
     plugins = load_plugins(options.plugins)
     spec = load_spec(path, NAMES)
+    if spec.probe is not None:
+        raise SpecError(f"{str(path)!r} is the plan of a probe; ask an endpoint: kvaudit probe {path} --base-url URL")
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data(spec)

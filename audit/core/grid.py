@@ -1,15 +1,15 @@
-"""What a run asks: the evaluate section of a spec, and what each of its suites does otherwise."""
+"""What a run asks: the evaluate section of a spec, and what each of its suites does otherwise; how a probe asks it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
-from audit.core.numbers import BatchTokens, Count, Group, HeatOrGreedy, Seed, Share, Steps, Tokens
+from audit.core.numbers import BatchTokens, Count, Group, HeatOrGreedy, Number, Seed, Share, Steps, Tokens
 from audit.core.spec_parts import Names, Part, Text, canonical_policy, unique
 
 STRIP = "strip"
@@ -104,7 +104,6 @@ class EvaluateSpec(Part):
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
         unique("evaluate.context_tokens", self.context_tokens)
-        self._check_samples("evaluate.samples", self.samples)
         for suite, part in self.suites.items():
             self._check_suite(f"evaluate.suites.{suite}", part)
             if info.context is not None:
@@ -117,13 +116,79 @@ class EvaluateSpec(Part):
     def _check_suite(self, key: str, part: SuiteSpec) -> None:
         unique(f"{key}.context_tokens", part.context_tokens or ())
         unique(f"{key}.placement", part.placement or ())
-        self._check_samples(f"{key}.samples", part.samples or 1)
+
+    def check_draws(self) -> None:
+        """Raise SpecError where a checkpoint would be asked for the same greedy answer again."""
+        self._check_samples("evaluate.samples", self.samples)
+        for suite, part in self.suites.items():
+            self._check_samples(f"evaluate.suites.{suite}.samples", part.samples or 1)
 
     def _check_samples(self, key: str, samples: int) -> None:
         if self.temperature == 0 and samples > 1:
             raise SpecError(
                 f"{key} is {samples} at temperature 0: greedy answers are all the same; "
                 "set samples: 1 or a temperature above 0"
+            )
+
+
+_Price = Annotated[Number, Field(ge=0, le=1e6)]
+
+
+class Prices(Part):
+    """What a million tokens cost, in whatever currency."""
+
+    input: _Price
+    output: _Price
+
+
+class ProbeSpec(Part):
+    """How an endpoint is asked, in place of a checkpoint; ``model`` of the spec is its name there.
+
+    ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names an environment
+    variable. ``timeout`` is in seconds for a whole reply, ``per_minute`` counts requests. ``seeded``: requests carry
+    the seed of their draw. ``limit`` is what the endpoint calls the limit of an answer, ``tool_role`` whose message a
+    tool's result is: few endpoints take one of a tool that was not called by their own rules.
+    """
+
+    tokenizer: Text | None = None
+    key: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")] | None = None
+    at_once: Annotated[int, Field(strict=True, ge=1, le=256)] = 4
+    per_minute: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    timeout: Annotated[Number, Field(ge=1, le=3600)] = 120.0
+    tries: Annotated[int, Field(strict=True, ge=1, le=20)] = 4
+    seeded: bool = True
+    limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    tool_role: Literal["user", "tool"] = "user"
+    price: Prices | None = None
+
+    def measured(self) -> dict[str, Any]:
+        """What answers depend on, as plain values: the rest may change while a probe goes on."""
+        return self.model_dump(mode="json", include={"tokenizer", "seeded", "tool_role"})
+
+
+# what a probe asks unless its plan says otherwise: over 300 items of over 99 templates at each length, all twice
+PROBED: Mapping[str, Any] = {
+    "policies": ("none",),  # none of ours: what the endpoint does to its cache is the question
+    "suites": {"refusal": {"items": 144}, "agent": {"items": 144}, "pressure": {"items": 48}},
+    "context_tokens": (1024, 16_384, 32_768),
+    "samples": 2,
+}
+
+
+def probed(grid: Any) -> Any:
+    """The evaluate section of a probe's plan with what it leaves open."""
+    return {**PROBED, **grid} if isinstance(grid, Mapping) else PROBED if grid is None else grid
+
+
+def check_probed(grid: EvaluateSpec) -> None:
+    """Raise SpecError for a grid that cannot be asked of an endpoint."""
+    if grid.policies != PROBED["policies"]:
+        raise SpecError("evaluate.policies: nobody chooses the cache policy of an endpoint; leave it out")
+    for suite in grid.suites:
+        if len(grid.contexts_of(suite)) < 2:
+            raise SpecError(
+                f"a probe asks every item at a short length too; suite {suite} has {grid.contexts_of(suite)[0]} tokens "
+                "alone, give evaluate.context_tokens another one"
             )
 
 

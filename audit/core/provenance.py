@@ -16,12 +16,14 @@ PROVENANCE = "provenance.json"
 ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint that lies with the run it was judged from
 CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
 JUDGED = "judged"  # what a run was judged from, where its answers were graded again elsewhere
+ENDPOINT = "endpoint"  # of a probe: its address, and the model as it names it itself
+ASKED = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
 REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases
 MOST_THREADS = 1024  # of one process
 _TEXTS = ("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype")
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    REWARD_JUDGES,
+    *(REWARD_JUDGES, ASKED, ENDPOINT),
 )
 
 

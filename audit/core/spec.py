@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.facets import FACETS
-from audit.core.grid import EvaluateSpec
+from audit.core.grid import EvaluateSpec, ProbeSpec, check_probed, probed
 from audit.core.numbers import (
     Alpha,
     BatchTokens,
@@ -43,6 +43,7 @@ from audit.core.policy_names import match_policies
 from audit.core.spec_parts import Names, Part, Text, canonical_policy, unique
 
 BASE_ARM = "base"  # the model before any training
+ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {"safety": 5.0, "capability": 3.0}
@@ -300,12 +301,15 @@ class RunSpec(Part):
     train: TrainSpec | None = None
     checkpoints: dict[_ArmName, GivenArm] = Field(default_factory=dict)
     evaluate: EvaluateSpec
+    probe: ProbeSpec | None = None
     gate: GateSpec = GateSpec()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:
-        """Every (arm, seed) to evaluate; the base model is ("base", 0), or the warm start of every seed."""
+        """Every (arm, seed) to evaluate: base is the model or each seed's warm start, endpoint what a probe asks."""
+        if self.probe is not None:
+            return ((ENDPOINT_ARM, 0),)
         trained = () if self.train is None else tuple((a, s) for a in self.train.arms for s in self.train.seeds)
         given = tuple((arm, seed) for arm, part in self.checkpoints.items() for seed in part.seeds)
         start = tuple(self.starts) or ((BASE_ARM, 0),)
@@ -324,9 +328,11 @@ class RunSpec(Part):
 
     @property
     def sha256(self) -> str:
-        """Hash of the canonical JSON; where the data lies does not change what is measured."""
+        """Hash of the canonical JSON, without where data lies and how fast an endpoint is asked."""
         row = self.written()
         del row["data"]
+        if self.probe is not None:
+            row["probe"] = self.probe.measured()
         return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def written(self) -> dict[str, Any]:
@@ -336,7 +342,7 @@ class RunSpec(Part):
         if self.train is not None:
             row["train"] = self.train.written()
         row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
-        for key in ("chat", "checkpoints"):  # specs from before they existed keep their hash
+        for key in ("chat", "checkpoints", "probe"):  # specs from before they existed keep their hash
             if not row[key]:
                 del row[key]
         row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
@@ -355,13 +361,24 @@ class RunSpec(Part):
         }
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _probed(cls, value: Any) -> Any:
+        """A plan of a probe with what it leaves open."""
+        if not isinstance(value, Mapping) or "probe" not in value:
+            return value
+        probe = {} if value["probe"] is None else value["probe"]
+        return {**value, "probe": probe, "evaluate": probed(value.get("evaluate"))}
+
     @model_validator(mode="after")
     def _complete(self, info: ValidationInfo) -> Self:
         gate, served, names = self.gate, self.evaluate.policies, info.context
+        self._check_asked()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_given(self.checkpoints, self.train)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
-        reference = gate.reference or next(iter(declared), "dense" if "dense" in arms else BASE_ARM)
+        base = BASE_ARM if self.probe is None else ENDPOINT_ARM
+        reference = gate.reference or next(iter(declared), "dense" if "dense" in arms else base)
         if reference not in arms:
             raise UnknownName("gate.reference", reference, arms)
         if self.checkpoints and names is not None:
@@ -376,6 +393,18 @@ class RunSpec(Part):
         _check_lengths(gate.contexts, self.evaluate)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
+
+    def _check_asked(self) -> None:
+        """Raise SpecError for what checkpoints, or an endpoint, cannot be asked."""
+        if self.probe is None:
+            self.evaluate.check_draws()
+            return
+        check_probed(self.evaluate)
+        for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
+            if there:
+                raise SpecError(f"{section}: an endpoint has none that we could load; leave it out beside probe")
+        if "model" not in self.model_fields_set:
+            raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
 def _check_given(given: Mapping[str, GivenArm], train: TrainSpec | None) -> None:

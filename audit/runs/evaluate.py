@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -243,7 +243,24 @@ class Evaluator:
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:
     """What the grid asks of one suite at one length, under whatever policy and from whatever model."""
     part = spec.evaluate
-    return made("evaluate", suite, "eval", part.suites[suite.name].items, part.seed, context, count)
+    items = part.suites[suite.name].items
+    if spec.probe is not None:
+        return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
+    return made("evaluate", suite, "eval", items, part.seed, context, count)
+
+
+def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens) -> list[Item]:
+    """The items of the longest length with less around them: the same ids and words, in ``context`` tokens.
+
+    A suite draws an item for the length it is asked for, and fills that length up by the count it is given. A count
+    that is larger by longest/context therefore gives the same item in a shorter context.
+    """
+    try:
+        items = suite.items("eval", number, seed, longest, lambda text: -(-count(text) * longest // context))
+    except SpecError as error:
+        short = f"an item of {longest} tokens does not fit {context} without its filler; give more"
+        raise SpecError(f"evaluate.suites {suite.name}: {short if context < longest else error}") from error
+    return [replace(item, context_tokens=context) for item in items]
 
 
 def made(

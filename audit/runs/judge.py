@@ -39,10 +39,11 @@ from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
+from audit.runs.probe.plan import counter
 from audit.runs.progress import Meter
 from audit.sampling.exchange import graded, question_of, settled
 from audit.sampling.model import load_chat
-from suites.base import SUITES, Suite
+from suites.base import SUITES, CountTokens, Suite
 from suites.sources import watched
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "failed")
@@ -108,7 +109,7 @@ class Judging:
         self.units, self.unfinished = stored_units(run)
         self._out = RunFolder(out, run.spec)
         self._asked: tuple[tuple[str, int], Asked] | None = None
-        self._chat = load_chat(_tokenizer_of(run))
+        self._count = _count_of(run)
         self._open()
         self._judge_of = None if judge is None else Remembered(judge, out)
 
@@ -219,7 +220,7 @@ class Judging:
         if self._asked is None or self._asked[0] != key:
             suite = asked_suite(self._run.spec, unit.suite)
             with watched() as rows:
-                items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._chat.count_tokens)
+                items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._count)
             self._hold(rows)
             self._asked = key, Asked(suite, {item.item_id: item for item in items}, self._judge_of)
         return self._asked[1]
@@ -364,6 +365,11 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         return Record.from_json(line.decode())
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{str(path)!r} line {number}: {error}; delete the unit and evaluate it again") from None
+
+
+def _count_of(run: RunFolder) -> CountTokens:
+    """What counted the tokens of the run's items."""
+    return load_chat(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
 
 
 def _tokenizer_of(run: RunFolder) -> str:

@@ -48,7 +48,7 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
         yield "(The figure stands in the HTML page.)"
     for table in section.tables:
         if table:
-            yield _table(table)
+            yield as_table(table)
         if table.footnotes:
             yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
@@ -58,7 +58,8 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
             yield from _example(example, findings)
 
 
-def _table(table: Table) -> str:
+def as_table(table: Table) -> str:
+    """A table as Markdown."""
     marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
     rows = [table.headers, marks, *table.rows]
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)

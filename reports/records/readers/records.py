@@ -10,6 +10,7 @@ import pandas as pd
 
 from audit.core.errors import DataError, SpecError, UnknownName
 from audit.core.policy_names import match_policies
+from audit.core.provenance import ASKED, table_of
 from audit.core.records import READABLE, Outcome
 from audit.core.text import inline
 from reports.records.load import check_seal, load_run
@@ -42,7 +43,7 @@ class Records(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of one arm under one policy."""
-        frame, problems, incomplete = _folder(path) if path.is_dir() else _file(path)
+        frame, problems, incomplete, asked = _folder(path) if path.is_dir() else _file(path)
         files = set(frame["file"].astype(str))
         frame = _selected(path, frame, request.select)
         units = set(frame["file"].astype(str))
@@ -53,7 +54,7 @@ class Records(Reader):
             self.name,
             _rows(frame, request.cluster),
             tuple(f"{p.file}:{p.line}: {p.reason}" if p.line else f"{p.file}: {p.reason}" for p in problems),
-            settings=_settings(frame),
+            settings={**_settings(frame), **asked},
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
             duplicates=sum(p.file in units and _twice(p) for p in problems),
@@ -82,19 +83,22 @@ def _scales(problems: Iterable[Problem]) -> dict[str, Scale]:
     return found.scales
 
 
-def _folder(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
+_Read = tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...], Mapping[str, str]]  # the last: asked by a probe
+
+
+def _folder(path: Path) -> _Read:
     data = load_run(path)
-    return data.records, data.problems, data.incomplete
+    return data.records, data.problems, data.incomplete, table_of(data.provenance, ASKED)
 
 
-def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...]]:
+def _file(path: Path) -> _Read:
     columns, problems = Columns(), list[Problem]()
     check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
         for scale in _scales(problems).values():
             raise scale.refused(path, METRIC)
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
-    return columns.frame(), tuple(problems), ()
+    return columns.frame(), tuple(problems), (), {}
 
 
 def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:

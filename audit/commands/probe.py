@@ -1,0 +1,119 @@
+"""``kvaudit probe``: the same items to an endpoint every quarter, and what each time says by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from audit.commands.command_line import Limit, Out, Plugins, Resume, print_table, say, user_errors, wide_console
+from audit.commands.run import set_data
+from audit.core.errors import SpecError
+from audit.core.files import write_output
+from audit.core.text import inline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from audit.runs.probe.plan import Plan
+
+_Plan = Annotated[
+    Path,
+    typer.Argument(help="A spec with a probe section; or the folder of a probe, to see it again.", show_default=False),
+]
+_Url = Annotated[
+    str | None,
+    typer.Option("--base-url", help="Of the endpoint, up to /v1; the key is the plan's.", show_default=False),
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print requests, tokens and cost; ask nothing.")]
+_Baseline = Annotated[
+    Path | None, typer.Option(help="The folder of an earlier probe, for the change with length.", show_default=False)
+]
+
+
+def probe(
+    plan: _Plan,
+    *,
+    base_url: _Url = None,
+    out: Out = None,
+    resume: Resume = False,
+    dry_run: _DryRun = False,
+    baseline: _Baseline = None,
+    limit: Limit = None,
+    plugin: Plugins = None,
+) -> None:
+    """Ask an endpoint the items of a plan, in long and short contexts; `compare` then tells one probe from another."""
+    words = ["kvaudit probe", str(plan), *([f"--base-url {base_url}"] if base_url else [])]
+    words += [f"{name} {value}" for name, value in (("--out", out), ("--limit", limit)) if value]
+    with user_errors(" ".join([*words, "--resume"])):
+        folder = plan
+        if not plan.is_dir():
+            asked = _asked(plan, limit, tuple(plugin or ()))
+            folder = out or Path("runs") / asked.spec.name
+            if not _ask(asked, folder, base_url, resume=resume, dry_run=dry_run):
+                return
+        elif base_url is not None or resume or dry_run:
+            raise SpecError(f"{str(plan)!r} is a folder, which is only shown; give the plan to ask an endpoint")
+        _show(folder, baseline)
+
+
+def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
+    """The plan with its items; whatever is wrong with it comes up before a folder is claimed."""
+    from audit.core.spec_file import load_spec
+    from audit.runs.names import NAMES, load_plugins
+    from audit.runs.probe.plan import make_plan
+
+    load_plugins(plugins)
+    spec = load_spec(path, NAMES)
+    set_data(spec)
+    return make_plan(spec if limit is None else spec.limited(limit))
+
+
+def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_run: bool) -> bool:
+    """Say what it comes to and ask it; False where only that was wanted."""
+    from rich.console import Console
+
+    from audit.core.endpoint import Endpoint
+    from audit.runs.folder import check_folder, open_run
+    from audit.runs.probe.probe import Probe
+
+    console, part = Console(), plan.spec.probe
+    assert part is not None
+    for line in plan.lines():
+        say(console, inline(line))
+    if dry_run:
+        return False
+    if base_url is None:
+        raise SpecError("--base-url is missing: the address of the endpoint, up to /v1; --dry-run asks nothing")
+    endpoint = Endpoint(base_url, part.key or "", part.timeout, part.tries, part.per_minute)
+    endpoint.check("probe")
+    line_ = endpoint.line("probe")
+    check_folder(folder, plan.spec, resume=resume)
+    run = open_run(folder, plan.spec, resume=resume)
+    say(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
+    failed = Probe(run, plan, base_url, line_, Console(stderr=True)).work()
+    for why, count in failed.most_common():
+        say(console, f"unscored: {count} conversations, {inline(why)}; --resume asks them again")
+    return True
+
+
+def _show(folder: Path, baseline: Path | None) -> None:
+    """Print what a probe says by itself, and write it into its folder ``report``."""
+    from reports.analysis.probe import probe_findings
+    from reports.page.probe import length_table, lines, noise_table, pages
+    from reports.records.load import load_run
+
+    found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
+    console: Console = wide_console()
+    for table in (noise_table(found), length_table(found)):
+        if table:
+            print_table(console, table)
+    for line in lines(found):
+        say(console, inline(line))
+    for name, text in pages(found).items():
+        write_output(folder / "report" / name, text)
+    say(console, f"report: {folder / 'report' / 'probe.md'}")
+    if baseline is None:
+        say(console, f"compare two probes with: kvaudit compare EARLIER {folder}")

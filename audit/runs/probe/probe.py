@@ -1,0 +1,252 @@
+"""A probe at work: conversations over calls, records of them, and a halt where an endpoint answers no more.
+
+    records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {why: conversations}, ...}
+
+A conversation in which a call failed is unscored. The unit is sealed all the same, and made again when the probe goes
+on: what was answered is remembered (``calls``), so only what failed is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from audit.core.endpoint import Line, Scope, Unanswered
+from audit.core.errors import RunError
+from audit.core.files import read_json, write_json
+from audit.core.inputs import ROWS, TABLE, check_same, inputs_sha256
+from audit.core.provenance import ASKED, ENDPOINT
+from audit.core.records import Item, Message, Record, Role
+from audit.core.spec import ENDPOINT_ARM, UNKNOWN
+from audit.runs.claims import Claim, work_through
+from audit.runs.evaluate import row_seed
+from audit.runs.folder import RunFolder, utc_now
+from audit.runs.probe.calls import Answer, Calls, answer, call_key, request
+from audit.runs.probe.plan import Plan, Unit
+from audit.runs.progress import Meter
+from audit.sampling.exchange import Exchange
+from suites.base import SUITES
+
+CALLS = "calls.jsonl"
+_STREAK = 8  # calls that fail one after the other before the rest is left for another time
+_NAMED = 20  # reasons that a seal names
+_LARGEST_SEED = 2**31 - 1  # that every endpoint can read
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """A conversation that is over. ``why`` it is unscored, empty where every call was answered."""
+
+    sample: int
+    exchange: Exchange
+    answers: tuple[Answer, ...]
+    why: str = ""
+
+
+class Probe:
+    """One process's work on a probe; several may share it.
+
+    Raises RunError where the folder was begun with another address, other items or other rows.
+    """
+
+    def __init__(self, run: RunFolder, plan: Plan, base_url: str, line: Line, console: Console) -> None:
+        self._run, self._plan, self._url, self._line, self._console = run, plan, base_url, line, console
+        spec = plan.spec
+        assert spec.probe is not None
+        self._spec, self._part = spec, spec.probe
+        check_same(ROWS, run.keep(TABLE, ROWS, dict(plan.rows)), plan.rows)
+        self._hold(plan.asked)
+        run.note(
+            suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
+            suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
+        )
+        self._inputs = inputs_sha256(run.provenance()[TABLE])
+        self._calls = Calls(run.path / CALLS)
+        self._door, self._streak, self._halted = threading.Lock(), 0, False
+        self._tried = set[str]()
+        self._models = Counter[str]()
+
+    def work(self) -> Counter[str]:
+        """Ask what is not answered yet; returns how many conversations are unscored, by reason."""
+        units = self._plan.units
+        with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
+            work_through(
+                units,
+                done=self._is_done,
+                lock=lambda unit: self._run.records / f"{unit.name}.lock",
+                work=self._ask,
+                finished=lambda _: None,
+                waiting=lambda text: self._console.print(text, markup=False, highlight=False, soft_wrap=True),
+            )
+        if self._models:
+            self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_NAMED])}})
+        self._run.note(finished=utc_now())
+        failed = Counter[str]()
+        for unit in units:
+            failed.update(read_json(self._seal(unit)).get("failed", {}))
+        return failed
+
+    def _hold(self, asked: dict[str, str]) -> None:
+        """Note what is asked and where, and refuse to go on with anything else."""
+        for table, entries in ((ASKED, asked), (ENDPOINT, {"base_url": self._url})):
+            for key, now in entries.items():
+                then = self._run.keep(table, key, now)
+                if then != now:
+                    raise RunError(
+                        f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
+                        "with, or give another --out"
+                    )
+
+    def _records(self, unit: Unit) -> Path:
+        return self._run.records / f"{unit.name}.jsonl"
+
+    def _seal(self, unit: Unit) -> Path:
+        return self._run.records / f"{unit.name}.done.json"
+
+    def _is_done(self, unit: Unit) -> bool:
+        if not self._seal(unit).exists():
+            return False
+        return unit.name in self._tried or not read_json(self._seal(unit)).get("failed")
+
+    def _rows(self, unit: Unit) -> int:
+        return len(unit.items) * self._spec.evaluate.samples_of(unit.suite.name)
+
+    def _done_rows(self) -> int:
+        return sum(self._rows(unit) for unit in self._plan.units if self._is_done(unit))
+
+    def _ask(self, unit: Unit, mine: Claim) -> None:
+        """Hold every conversation of a unit, write its records beside their place, and seal them."""
+        self._before, self._over = self._done_rows(), 0
+        talks = self._talks(unit)
+        mine.check()
+        lines = "".join(self._record(unit, talk).to_json() + "\n" for talk in talks).encode()
+        partial = self._records(unit).with_suffix(".jsonl.partial")
+        with partial.open("wb") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        self._seal(unit).unlink(missing_ok=True)  # of an earlier try: never beside records that are not its own
+        os.replace(partial, self._records(unit))
+        self._tried.add(unit.name)
+        failed = Counter(talk.why for talk in talks if talk.why)
+        sealed = {"records": len(talks), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
+        write_json(self._seal(unit), {**sealed, "inputs": self._inputs, "failed": dict(failed.most_common(_NAMED))})
+
+    def _talks(self, unit: Unit) -> list[_Talk]:
+        samples = range(self._spec.evaluate.samples_of(unit.suite.name))
+        pool = ThreadPoolExecutor(self._part.at_once)
+        try:
+            rows = [(unit, item, sample) for item in unit.items for sample in samples]
+            return list(pool.map(lambda row: self._talk(*row), rows))
+        finally:
+            self._halted = True  # of threads that are left where something was raised; no others are
+            pool.shutdown(cancel_futures=True)
+            self._halted = False
+
+    def _talk(self, unit: Unit, item: Item, sample: int) -> _Talk:
+        """One conversation, from its opening to its end or to the first call that fails."""
+        thinks = self._spec.evaluate.think is not None
+        exchange, found, why = Exchange(unit.suite, item, thinks=thinks), list[Answer](), ""
+        while exchange.open:
+            try:
+                said = self._answer(unit, exchange.transcript, row_seed(self._spec.evaluate.seed, item, sample), sample)
+            except Unanswered as error:
+                exchange.break_off()
+                why = str(error)
+                break
+            found.append(said)
+            exchange.go_on(exchange.hear(said.text, said.finish))
+        if not found:
+            exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+        with self._door:
+            self._over += 1
+            self._models.update(said.model for said in found if said.model)
+            self._meter.at(self._before + self._over, f"{unit.suite.name} {unit.context_tokens}")
+        return _Talk(sample, exchange, tuple(found), why)
+
+    def _answer(self, unit: Unit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:
+        """The remembered answer to the next call of a conversation, or the endpoint's."""
+        body = request(self._spec, unit.suite, transcript, seed & _LARGEST_SEED)
+        key = call_key(body, sample)
+        known = self._calls.find(key)
+        if known is not None:
+            return known
+        if self._halted:
+            raise Unanswered("it was not asked")
+        sent = sum(self._plan.count(row["content"]) for row in body["messages"])
+        started = time.perf_counter()
+        try:
+            completion = self._line.ask(body)
+            found = answer(
+                completion,
+                sent=sent,
+                messages=len(body["messages"]),
+                exact=self._part.tokenizer is not None,
+                limit=unit.suite.max_new_tokens,
+                seconds=time.perf_counter() - started,
+            )
+        except Unanswered as error:
+            self._calls.keep(key, error)
+            self._failed(error)
+            raise
+        self._calls.keep(key, found)
+        self._streak = 0
+        return found
+
+    def _failed(self, why: Unanswered) -> None:
+        """Count a failed call; raises RunError where the next ones would fail too."""
+        with self._door:
+            self._streak += 1
+            if why.scope is not Scope.ENDPOINT and self._streak < _STREAK:
+                return
+        key = f"key from {self._part.key}" if self._part.key else "no key"
+        raise RunError(
+            f"probe: {self._url} does not answer ({why}; model {self._spec.model}, {key}); what was answered is kept: "
+            "go on with --resume when it answers"
+        )
+
+    def _record(self, unit: Unit, talk: _Talk) -> Record:
+        exchange, item = talk.exchange, talk.exchange.item
+        grade = exchange.grade()
+        read = talk.answers[0].prompt_tokens if talk.answers else None
+        drawn = [said.new_tokens for said in talk.answers]
+        return Record(
+            run=self._spec.name,
+            checkpoint=UNKNOWN,
+            arm=ENDPOINT_ARM,
+            train_seed=0,
+            policy=UNKNOWN,
+            policy_hash=UNKNOWN,
+            suite=unit.suite.name,
+            suite_version=unit.suite.version,
+            item_id=item.item_id,
+            cluster_id=item.cluster_id,
+            context_tokens=unit.context_tokens,
+            placement=item.placement,
+            sample_index=talk.sample,
+            outcome=grade.outcome,
+            score=grade.score,
+            finish_reason=exchange.finish,
+            prompt_tokens=self._plan.tokens(item) if read is None else read,
+            new_tokens=sum(
+                self._plan.count(said.text) if known is None else known
+                for said, known in zip(talk.answers, drawn, strict=True)
+            ),
+            retention=0.0,  # the cache is out of sight: kept and allocated are unknown
+            survival={},
+            kv_bytes_peak=0,
+            kv_bytes_dense=0,
+            seconds=sum(said.seconds for said in talk.answers),
+            judge=grade.judge,
+            transcript=exchange.transcript,
+            facets=grade.facets,
+        )
