@@ -35,6 +35,7 @@ from audit.commands.serve import serve
 from audit.commands.show import show
 from audit.commands.tasks import tasks
 from audit.commands.verify import verify
+from audit.commands.view import view
 
 app = typer.Typer(
     name="kvaudit",
@@ -45,7 +46,7 @@ app = typer.Typer(
     help="Measure what KV-cache compression did to the alignment of a model.",
 )
 app.add_typer(listing, name="list")
-_VERDICTS = (report, gate, card, pin, adjudicate, compare, plan, calibrate)
+_VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
 _RUNS = (run, join, train, evaluate, judge, displace, generate, serve, probe, show, tasks, verify, pretrain)
 for command in (*_VERDICTS, *_RUNS, *_DECLARED):

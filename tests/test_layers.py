@@ -18,7 +18,8 @@ RANK = {
     "audit.harness": 5, "audit.commands": 8, "audit.cli": 9,
     "suites": 1,
     "reports.records": 1, "reports.stats": 1, "reports.drift": 2, "reports.calibration": 2, "reports.labels": 3,
-    "reports.gate": 4, "reports.analysis": 5, "reports.page": 6, "reports.compare": 7, "reports.run": 7,
+    "reports.view": 3, "reports.gate": 4, "reports.analysis": 5, "reports.page": 6, "reports.compare": 7,
+    "reports.run": 7,
 }  # fmt: skip
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))

@@ -70,7 +70,7 @@ def contrasts(
         only = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
             panel = tables.get((metric, context)) or _empty_panel(metric, context)
-            for estimand, arm, policy in _sides(comparison):
+            for estimand, arm, policy in sides(comparison):
                 if only is None or only.hold(estimand, policy, context):
                     yield contrast(
                         estimand,
@@ -83,7 +83,7 @@ def contrasts(
                     )
 
 
-def _sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
     """Estimand, arm and policy of what is contrasted on every metric and length."""
     for policy, arm in product(comparison.policies, comparison.arms):
         trained = arm in comparison.candidates

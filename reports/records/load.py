@@ -57,17 +57,19 @@ class RunData:
         """The score table of every (suite, context), made once."""
         return panels(self.records)
 
-    def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
-        """The transcripts that stand at (file, line), read again from disk; the frame does not hold them."""
+    def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
+        """The whole records that stand at (file, line), read again from disk, file by file."""
         wanted: dict[str, set[int]] = {}
         for file, line in places:
             wanted.setdefault(file, set()).add(line)
-        found = {}
         for file, lines in wanted.items():
             for number, raw in islice(_lines(self.run / "records" / file), max(lines)):
                 if number in lines:
-                    found[file, number] = Record.from_json(raw.decode()).transcript
-        return found
+                    yield (file, number), Record.from_json(raw.decode())
+
+    def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
+        """The transcripts that stand at (file, line); the frame does not hold them."""
+        return {place: record.transcript for place, record in self.records_at(places)}
 
 
 def load_run(run: Path) -> RunData:

@@ -1,0 +1,135 @@
+"""The pairs behind a report's losses and gains: an item whose score or facet differs between the sides of a contrast.
+
+The sides, the pairs of seeds and the scores are those of ``reports.drift``, so that what is lost and gained here is
+what its contrasts count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from audit.core.facets import FACETS
+from audit.core.policy_names import DENSE_POLICY
+from reports.drift.comparison import Comparison
+from reports.drift.contrast import ESTIMANDS, two_sides
+from reports.drift.drift import seed_pairs, sides
+from reports.records.load import RunData
+from reports.records.panel import Array, CellKey, Panel
+from reports.records.rows import FACET_COLUMNS, UNREAD
+
+SCORE = "score"  # stands beside the names of the facets
+KINDS = {"E1": "alike", "E2": "deployed", "E4": "serving"}  # how a spec and the report call the sides
+Place = tuple[str, int]  # file and line of a record
+
+
+class Change(NamedTuple):
+    """What an item had on both sides: mean over its draws, 1 where all were as wanted."""
+
+    metric: str  # SCORE or the name of a facet
+    reference: float
+    candidate: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether the candidate has less of what is wanted."""
+        return self.candidate < self.reference
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One item on the two sides of a contrast, with everything in which they differ, the score first."""
+
+    kind: str
+    suite: str
+    context_tokens: int
+    item: str
+    candidate: CellKey
+    reference: CellKey
+    changes: tuple[Change, ...]
+
+
+def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
+    """Every flip of a run: arms served alike, policies against none, and candidates as deployed where the gate asks."""
+    asked = set(data.spec.gate.estimands)
+    kinds = {kind for kind in KINDS if kind != "E2" or asked & {"E2", "E3"}}
+    for suite in comparison.suites:
+        names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
+        for context in comparison.lengths[suite]:
+            tables = {SCORE: data.panels.get((suite, context))}
+            tables |= {name: data.panels.get((f"{suite}.{name}", context)) for name in names}
+            known = {name: panel for name, panel in tables.items() if panel is not None}
+            for estimand, arm, policy in sides(comparison) if known else ():
+                if estimand in kinds and (estimand, policy) != ("E2", DENSE_POLICY):  # which is served alike
+                    yield from _of_side(comparison, known, estimand, arm, policy)
+
+
+def _of_side(
+    comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
+) -> Iterator[Flip]:
+    """The flips of one contrast at one length, pair of seeds by pair of seeds, in the order of the items."""
+    panel = tables[SCORE]
+    for pair in seed_pairs(comparison, panel, arm):
+        (candidate,), (reference,) = two_sides([ESTIMANDS[estimand](arm, comparison.reference, pair, policy)])
+        found: dict[str, list[Change]] = {}
+        for metric, table in tables.items():
+            for item, change in _changes(metric, table, candidate, reference):
+                found.setdefault(item, []).append(change)
+        for item in sorted(found):
+            kind, length = KINDS[estimand], panel.context_tokens
+            yield Flip(kind, panel.suite, length, item, candidate, reference, tuple(found[item]))
+
+
+def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
+    """Items that differ in one metric; what could not be read on a side is neither lost nor gained."""
+    if candidate not in table.scores or reference not in table.scores:
+        return
+    new, old = table.scores[candidate], table.scores[reference]
+    for i in np.flatnonzero((new < old) | (new > old)):
+        yield table.items[i], Change(metric, float(old[i]), float(new[i]))
+
+
+class Pair(NamedTuple):
+    """Where the two answers of a flip stand."""
+
+    reference: Place
+    candidate: Place
+
+
+def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
+    """Of every flip the two records that show it: of several draws those furthest apart in what changed first."""
+    keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
+    rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
+    rows = rows.sort_values("sample_index", kind="stable")
+    where: dict[tuple[object, ...], list[int]] = {}
+    for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
+        where.setdefault(key, []).append(n)
+    files, lines = rows["file"].tolist(), rows["line"].tolist()
+    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: _wanted(rows, n) for n in FACETS}
+
+    def place(flip: Flip, cell: CellKey, *, highest: bool) -> Place:
+        draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
+        value = worth[flip.changes[0].metric]
+        read = [n for n in draws if not np.isnan(value[n])] or draws
+        chosen = (max if highest else min)(read, key=lambda n: value[n])
+        return str(files[chosen]), int(lines[chosen])
+
+    return [
+        Pair(
+            place(flip, flip.reference, highest=(lost := flip.changes[0].lost)),
+            place(flip, flip.candidate, highest=not lost),
+        )
+        for flip in flips
+    ]
+
+
+def _wanted(rows: pd.DataFrame, name: str) -> Array:
+    """1 where a facet is as wanted, 0 where not, NaN where there is none or it could not be read."""
+    value = rows[FACET_COLUMNS[name]].to_numpy(dtype=np.float64)
+    found: Array = (value == FACETS[name].wanted).astype(np.float64)
+    found[np.isnan(value) | (value == UNREAD)] = np.nan
+    return found

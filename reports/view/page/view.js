@@ -1,0 +1,276 @@
+// The one script of the page. Every text of a run goes through textContent: none is ever read as markup.
+"use strict";
+
+const TEXTS = []; // filled by data/texts-<n>.js
+const PAGE = 50; // rows of the list shown at once
+const { run, arms, kinds, policies, metrics, items, flips } = VIEW;
+const COUNT = flips.key.length;
+const SIDES = {
+  alike: "the reference, served alike",
+  deployed: "the reference, uncompressed",
+  serving: "itself, uncompressed",
+};
+const byKey = new Map(flips.key.map((key, n) => [key, n]));
+const find = (id) => document.getElementById(id);
+const number = (count) => count.toLocaleString("en");
+
+// element("p", {class: "soft"}, "text", child, ...)
+function element(name, attributes, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+// ---- filters: name -> label, and the value of a flip; "what" and "direction" go by its changes, "text" by its names
+const FILTERS = {
+  suite: ["suite", (n) => items.suite[flips.item[n]]],
+  what: ["what changed", null],
+  direction: ["lost or gained", null],
+  arm: ["arm", (n) => arms[flips.arm[n]]],
+  policy: ["policy", (n) => policies[flips.policy[n]].short],
+  kind: ["compared with", (n) => kinds[flips.kind[n]]],
+  length: ["length", (n) => String(items.length[flips.item[n]])],
+  placement: ["placement", (n) => items.placement[flips.item[n]]],
+  seed: ["seed", (n) => String(flips.seed[n])],
+};
+const VALUES = {}; // name -> the values in use
+const CODES = {}; // name -> of every flip the number of its value
+
+function indexFilters() {
+  for (const [name, [, value]] of Object.entries(FILTERS)) {
+    if (value === null) continue;
+    const numbers = new Map();
+    CODES[name] = Int32Array.from({ length: COUNT }, (_, n) => {
+      const word = value(n);
+      if (!numbers.has(word)) numbers.set(word, numbers.size);
+      return numbers.get(word);
+    });
+    VALUES[name] = [...numbers.keys()];
+  }
+  const seen = new Set(flips.changes.flatMap((changes) => changes.map(([metric]) => metric)));
+  VALUES.what = metrics.map((metric) => metric.name).filter((_, number) => seen.has(number));
+  VALUES.direction = ["lost", "gained"];
+}
+const NAMES = flips.item.map((item) => `${items.name[item]}\n${items.template[item]}`.toLowerCase());
+
+const way = ([, reference, candidate]) => (candidate < reference ? "lost" : "gained");
+
+function chosen(state) {
+  const equal = [];
+  for (const name of Object.keys(CODES)) {
+    if (state.has(name)) equal.push([CODES[name], VALUES[name].indexOf(state.get(name))]);
+  }
+  const metric = state.has("what") ? metrics.findIndex(({ name }) => name === state.get("what")) : null;
+  const direction = state.get("direction");
+  const text = (state.get("text") ?? "").toLowerCase();
+  const found = [];
+  for (let n = 0; n < COUNT; n += 1) {
+    if (!equal.every(([codes, code]) => codes[n] === code)) continue;
+    if (text && !NAMES[n].includes(text)) continue;
+    if (metric !== null || direction) {
+      const fits = (change) => (metric === null || change[0] === metric) && (!direction || way(change) === direction);
+      if (!flips.changes[n].some(fits)) continue;
+    }
+    found.push(n);
+  }
+  return found;
+}
+
+// ---- what stands in the address: #suite=refusal&what=unsafe&page=2, or with flip=KEY one flip of that list
+const address = () => new URLSearchParams(location.hash.slice(1));
+function link(state, changes) {
+  const next = new URLSearchParams(state);
+  for (const [name, value] of Object.entries(changes)) value === null ? next.delete(name) : next.set(name, value);
+  return `#${next}`;
+}
+
+function drawFilters() {
+  const form = find("filters");
+  for (const [name, [label]] of Object.entries(FILTERS)) {
+    if (VALUES[name].length < 2) continue;
+    const words = name === "kind" ? (word) => SIDES[word] : (word) => word;
+    const options = VALUES[name].map((word) => element("option", { value: word }, words(word)));
+    form.append(element("label", {}, label, element("select", { name }, element("option", { value: "" }, "all"), ...options)));
+  }
+  form.append(element("label", {}, "item or template contains", element("input", { name: "text", type: "search" })));
+  form.append(element("button", { type: "reset" }, "Clear"));
+  const go = () => {
+    const given = [...new FormData(form)].filter(([, value]) => value !== "");
+    location.hash = new URLSearchParams(given).toString();
+  };
+  form.addEventListener("input", go);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(go));
+}
+
+// ---- the list
+const share = (metric, value) => (metrics[metric].wanted ? value : 1 - value);
+function said(metric, value) {
+  const own = share(metric, value);
+  if (metric > 0 && (own === 0 || own === 1)) return own === 1 ? "yes" : "no";
+  return String(Math.round(own * 1000) / 1000);
+}
+function changeMark(change) {
+  const [metric, reference, candidate] = change;
+  const words = `${way(change)}: ${metrics[metric].name} ${said(metric, reference)} → ${said(metric, candidate)}`;
+  return element("span", { class: `change ${way(change)}`, title: metrics[metric].says }, words);
+}
+
+function row(n, state) {
+  const item = flips.item[n];
+  const open = element("a", { href: link(state, { flip: flips.key[n] }) }, items.name[item]);
+  const cells = [
+    [open, element("div", { class: "soft" }, items.template[item])],
+    flips.changes[n].map(changeMark),
+    [`${arms[flips.arm[n]]}, seed ${flips.seed[n]}`],
+    [policies[flips.policy[n]].short],
+    [SIDES[kinds[flips.kind[n]]]],
+    [`${items.suite[item]}, ${items.length[item]} tokens, ${items.placement[item]}`],
+  ];
+  return element("tr", {}, ...cells.map((cell) => element("td", {}, ...cell)));
+}
+
+function sums(found) {
+  const totals = metrics.map(() => ({ lost: 0, gained: 0 }));
+  for (const n of found) for (const change of flips.changes[n]) totals[change[0]][way(change)] += 1;
+  const some = totals.map((total, metric) => [total, metrics[metric]]).filter(([total]) => total.lost + total.gained > 0);
+  return some.map(([{ lost, gained }, { name, says }]) =>
+    element("span", { title: says }, `${name}: ${number(lost)} lost, ${number(gained)} gained`));
+}
+
+function drawList(state) {
+  const found = chosen(state);
+  const last = Math.max(0, Math.ceil(found.length / PAGE) - 1);
+  const page = Math.min(Math.max(0, Number.parseInt(state.get("page") ?? "1", 10) - 1 || 0), last);
+  for (const field of find("filters").elements) {
+    if (field.name && field !== document.activeElement) field.value = state.get(field.name) ?? "";
+  }
+  find("count").textContent = `${number(found.length)} of ${number(COUNT)} flips`;
+  find("sums").replaceChildren(...sums(found));
+  find("rows").replaceChildren(...found.slice(page * PAGE, (page + 1) * PAGE).map((n) => row(n, state)));
+  const step = (words, to) => to < 0 || to > last ? null : element("a", { href: link(state, { page: to + 1 }) }, words);
+  const place = last > 0 ? `page ${page + 1} of ${last + 1}` : "";
+  find("pages").replaceChildren(...[step("← previous page", page - 1), place, step("next page →", page + 1)].filter(Boolean));
+}
+
+// ---- one flip
+function load(file, then) {
+  if (TEXTS[file] !== undefined) return then();
+  const script = element("script", { src: `data/texts-${file}.js` });
+  script.addEventListener("load", then);
+  script.addEventListener("error", () => {
+    find("flip").append(element("p", { class: "alarm", role: "alert" }, `data/texts-${file}.js is missing or cannot be read.`));
+  });
+  return document.head.append(script);
+}
+
+function turns(list, kind) {
+  return list.map(([role, text]) =>
+    element("div", { class: `turn ${role === "assistant" ? kind : ""}` }, element("b", {}, role), element("pre", { dir: "auto" }, text)));
+}
+
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const yesNo = (value) => (value === undefined ? "not asked" : value === null ? "could not be read" : value ? "yes" : "no");
+
+// rows of the table of facts: name, title, and what an answer says
+function facts(answers) {
+  const roles = [...new Set(answers.flatMap((answer) => Object.keys(answer.survival)))].sort();
+  const asked = metrics.slice(1).filter(({ name }) => answers.some((answer) => name in answer.facets));
+  return [
+    ["arm and seed", "", (a) => `${a.arm}, seed ${a.seed}`],
+    ["checkpoint", "sha256 of the weights", (a) => a.checkpoint.slice(0, 12)],
+    ["served under", "", (a) => a.policy],
+    ["outcome", "", (a) => a.outcome],
+    ["score", "", (a) => (a.score === null ? "unscored" : String(a.score))],
+    ...asked.map(({ name, says }) => [name, says, (a) => yesNo(a.facets[name])]),
+    ["judge", "who graded it", (a) => a.judge],
+    ["draw", "of several answers to one prompt", (a) => String(a.draw)],
+    ["ended by", "", (a) => a.finish],
+    ["tokens", "", (a) => `${a.tokens[0]} prompt, ${a.tokens[1]} new`],
+    ["KV bytes at the peak", "share of a dense cache", (a) => `${number(a.bytes[0])} (${percent(a.bytes[0] / a.bytes[1])} of dense)`],
+    ["cache kept", "share of entries still held when the last answer began", (a) => kept(a.retention)],
+    ...roles.map((role) => [`kept of ${role}`, `share of the ${role} tokens still held then`, (a) => kept(a.survival[role])]),
+  ];
+}
+
+function kept(value) {
+  if (value === undefined) return "no such token";
+  const meter = element("meter", { min: 0, max: 1, value, "aria-hidden": "true" });
+  return element("span", {}, meter, percent(value));
+}
+
+function factTable(answers) {
+  const words = (cell) => (typeof cell === "string" ? cell : cell.textContent);
+  const body = facts(answers).map(([name, title, tell]) => {
+    const [left, right] = answers.map(tell);
+    const differs = words(left) !== words(right);
+    const head = element("th", { scope: "row", title }, name, differs ? element("span", { class: "hidden" }, " (differs)") : "");
+    return element("tr", differs ? { class: "differs" } : {}, head, element("td", {}, left), element("td", {}, right));
+  });
+  const heads = ["", "reference", "candidate"].map((head) => element("th", { scope: "col" }, head));
+  return element("table", { class: "facts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
+}
+
+function around(n, state) {
+  const found = chosen(state);
+  const place = found.indexOf(n);
+  const to = (words, other) => other === undefined ? null : element("a", { href: link(state, { flip: flips.key[other] }) }, words);
+  const back = element("a", { href: link(state, { flip: null }) }, "all flips of this list");
+  return element("nav", { "aria-label": "Flips of this list" }, back, to("← previous flip", found[place - 1]),
+    place < 0 ? null : `${place + 1} of ${found.length}`, place < 0 ? null : to("next flip →", found[place + 1]));
+}
+
+function drawFlip(n, state) {
+  const item = flips.item[n];
+  const title = element("h2", { id: "item", tabindex: "-1" }, items.name[item]);
+  const same = (words, text) => element("a", { href: `#${new URLSearchParams({ text })}` }, words);
+  find("flip").replaceChildren(
+    around(n, state),
+    title,
+    element("p", {}, `${arms[flips.arm[n]]}, seed ${flips.seed[n]}, under ${policies[flips.policy[n]].text}, compared with ${SIDES[kinds[flips.kind[n]]]}.`),
+    element("p", { class: "soft" }, `suite ${items.suite[item]}, ${items.length[item]} tokens, placement ${items.placement[item]}, template ${items.template[item]}. All flips of `,
+      same("this item", items.name[item]), " or of ", same("this template", items.template[item]), "."),
+    element("p", {}, ...flips.changes[n].map(changeMark)),
+  );
+  title.focus();
+  load(items.file[item], () => {
+    if (address().get("flip") !== flips.key[n]) return; // another one was opened meanwhile
+    const texts = TEXTS[items.file[item]][item];
+    const answers = flips.answers[n].map((number) => texts.answers[number]);
+    const side = (words, answer) => element("section", {}, element("h3", {}, words), ...turns(answer.turns, "answer"));
+    find("flip").append(
+      element("div", { class: "sides" }, side("Reference", answers[0]), side("Candidate", answers[1])),
+      element("h3", {}, "Prompt"),
+      element("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, ...turns(texts.prompt, "")),
+      element("h3", {}, "What is on record"),
+      element("div", { class: "wide" }, factTable(answers)),
+    );
+  });
+}
+
+function draw() {
+  const state = address();
+  const n = byKey.get(state.get("flip"));
+  find("list").hidden = n !== undefined;
+  find("flip").hidden = n === undefined;
+  if (n === undefined) {
+    const back = !find("flip").hidden;
+    document.title = `Flips of ${run.name}`;
+    drawList(state);
+    if (back) find("main").focus();
+  } else {
+    state.delete("page");
+    document.title = `${items.name[flips.item[n]]}: flip of ${run.name}`;
+    drawFlip(n, state);
+  }
+}
+
+find("title").textContent = `Flips of ${run.name}`;
+find("about").textContent =
+  `Items whose score or a facet differs between two sides that the report compares. The reference is ${run.reference}. ` +
+  "A loss is the candidate's.";
+indexFilters();
+drawFilters();
+window.addEventListener("hashchange", draw);
+draw();
