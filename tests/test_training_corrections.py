@@ -53,6 +53,13 @@ def test_sparse_rl_masks_vetoes_and_scales_to_mean_one_over_kept_tokens() -> Non
     assert result.metrics == {"masked_tokens": pytest.approx(5 / 9), "rejected_sequences": pytest.approx(1 / 3)}
 
 
+def test_sparse_rl_as_written_rejects_sequences_and_caps_weights_and_masks_no_token() -> None:
+    result = correct("sparse-rl-text", [[1.0, 1.4, 2.0], [1.0, 0.4, 0.9], [1.0, 5e-5, 1.0]])
+    torch.testing.assert_close(result.weights, torch.tensor([[1.0, 1.4, 1.5], [1.0, 0.4, 0.9], [0.0, 0.0, 0.0]]))
+    assert result.keep.tolist() == [[True] * 3, [True] * 3, [False] * 3]
+    assert result.metrics == {"masked_tokens": pytest.approx(1 / 3), "rejected_sequences": pytest.approx(1 / 3)}
+
+
 def test_sparse_rl_does_not_veto_for_a_token_outside_the_mask() -> None:
     result = correct("sparse-rl", [[1.0, 1e-6]], [[True, False]])
     assert result.weights.tolist() == [[1.0, 0.0]]
@@ -68,7 +75,7 @@ def test_log_ratios_are_clamped_at_twenty_nats() -> None:
     torch.testing.assert_close(ratios, torch.tensor([[math.exp(20), math.exp(-20)]]))
 
 
-def test_the_eight_arms_are_these() -> None:
+def test_the_arms_are_these() -> None:
     table = {name: (arm.rollout, arm.learner, arm.correction, arm.distill) for name, arm in ARMS.items()}
     assert table == {
         "dense": ("dense", "dense", "none", False),
@@ -77,6 +84,7 @@ def test_the_eight_arms_are_these() -> None:
         "tis": ("compressed", "dense", "tis", False),
         "mis": ("compressed", "dense", "mis", False),
         "sparse-rl": ("compressed", "dense", "sparse-rl", False),
+        "sparse-rl-text": ("compressed", "dense", "sparse-rl-text", False),
         "smd": ("compressed", "shadow", "none", False),
         "smd-distill": ("compressed", "shadow", "none", True),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from audit.training import grpo
 from audit.training.arms import ARMS
 from audit.training.batch import gradient_steps, slots, training_items
 from audit.training.learner import read_tokens
+from audit.training.student import Student
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +135,26 @@ def test_a_group_that_earns_nothing_is_not_distilled(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "play", play)  # a random model earns nothing from the suite's own grader
-    (row,) = rows(grpo.train(short(steps=1, arm="smd-distill"), base, tmp_path, silent))
+    (row,) = rows(grpo.train(short(steps=1, arm="smd-distill"), base, tmp_path / "1", silent))
     assert (row["reward_mean"], row["distill_kl"], row["grad_norm"]) == (0.0, 0.0, 0.0)
+    settings = short(steps=1, arm="smd-distill", distill_where="everywhere")
+    (anyway,) = rows(grpo.train(settings, base, tmp_path / "2", silent))
+    assert anyway["grad_norm"] > 0
+
+
+def test_either_view_can_be_the_teacher(base: LoadedModel) -> None:
+    batch, found = sampled(base, **{"suites": ["refusal"], "prompts_per_step": 2}), []
+    for teacher in ("shadow", "dense"):
+        settings = config(arm="smd-distill", distill_towards=teacher, distill_where="everywhere")
+        student = Student(copy.deepcopy(base.model), settings, None)
+        with torch.no_grad():
+            views = [read_tokens(student.model, batch.rollouts, 4, view, 1.0) for view in ("dense", "shadow")]
+            found.append(student.distilled(batch, views[1]))
+        one, other = (view.distributions.logits(view.distributions.states).log_softmax(-1) for view in views)
+        if teacher == "dense":
+            one, other = other, one
+        torch.testing.assert_close(found[-1][batch.sampled], (one.exp() * (one - other)).sum(-1))
+    assert (found[0] - found[1]).abs().max() > 0.1
 
 
 def test_several_updates_keep_the_old_policy_and_meet_the_clip(

@@ -71,6 +71,8 @@ _LATER = (
     "resample",
     "overlong",
     "critic",
+    "distill_towards",
+    "distill_where",
 )
 
 
@@ -155,6 +157,8 @@ class Training(Part):
     resample: Steps | None = None  # how often a group is sampled again whose rewards are all alike
     overlong: Share | None = None  # the last share of the most tokens, where length begins to cost
     critic: CriticSpec = CriticSpec()
+    distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
+    distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
 
     @property
     def updates_per_step(self) -> int:

@@ -38,6 +38,7 @@ _ALL = (
     Arm("tis", "compressed", "dense", "tis", False, "truncated importance weights, min(ratio, 2)"),
     Arm("mis", "compressed", "dense", "mis", False, "masked importance weights, ratios outside [.5, 5] dropped"),
     Arm("sparse-rl", "compressed", "dense", "sparse-rl", False, "clipped weights, token mask and sequence veto"),
+    Arm("sparse-rl-text", "compressed", "dense", "sparse-rl-text", False, "sequence veto and clipped weights alone"),
     Arm("smd", "compressed", "shadow", "none", False, "the learner replays the ledger: the ratio is 1"),
     Arm("smd-distill", "compressed", "shadow", "none", True, "smd, and the dense view learns from the shadow view"),
 )

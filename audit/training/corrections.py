@@ -83,6 +83,18 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     return _result(weights / torch.where(mean > 0, mean, 1.0), keep, learner, mask, vetoed=_mean(vetoed))
 
 
+def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+    """Sequences with any rho < 1e-4 rejected, all other tokens weighed by min(rho, 1.5) (2601.10079, as it is written).
+
+    Departs from the released configuration above by masking no single token and by leaving the mean of the weights as
+    it falls; the cap is taken from there.
+    """
+    rho = token_ratios(learner, sampler, mask)
+    rejected = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)
+    keep = mask & ~rejected
+    return _result(rho.clamp(max=SPARSE_RL_RANGE[1]) * keep, keep, learner, mask, vetoed=_mean(rejected))
+
+
 CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
     {
         "none": no_correction,
@@ -90,6 +102,7 @@ CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
         "tis": truncated,
         "mis": masked,
         "sparse-rl": sparse_rl,
+        "sparse-rl-text": sparse_rl_text,
     }
 )
 # Rules whose weight of one token depends on the rest of the batch.

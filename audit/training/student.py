@@ -131,14 +131,17 @@ class Student:
         return pass_logprobs(self.model, batch, kind, self.config)
 
     def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
-        """KL(dense || sg(shadow)) per token [b, R], 0 where a group earned nothing: a starved shadow is a bad teacher.
+        """KL(student || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
 
-        None in an arm that does not distil.
+        0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm
+        that does not distil.
         """
         if not self.config.recipe.distill:
             return None
         dense = read_tokens(self.model, part.rollouts, part.group, "dense", self.config.temperature)
-        return part.spread(dense.distributions.kl(shadow.distributions)) * part.earned[:, None]
+        student, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
+        gap = part.spread(student.distributions.kl(teacher.distributions))
+        return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]
 
     def step(self) -> float | None:
         """Take a gradient step; the norm of the policy's gradient, None where it was not finite."""
