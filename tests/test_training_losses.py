@@ -15,7 +15,7 @@ from audit.training.advantages import (
     group_advantages,
     overlong_penalty,
 )
-from audit.training.batch import Batch
+from audit.training.batch import earned_groups
 from audit.training.corrections import Correction
 from audit.training.losses.base import LossInputs, Whole, clipped_surrogate, full_kl, k3
 from audit.training.losses.dapo import Dapo
@@ -149,8 +149,7 @@ def test_distillation_is_added_with_its_weight() -> None:
 
 def test_a_group_that_earned_nothing_is_no_teacher() -> None:
     rewards, graded = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0]), torch.tensor([True, True, True, True, True, False])
-    batch = Batch((), 2, torch.zeros(6, 1), graded[:, None], graded[:, None], rewards, graded)
-    assert batch.earned.tolist() == [False, False, True, True, False, False]
+    assert earned_groups(rewards, graded, 2).tolist() == [False, False, True, True, False, False]
 
 
 def test_advantages_are_standardised_within_a_group() -> None:

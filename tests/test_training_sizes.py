@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_world import play_for_parity, rows, sampled, sha256, sharp, short, silent
+from training_world import gradients, play_for_parity, rows, sampled, sha256, sharp, short, silent
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from audit.cache.ledger import load_ledgers
@@ -23,10 +23,11 @@ from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
 from audit.training import footprint, grpo, learner
 from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
-from audit.training.batch import Batch
+from audit.training.batch import Batch, gradient_steps
 from audit.training.footprint import check_memory, holdings
 from audit.training.learner import read_tokens
 from audit.training.sft import StartConfig, gold_rollout, warm_start
+from audit.training.student import Student
 from suites.base import SUITES
 
 
@@ -212,6 +213,28 @@ def test_checkpointed_layers_have_the_same_gradient_to_the_bit(base: LoadedModel
         (read.logprobs * torch.linspace(-1, 1, len(read.logprobs))).sum().backward()
         found.append([weight.grad for weight in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_group_split_into_single_rollouts_has_the_gradient_of_the_whole(base: LoadedModel, batch: Batch) -> None:
+    whole, split = (gradients(base, batch, arm="smd-distill", microbatch_tokens=limit) for limit in (10**6, 1))
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_critic_values_the_answers_of_a_split_group_as_those_of_the_whole(base: LoadedModel, batch: Batch) -> None:
+    found = []
+    for limit in (10**6, 1):
+        student = Student(base.model, short(loss="ppo", microbatch_tokens=limit), None)
+        student.load(student.tensors() | {"critic/weight/weight": torch.ones(1, 32)}, 0)
+        found.append(student.seen(batch).values)
+    assert found[0].abs().max() > 0.1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_that_compares_a_groups_rollouts_keeps_it_whole(batch: Batch) -> None:
+    steps = {name: gradient_steps(batch, short(loss=name, microbatch_tokens=1), 0) for name in ("grpo", "online-dpo")}
+    sizes = {name: [len(rows) for rows in step.microbatches] for name, (step,) in steps.items()}
+    assert sizes == {"grpo": [1] * 12, "online-dpo": [4] * 3}
 
 
 def test_rollouts_of_a_group_at_a_time_are_those_of_all_at_once(

@@ -83,7 +83,8 @@ class Batch:
     """B rollouts, groups of one prompt consecutive; R is the longest suffix, right padded.
 
     ``sampler_logprobs`` float32 [B, R], nats; ``sampled`` bool [B, R]; ``mask`` the sampled
-    tokens of graded rollouts; ``rewards`` [B], 0 where not ``graded`` [B].
+    tokens of graded rollouts; ``rewards`` [B], 0 where not ``graded`` [B]; ``earned`` bool [B], graded rows of groups
+    that earned anything.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -93,18 +94,21 @@ class Batch:
     mask: Tensor
     rewards: Tensor
     graded: Tensor
+    earned: Tensor
 
     def of(self, rows: Sequence[int]) -> Batch:
-        """Some of its groups, whole, as a batch of their own; columns stay."""
+        """Some of its groups, or rows of one of them, as a batch of their own; columns stay."""
         index = list(rows)
+        assert len(index) <= self.group or len(index) % self.group == 0, (len(index), self.group)
         return Batch(
             rollouts=tuple(self.rollouts[row] for row in index),
-            group=self.group,
+            group=min(self.group, len(index)),
             sampler_logprobs=self.sampler_logprobs[index],
             sampled=self.sampled[index],
             mask=self.mask[index],
             rewards=self.rewards[index],
             graded=self.graded[index],
+            earned=self.earned[index],
         )
 
     def spread(self, values: Tensor) -> Tensor:
@@ -115,12 +119,6 @@ class Batch:
     def graded_tokens(self) -> Tensor:
         """Which of the n sampled tokens are of graded rollouts, bool [n]."""
         return self.mask[self.sampled]
-
-    @property
-    def earned(self) -> Tensor:
-        """Graded rows of groups that earned anything, bool [B]."""
-        earned = ((self.rewards > 0) & self.graded).view(-1, self.group).any(dim=1, keepdim=True)
-        return (earned & self.graded.view(-1, self.group)).reshape(-1)
 
     @property
     def learner_tokens(self) -> int:
@@ -148,6 +146,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
         mask=(sampled & graded[:, None]).to(device),
         rewards=rewards.to(device),
         graded=graded.to(device),
+        earned=earned_groups(rewards, graded, group).to(device),
     )
 
 
@@ -160,7 +159,13 @@ def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, max_token
     return Rewarded(rewards, batch.graded, batch.mask, batch.group, values, critic.discount, critic.trace)
 
 
-def halves(batch: Batch, limit: int) -> list[list[list[int]]]:
+def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
+    """Graded rows of groups that earned anything, bool [B]."""
+    earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)
+    return (earned & graded.view(-1, group)).reshape(-1)
+
+
+def halves(batch: Batch, limit: int, *, whole: bool = False) -> list[list[list[int]]]:
     """The microbatches of the first and of the second half of a batch's groups; of one group alone there is one half.
 
     The gradient is taken half by half, so that the two can be compared.
@@ -169,7 +174,7 @@ def halves(batch: Batch, limit: int) -> list[list[list[int]]]:
     middle = groups // 2 * batch.group
     parts = [range(middle), range(middle, len(batch.rollouts))] if middle else [range(len(batch.rollouts))]
     return [
-        [[part[row] for row in rows] for rows in microbatches(batch.of(part).rollouts, batch.group, limit)]
+        [[part[row] for row in rows] for rows in microbatches(batch.of(part).rollouts, batch.group, limit, whole=whole)]
         for part in parts
     ]
 
@@ -195,7 +200,7 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[Gradien
     for turn in range(config.updates_per_batch):
         for own in _dealt(groups, config.minibatches, derive_seed("minibatch", config.seed, step, turn)):
             rows = [index * batch.group + member for index in own for member in range(batch.group)]
-            parts = halves(batch.of(rows), config.microbatch_tokens)
+            parts = halves(batch.of(rows), config.microbatch_tokens, whole=config.whole_groups)
             split = [[[rows[row] for row in micro] for micro in part] for part in parts]
             last = split[0][-1] if len(split) > 1 else None
             steps.append(GradientStep([micro for part in split for micro in part], rows, last))
@@ -209,10 +214,11 @@ def _dealt(groups: int, hands: int, seed: int) -> list[list[int]]:
     return [order[hand * groups // hands : (hand + 1) * groups // hands] for hand in range(hands)]
 
 
-def microbatches(rollouts: Sequence[Rollout], group: int, limit: int) -> list[list[int]]:
+def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False) -> list[list[int]]:
     """Rows of each microbatch: whole groups, like lengths together, ``limit`` padded tokens at most.
 
-    A group that alone has more makes a microbatch of its own.
+    A group that alone has more is split, each part with the prompt, down to single rows; it makes a microbatch of its
+    own where it must stay ``whole``.
     """
     sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     split: list[list[int]] = []
@@ -226,7 +232,16 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int) -> list[li
             taken, wider = 0, sizes[index]
         split[-1].extend(range(index * group, (index + 1) * group))
         taken, (prompt, suffix) = taken + 1, wider
-    return split
+    return split if whole else [part for rows in split for part in _parts(rollouts, rows, group, limit)]
+
+
+def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int) -> list[list[int]]:
+    """A microbatch of one group in parts that fit; of several groups as it is, since those fit."""
+    if len(rows) > group:
+        return [rows]
+    prompt, suffix = _group_size([rollouts[row] for row in rows])
+    most = max((limit - prompt) // suffix, 1)
+    return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 
 def _group_size(members: Sequence[Rollout]) -> tuple[int, int]:

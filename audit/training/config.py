@@ -61,6 +61,11 @@ class TrainConfig(Training):
         }
 
     @property
+    def whole_groups(self) -> bool:
+        """Whether a group must not be split over microbatches."""
+        return LOSSES.get(self.loss).whole_groups
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Share of prompts per suite; they add up to 1."""
         return shares(self.suites, self.weights)

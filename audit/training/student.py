@@ -39,11 +39,11 @@ class Critic:
         """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
         seen: list[Tensor] = []
 
-        def listen(_: Any, __: Any, output: Any) -> None:
-            if len(output.last_hidden_state) == len(part.rollouts):  # not of the prompts, nor of logits made piecemeal
+        def listen(_: Any, __: Any, given: dict[str, Any], output: Any) -> None:
+            if "kv" in given:  # a pass, and not logits made piecemeal
                 seen.append(output.last_hidden_state.detach())
 
-        handle = model.get_decoder().register_forward_hook(listen)
+        handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)
         try:
             read = read_tokens(model, part.rollouts, part.group, kind, temperature)
         finally:
@@ -52,7 +52,7 @@ class Critic:
             raise RunError(
                 f"{type(model).__name__} does not ask its decoder as causal models do; train without a critic"
             )
-        states = seen[0]
+        states = seen[-1]  # the pass over the prompts comes before
         chosen = states[part.sampled[:, : states.shape[1]]].float()
         return read, part.spread(self._head(chosen)[:, 0])
 

@@ -49,7 +49,10 @@ class Valued(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One microbatch of whole groups. Log-probs are nats [B, T]; ``logprobs`` and ``distill_kl`` carry gradient."""
+    """One microbatch, of whole groups where the loss asks for them.
+
+    Log-probs are nats [B, T]; ``logprobs`` and ``distill_kl`` carry gradient.
+    """
 
     logprobs: Tensor
     correction: Correction
@@ -82,11 +85,12 @@ class LossOutputs:
 class Loss:
     """A policy loss. Subclass in a file of its own, with a ``name``; the registry finds it.
 
-    What a loss gives for a gradient step is the sum of what it gives for its microbatches of whole groups.
+    What a loss gives for a gradient step is the sum of what it gives for its microbatches.
     ``defaults`` are values of the ``train`` section that stand where a spec gives none.
     """
 
     name: ClassVar[str] = ""
+    whole_groups: ClassVar[bool] = False  # whether it compares rollouts of a group, which then stays in one microbatch
     reference: ClassVar[bool] = False  # whether it cannot do without reference log-probs
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})

@@ -23,6 +23,7 @@ class OnlineDpo(Loss):
 
     name = "online-dpo"
     reference = True
+    whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
     def estimate(self, given: Rewarded) -> Estimate:
