@@ -23,6 +23,7 @@ from audit.commands.generate import generate
 from audit.commands.judge import judge
 from audit.commands.listing import listing
 from audit.commands.lm_eval import PASSED_ON, lm_eval
+from audit.commands.mismatch import mismatch
 from audit.commands.pin import pin
 from audit.commands.plan import plan
 from audit.commands.pretrain import pretrain
@@ -48,7 +49,7 @@ app = typer.Typer(
 app.add_typer(listing, name="list")
 _VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
-_RUNS = (run, join, train, evaluate, judge, displace, generate, serve, probe, show, tasks, verify, pretrain)
+_RUNS = (run, join, train, evaluate, judge, displace, generate, serve, probe, show, tasks, verify, mismatch, pretrain)
 for command in (*_VERDICTS, *_RUNS, *_DECLARED):
     app.command()(command)
 

@@ -86,6 +86,17 @@ def _verify(asked: Asked) -> int:
     return 0 if found.explained else NOT_EXPLAINED
 
 
+def check_reading(dtype: str, temperature: float | None) -> None:
+    """Raise SpecError for a dtype or a temperature that no rollout can be read with."""
+    from audit.core.numbers import HEATS, is_heat
+    from audit.sampling.model import DtypeName
+
+    if dtype not in get_args(DtypeName):
+        raise UnknownName("dtype", dtype, get_args(DtypeName))
+    if temperature is not None and not is_heat(temperature):
+        raise SpecError(f"--temperature is {temperature:g}, wanted {HEATS}")
+
+
 def _sources(asked: Asked) -> tuple[Recorded, str]:
     """The rollouts, and the name of the model that is to explain them."""
     from audit.replay.interchange import read_rollouts

@@ -67,7 +67,7 @@ def read_rollouts(path: Path) -> Recorded:
             if f'"{FORMAT}"' in metadata:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
     except ValidationError as error:  # first, being a ValueError itself
-        raise DataError(f"rollouts {str(path)!r}: {_first(error)}") from None
+        raise DataError(f"rollouts {str(path)!r}: {first_mistake(error)}") from None
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
     rollouts, policy = load_ledgers(path)
@@ -247,8 +247,8 @@ def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
     _require(prompt_length < tokens, number, f"has prompt_length {prompt_length} in {tokens} tokens")
 
 
-def _first(error: ValidationError) -> str:
-    """The first mistake with its place, such as rollouts.2.events.0.query."""
+def first_mistake(error: ValidationError) -> str:
+    """The first mistake that a form has found, with its place, such as rollouts.2.events.0.query."""
     mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in mistake["loc"]) or "the file"
     place = "".join(character if character.isprintable() else "?" for character in path[:_SHOWN])

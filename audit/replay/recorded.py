@@ -42,15 +42,27 @@ def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> Non
         raise DataError(f"rollouts {recorded.source!r} hold no rollout")
     for number, rollout in enumerate(recorded.rollouts):
         where, tokens = f"rollouts {recorded.source!r}: rollout {number}", len(rollout.ids)
-        fault = _malformed(rollout) or _chosen(rollout, text.num_attention_heads) or _logprobs(rollout)
-        if fault:
+        if fault := unsound(rollout) or _chosen(rollout, text.num_attention_heads):
             raise DataError(f"{where} {fault}")
         if (got := tuple(rollout.evicted_at.shape[:2])) != wanted:
             raise DataError(f"{where} has {_layers(got)}, the model {_layers(wanted)}: it is of another model")
-        if tokens > max_positions:
-            raise DataError(f"{where} has {tokens} tokens, the model {max_positions} positions: it is of another model")
-        if not 0 <= int(rollout.ids.min()) <= int(rollout.ids.max()) < text.vocab_size:
-            raise DataError(f"{where} has token ids outside the model's {text.vocab_size}: it is of another model")
+        if fault := beyond(tokens, int(rollout.ids.min()), int(rollout.ids.max()), config, max_positions):
+            raise DataError(f"{where} {fault}")
+
+
+def beyond(tokens: int, lowest: int, highest: int, config: Any, max_positions: int) -> str | None:
+    """Why a model cannot have sampled so many tokens with ids from ``lowest`` to ``highest``; None if it can."""
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    if tokens > max_positions:
+        return f"has {tokens} tokens, the model {max_positions} positions: it is of another model"
+    if not 0 <= lowest <= highest < vocabulary:
+        return f"has token ids outside the model's {vocabulary}: it is of another model"
+    return None
+
+
+def unsound(rollout: Rollout) -> str | None:
+    """What is wrong with a rollout whatever the model: types, lengths, or a log-prob that is none; None if nothing."""
+    return _malformed(rollout) or _logprobs(rollout)
 
 
 def _malformed(rollout: Rollout) -> str | None:

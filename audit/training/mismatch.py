@@ -6,6 +6,8 @@ The trainer's telemetry and ``kvaudit mismatch`` print these numbers, whoever sa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,53 +16,168 @@ from audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
 
 THIRDS = ("first_third", "middle_third", "last_third")
 SIGNS = ("positive", "zero", "negative")
+_KEPT = 1 << 20  # values that are kept as they are, 8 MiB
+_CELLS = 1 << 20  # of [0, 1], once there are more
 
 
 def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
-    """How far the sampler was from the learner's view of the same tokens: all ``mismatch/*`` numbers of a batch.
+    """All ``mismatch/*`` numbers of one batch, see ``Panel``."""
+    panel = Panel()
+    panel.add(sampler, learner, mask, advantages)
+    return {f"mismatch/{name}": value for name, value in panel.numbers().items()}
 
-    Log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1]. rho = learner / sampler per sampled token,
-    log rho clamped to +-20 (except for the gaps, which are raw). Every estimate is under the sampler's tokens.
+
+class Panel:
+    """How far the sampler was from the learner's view of the same tokens, added up batch by batch.
+
+    rho = learner / sampler per sampled token, log rho clamped to +-20 (except for the gaps, which are raw). Every
+    estimate is under the sampler's tokens.
 
     kl              mean of -log rho, estimates KL(sampler || learner) in nats
-    k3_kl           mean of rho - log rho - 1, the same with less variance and never below 0
+    k3_kl           mean of rho - log rho - 1, the same with less variance and never below 0; also of each third of a
+                    rollout and each sign of the advantage
     chi2_token      mean of rho^2 - 1; chi2_seq the same with the product of a rollout's ratios
     ess             (sum rho)^2 / (n sum rho^2), in (0, 1]; ess_clamped with min(rho, 2)
-    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens
+    overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens, to
+                    1e-6 where there are more than a million
     max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
+    frac_ratio_*    tokens with rho below 1e-4, and above 2, where truncation (TIS) takes weight away
+    frac_sequences_vetoed   rollouts with a token below 1e-4, which Sparse-RL rejects whole (2601.10079, config)
     """
-    keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
-    # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
-    gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
-    log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
-    tokens = log_ratio[keep]
-    panel = _token_numbers(tokens) | {
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._largest: dict[str, float] = {}
+        self._overlap = Spread()
+
+    def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
+        """Count a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN where unknown."""
+        keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
+        # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
+        gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
+        log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
+        told, rollouts = log_ratio[keep], keep.any(dim=1)
+        self._add("sampled", mask.sum())
+        self._add("not_finite", (mask & ~keep).sum())
+        self._add_tokens(told)
         # clamped again: a rollout's sum of clamped terms can still overflow
-        "chi2_seq": _chi2(log_ratio.sum(dim=1)[keep.any(dim=1)].clamp(-LOG_CLAMP, LOG_CLAMP).exp()),
-        "max_abs_gap": _number(gap.abs().max() if len(tokens) else None),
-        "frac_not_finite": _number((mask & ~keep).sum() / mask.sum() if bool(mask.any()) else None),
-    }
-    per_token = log_ratio.exp() - log_ratio - 1.0
-    for name, part in (_thirds(keep) | _signs(keep, advantages)).items():
-        panel[f"k3_kl_{name}"] = _tensor_mean(per_token[part])
-    return {f"mismatch/{name}": value for name, value in panel.items()}
+        product = log_ratio.sum(dim=1)[rollouts].clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+        self._add("rollouts", rollouts.sum())
+        self._add("chi2_seq", (product.square() - 1.0).sum())
+        self._add("vetoed", (keep & (log_ratio.exp() < VETO_BELOW)).any(dim=1).sum())
+        surprise = log_ratio.exp() - log_ratio - 1.0
+        for name, part in (_thirds(keep) | _signs(keep, advantages)).items():
+            self._add(f"k3_kl_{name}", surprise[part].sum())
+            self._add(f"tokens_{name}", part.sum())
+        self._reach("gap", gap)
+        self._reach("log_ratio", told)
+
+    def numbers(self) -> dict[str, float | None]:
+        """The panel; None where nothing supports a number."""
+        tokens, clamped = self._sums.get("tokens", 0.0), ("capped", "capped_squares")
+        return {
+            **{name: self._mean(name, tokens) for name in ("kl", "k3_kl", "chi2_token")},
+            "ess": self._effective("ratio", "squares", tokens),
+            "ess_clamped": self._effective(*clamped, tokens),
+            "max_abs_log_ratio": _finite(self._largest["log_ratio"]) if tokens else None,
+            "overlap_mean": self._mean("overlap", tokens),
+            "overlap_p5": self._overlap.percentile(0.05),
+            "frac_ratio_below_1e-4": self._mean("below", tokens),
+            "frac_ratio_above_2": self._mean("above", tokens),
+            "chi2_seq": self._mean("chi2_seq", self._sums.get("rollouts", 0.0)),
+            "frac_sequences_vetoed": self._mean("vetoed", self._sums.get("rollouts", 0.0)),
+            "max_abs_gap": _finite(self._largest["gap"]) if tokens else None,
+            "frac_not_finite": self._mean("not_finite", self._sums.get("sampled", 0.0)),
+            **{f"k3_kl_{name}": self._mean(f"k3_kl_{name}", self._sums[f"tokens_{name}"]) for name in THIRDS + SIGNS},
+        }
+
+    def _add_tokens(self, log_ratio: Tensor) -> None:
+        """The sums that need nothing but the sampled tokens' log-ratios [n]."""
+        rho = log_ratio.exp()
+        overlap, capped = rho.clamp(max=1.0), rho.clamp(max=TIS_CAP)
+        self._overlap.add(overlap)
+        self._sums["tokens"] = self._sums.get("tokens", 0.0) + len(log_ratio)
+        for name, values in (
+            ("kl", -log_ratio),
+            ("k3_kl", rho - log_ratio - 1.0),
+            ("chi2_token", rho.square() - 1.0),
+            ("ratio", rho),
+            ("squares", rho.square()),
+            ("capped", capped),
+            ("capped_squares", capped.square()),
+            ("overlap", overlap),
+            ("below", rho < VETO_BELOW),
+            ("above", rho > TIS_CAP),
+        ):
+            self._add(name, values.sum())
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def _reach(self, name: str, values: Tensor) -> None:
+        found = float(values.abs().max()) if values.numel() else 0.0
+        self._largest[name] = max(self._largest.get(name, 0.0), found)
+
+    def _mean(self, name: str, count: float) -> float | None:
+        return _finite(self._sums[name] / count) if count else None
+
+    def _effective(self, weights: str, squares: str, count: float) -> float | None:
+        return _finite(self._sums[weights] ** 2 / (count * self._sums[squares])) if count else None
 
 
-def _token_numbers(log_ratio: Tensor) -> dict[str, float | None]:
-    """The numbers that need nothing but the sampled tokens' log-ratios [n]."""
-    rho = log_ratio.exp()
-    overlap = rho.clamp(max=1.0)
-    return {
-        "kl": _tensor_mean(-log_ratio),
-        "k3_kl": _tensor_mean(rho - log_ratio - 1.0),
-        "chi2_token": _chi2(rho),
-        "ess": _effective(rho),
-        "ess_clamped": _effective(rho.clamp(max=TIS_CAP)),
-        "max_abs_log_ratio": _number(log_ratio.abs().max() if len(log_ratio) else None),
-        "overlap_mean": _tensor_mean(overlap),
-        "overlap_p5": _number(torch.quantile(overlap, 0.05) if len(overlap) else None),
-        "frac_ratio_below_1e-4": _tensor_mean((rho < VETO_BELOW).double()),
-    }
+class Spread:
+    """Values in [0, 1] of which a percentile is asked: a million as they are, then counted in cells of 1e-6."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._held = 0
+        self._cells: Tensor | None = None  # [_CELLS] int64
+
+    def add(self, values: Tensor) -> None:
+        """Count values [n]."""
+        self._values.append(values)
+        self._held += len(values)
+        if self._cells is not None or self._held > _KEPT:
+            places = (torch.cat(self._values) * _CELLS).long().clamp(max=_CELLS - 1)
+            counted = torch.bincount(places, minlength=_CELLS)
+            self._cells = counted if self._cells is None else self._cells + counted
+            self._values, self._held = [], 0
+
+    def percentile(self, share: float) -> float | None:
+        """The value below which that share lies, interpolated where all values are held; None without any."""
+        if self._cells is not None:
+            seen = self._cells.cumsum(0)
+            cell = int(torch.searchsorted(seen, share * (int(seen[-1]) - 1), right=True))
+            return (cell + 0.5) / _CELLS
+        return float(torch.quantile(torch.cat(self._values), share)) if self._held else None
+
+
+class Bound(NamedTuple):
+    """What a number of the panel must not pass, and what it means if it does."""
+
+    name: str
+    least: float | None
+    most: float | None
+    meaning: str
+
+    def rings(self, value: float | None) -> bool:
+        """Whether the number has passed it; what no token supports rings no alarm."""
+        if value is None:
+            return False
+        return (self.least is not None and value < self.least) or (self.most is not None and value > self.most)
+
+
+BOUNDS = (
+    Bound("overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn"),
+    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing"),
+    Bound("frac_sequences_vetoed", None, 0.2, "so many rollouts hold a token that the learner gives next to no chance"),
+    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers"),
+)
+
+
+def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
+    """The declared bounds that a panel passes."""
+    return [bound for bound in BOUNDS if bound.rings(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:
@@ -72,24 +189,10 @@ def _thirds(mask: Tensor) -> dict[str, Tensor]:
 
 
 def _signs(mask: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    signs = advantages.sign()
-    return {name: mask & (signs == sign) for name, sign in zip(SIGNS, (1, 0, -1), strict=True)}
+    # compared, since the sign of NaN is 0
+    parts = zip(SIGNS, (advantages > 0, advantages == 0, advantages < 0), strict=True)
+    return {name: mask & part for name, part in parts}
 
 
-def _chi2(rho: Tensor) -> float | None:
-    return _tensor_mean(rho.square() - 1.0)
-
-
-def _effective(weights: Tensor) -> float | None:
-    return _number(weights.sum().square() / (len(weights) * weights.square().sum()) if len(weights) else None)
-
-
-def _tensor_mean(values: Tensor) -> float | None:
-    return _number(values.mean() if len(values) else None)
-
-
-def _number(value: Tensor | None) -> float | None:
-    """A finite Python float, or None."""
-    if value is None or not math.isfinite(float(value)):
-        return None
-    return float(value)
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

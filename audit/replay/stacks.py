@@ -1,0 +1,335 @@
+"""Rollouts of other stacks, one JSON object a line, by the names that vLLM, verl, slime and we write.
+
+Described in docs/check-my-loop.md. Every value is checked, since the file is a stranger's. A file is read line by
+line, as often as somebody asks, and never held.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from audit.cache.ledger import NEVER, Rollout
+from audit.core.errors import DataError
+from audit.core.text import clip
+from audit.replay.interchange import first_mistake, read_rollouts
+from audit.replay.interchange_form import Form, Index, Length
+from audit.replay.recorded import unsound
+
+PAGE = "docs/check-my-loop.md"
+_LEDGERS = (".json", ".safetensors")  # of audit.replay.interchange
+_LONGEST = 1 << 28  # bytes of a line
+_SHOWN = 200  # characters of what is wrong
+
+Flag = Annotated[int, Field(ge=0, le=1)]
+Told = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Imported(NamedTuple):
+    """One rollout, and what its loop said of it. The ledger is a single column that never left, for want of a model.
+
+    ``advantages`` [tokens behind the prompt]. ``place`` is where it stands in the file, in words.
+    """
+
+    place: str
+    stack: str
+    rollout: Rollout
+    advantages: Tensor | None
+    reward: float | None
+    group: str | None
+    temperature: float | None
+    tokenizer_sha256: str | None
+
+
+class Parts(NamedTuple):
+    """One rollout in lists, whoever wrote it: ``ids`` of prompt and completion, the rest about the completion."""
+
+    ids: Sequence[int]
+    prompt_length: int
+    logprobs: Sequence[float]  # one per completion token, or one per sampled token
+    mask: Sequence[int] | None = None  # 1 where the model drew the token; None: everywhere
+    advantage: float | Sequence[float] | None = None
+    reward: float | None = None
+    group: str | None = None
+    temperature: float | None = None
+    tokenizer_sha256: str | None = None
+
+
+class OwnLine(Form):
+    """Our layout; an unknown key is an error, and ``info`` may hold anything."""
+
+    ids: list[Index] | None = None
+    prompt_length: Length | None = None
+    prompt_ids: list[Index] | None = None
+    completion_ids: list[Index] | None = None
+    logprobs: list[float]
+    mask: Annotated[list[Flag] | None, Field(validation_alias=AliasChoices("mask", "env_mask"))] = None
+    reward: Told | None = None
+    advantage: Told | list[Told] | None = None
+    group: str | int | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    tokenizer_sha256: str | None = None
+    info: Any = None
+
+    def parts(self) -> list[Parts]:
+        """The one rollout of the line."""
+        ids, start, mask = self._tokens()
+        about = (self.advantage, self.reward, _named(self.group), self.temperature, self.tokenizer_sha256)
+        return [Parts(ids, start, self.logprobs, mask, *about)]
+
+    def _tokens(self) -> tuple[list[int], int, list[int] | None]:
+        if self.prompt_ids is not None and self.completion_ids is not None:
+            if self.ids is not None or self.prompt_length is not None:
+                raise ValueError(
+                    "has prompt_ids and completion_ids, and ids or prompt_length beside them; give one pair"
+                )
+            return self.prompt_ids + self.completion_ids, len(self.prompt_ids), self.mask
+        if self.ids is None:
+            raise ValueError("has no tokens; give prompt_ids and completion_ids, or ids and prompt_length")
+        if self.prompt_length is not None:
+            return self.ids, self.prompt_length, self.mask
+        if self.mask is None or len(self.mask) != len(self.ids) or 1 not in self.mask:
+            raise ValueError("has ids and does not say where the prompt ends; give prompt_length, or a mask of all ids")
+        start = self.mask.index(1)
+        return self.ids, start, self.mask[start:]
+
+
+class Foreign(BaseModel):
+    """A line of another stack; what is not asked of it is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SlimeLine(Foreign):
+    """``Sample.to_dict()`` of slime: ``tokens`` are prompt and response, all lists are about the response."""
+
+    tokens: list[Index]
+    response_length: Length
+    rollout_log_probs: list[float]
+    loss_mask: list[Flag] | None = None
+    reward: Any = None  # a number, or a dict of which the run's --reward-key chooses
+    group_index: int | None = None
+
+    def parts(self) -> list[Parts]:
+        """The one rollout of the line."""
+        start = len(self.tokens) - self.response_length
+        reward = float(self.reward) if isinstance(self.reward, int | float) else None
+        return [
+            Parts(self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, _named(self.group_index))
+        ]
+
+
+class VerlLine(Foreign):
+    """A row of verl's DataProto: ``prompts`` padded on the left, ``responses`` on the right."""
+
+    prompts: list[Index]
+    responses: list[Index]
+    attention_mask: list[Flag]
+    rollout_log_probs: list[float]
+    response_mask: list[Flag] | None = None
+    advantages: list[Told] | None = None
+    token_level_scores: list[Told] | None = None
+    uid: str | int | None = None
+
+    def parts(self) -> list[Parts]:
+        """The one rollout of the line, without its padding."""
+        width = len(self.prompts)
+        _fitting("attention_mask", self.attention_mask, width + len(self.responses), "prompts and responses")
+        prompt = _where(self.prompts, self.attention_mask[:width])
+        real = self.attention_mask[width:]
+
+        def response(name: str, values: list[Any]) -> list[Any]:
+            _fitting(name, values, len(real), "responses")
+            return _where(values, real)
+
+        mask = None if self.response_mask is None else response("response_mask", self.response_mask)
+        advantage = None if self.advantages is None else response("advantages", self.advantages)
+        logprobs = response("rollout_log_probs", self.rollout_log_probs)
+        reward = None if self.token_level_scores is None else sum(self.token_level_scores)
+        ids = prompt + response("responses", self.responses)
+        return [Parts(ids, len(prompt), logprobs, mask, advantage, reward, _named(self.uid))]
+
+
+class TokenLogprob(Foreign):
+    """One token of a chat answer."""
+
+    logprob: float
+
+
+class Logprobs(Foreign):
+    """Of a completion ``token_logprobs``, of a chat answer ``content``."""
+
+    token_logprobs: list[float] | None = None
+    content: list[TokenLogprob] | None = None
+
+    def values(self) -> list[float]:
+        """One per token."""
+        if self.token_logprobs is not None:
+            return self.token_logprobs
+        return [token.logprob for token in self.content or ()]
+
+
+class Choice(Foreign):
+    """One answer of a server."""
+
+    token_ids: list[Index]
+    logprobs: Logprobs
+    prompt_token_ids: list[Index] | None = None
+
+
+class VllmLine(Foreign):
+    """An answer of vLLM's OpenAI server, asked with ``return_token_ids`` and ``logprobs``."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+    prompt_token_ids: list[Index] | None = None
+
+    def parts(self) -> list[Parts]:
+        """A rollout per choice."""
+        found = []
+        for choice in self.choices:
+            prompt = choice.prompt_token_ids or self.prompt_token_ids
+            if not prompt:
+                raise ValueError("has no prompt_token_ids; ask the server with return_token_ids")
+            found.append(Parts(prompt + choice.token_ids, len(prompt), choice.logprobs.values()))
+        return found
+
+
+Line = OwnLine | SlimeLine | VerlLine | VllmLine
+# by the keys that give a stack away; whatever has none of them is held to our own layout
+STACKS: Mapping[str, tuple[frozenset[str], type[Line]]] = {
+    "vLLM": (frozenset({"choices"}), VllmLine),
+    "slime": (frozenset({"tokens", "response_length"}), SlimeLine),
+    "verl": (frozenset({"prompts", "responses"}), VerlLine),
+}
+OWN: Literal["kvaudit"] = "kvaudit"
+
+
+def imported(path: Path) -> Iterator[Imported]:
+    """Every rollout of a file; raises DataError with file and line at the first that is none."""
+    if not path.is_file():
+        raise DataError(f"rollouts {str(path)!r} do not exist; give a file of one rollout a line, see {PAGE}")
+    if path.suffix.lower() in _LEDGERS:
+        recorded = read_rollouts(path)
+        for number, rollout in enumerate(recorded.rollouts):
+            yield Imported(f"rollout {number}", "ledger", rollout, None, None, None, recorded.temperature, None)
+        return
+    read: Callable[[Path], Iterator[tuple[str, Any]]] = _samples if path.suffix.lower() == ".pt" else _lines
+    for place, value in read(path):
+        try:
+            yield from _rollouts(place, value)
+        except ValidationError as error:  # first, being a ValueError itself
+            raise DataError(f"{str(path)!r}, {place}: {clip(first_mistake(error), _SHOWN)}") from None
+        except ValueError as error:
+            raise DataError(f"{str(path)!r}, {place} {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_LONGEST + 1):
+            number += 1
+            if len(line) > _LONGEST:
+                raise DataError(f"{str(path)!r}, line {number} is longer than {_LONGEST >> 20} MB; one rollout a line")
+            if line.isspace():
+                continue
+            try:
+                yield f"line {number}", json.loads(line.rstrip(b"\r\n"))
+            except (ValueError, RecursionError) as error:
+                what = clip(" ".join(str(error).split()), _SHOWN)
+                raise DataError(
+                    f"{str(path)!r}, line {number} is not JSON ({what}); write one rollout a line, see {PAGE}"
+                ) from None
+
+
+def _samples(path: Path) -> Iterator[tuple[str, Any]]:
+    """What slime keeps with ``--save-debug-rollout-data``; nothing in the file is run."""
+    try:
+        rows = torch.load(path, map_location="cpu", weights_only=True)["samples"]
+        named = list(enumerate(rows))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        what = clip(" ".join(str(error).split()), _SHOWN // 2)
+        raise DataError(
+            f"{str(path)!r} is no rollout file of slime, or holds objects, which are not run ({what}); write it as "
+            f"lines, see {PAGE}"
+        ) from None
+    for number, row in named:
+        yield f"sample {number}", {k: _listed(v) for k, v in row.items()} if isinstance(row, dict) else row
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _rollouts(place: str, value: Any) -> Iterator[Imported]:
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a {type(value).__name__}, wanted an object with the tokens of a rollout")
+    if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
+        raise ValueError(f"holds texts and no token ids, as verl's rollout_data_dir does; {PAGE} has what to write")
+    stack, form = next(((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), (OWN, OwnLine))
+    line: Line = form.model_validate(value)
+    parts = line.parts()
+    for number, part in enumerate(parts):
+        where = place if len(parts) == 1 else f"{place}, choice {number}"
+        rollout = _rollout(part)
+        if fault := unsound(rollout):
+            raise ValueError(fault)
+        length = len(rollout.ids) - rollout.prompt_length
+        told = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
+        yield Imported(where, stack, rollout, _advantages(part.advantage, length), *told)
+
+
+def _rollout(part: Parts) -> Rollout:
+    ids = torch.tensor(part.ids, dtype=torch.int64)
+    tokens, length = len(ids), len(ids) - part.prompt_length
+    if not 0 < part.prompt_length < tokens:
+        raise ValueError(f"has {tokens} tokens, {max(length, 0)} of them behind the prompt; both parts need some")
+    drawn = torch.ones(length, dtype=torch.bool)
+    if part.mask is not None:
+        _fitting("mask", part.mask, length, "completion")
+        drawn = torch.tensor(part.mask, dtype=torch.bool)
+    logprobs, count = torch.tensor(part.logprobs, dtype=torch.float32), int(drawn.sum())
+    if len(logprobs) not in (length, count):
+        raise ValueError(f"has {len(logprobs)} log-probs for {length} completion tokens, {count} of them sampled")
+    if len(logprobs) == length:
+        logprobs = logprobs[drawn]
+    sampled = torch.cat([torch.zeros(part.prompt_length, dtype=torch.bool), drawn])
+    return Rollout(
+        ids=ids,
+        prompt_length=part.prompt_length,
+        sampled=sampled,
+        sampler_logprobs=torch.zeros(tokens).masked_scatter(sampled, logprobs),
+        evicted_at=torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(1, 1, tokens),
+        kv_bytes_peak=0,  # what the other engine allocated is not known
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=part.prompt_length,
+    )
+
+
+def _advantages(told: float | Sequence[float] | None, length: int) -> Tensor | None:
+    if told is None:
+        return None
+    if isinstance(told, Sequence):
+        _fitting("advantage", told, length, "completion")
+        return torch.tensor(told, dtype=torch.float32)
+    return torch.full((length,), told)
+
+
+def _fitting(name: str, values: Sequence[Any], wanted: int, of: str) -> None:
+    if len(values) != wanted:
+        raise ValueError(f"has {len(values)} values in {name} for {wanted} tokens of its {of}")
+
+
+def _where(values: Sequence[Any], mask: Sequence[int]) -> list[Any]:
+    return [value for value, real in zip(values, mask, strict=True) if real]
+
+
+def _named(group: str | int | None) -> str | None:
+    return None if group is None else str(group)
