@@ -18,8 +18,10 @@ from audit.commands.card import card
 from audit.commands.command_line import end_on_sigterm
 from audit.commands.compare import compare
 from audit.commands.displace import displace
+from audit.commands.export import export
 from audit.commands.gate import gate
 from audit.commands.generate import generate
+from audit.commands.guard import guard
 from audit.commands.judge import judge
 from audit.commands.listing import listing
 from audit.commands.lm_eval import PASSED_ON, lm_eval
@@ -49,8 +51,9 @@ app = typer.Typer(
 app.add_typer(listing, name="list")
 _VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
-_RUNS = (run, join, train, evaluate, judge, displace, generate, serve, probe, show, tasks, verify, mismatch, pretrain)
-for command in (*_VERDICTS, *_RUNS, *_DECLARED):
+_RUNS = (run, join, train, evaluate, judge, guard, displace, probe, show, export, verify, mismatch)
+_MODELS = (generate, serve, tasks, pretrain)
+for command in (*_VERDICTS, *_RUNS, *_MODELS, *_DECLARED):
     app.command()(command)
 
 app.command("lm-eval", context_settings=PASSED_ON)(lm_eval)

@@ -14,6 +14,7 @@ from audit.core.provenance import PROVENANCE
 from reports.analysis.curves import curves
 from reports.analysis.displacement import load_displacement
 from reports.analysis.examples import largest_losses
+from reports.analysis.guarded import guard_effects
 from reports.calibration.design import RunDesign
 from reports.calibration.stamp import stamp
 from reports.drift.drift import drift_of
@@ -106,6 +107,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
         examples=largest_losses(data, found.drift, found.verdict),
         analysis=analyse(found.drift, found.rules, found.verdict, data.panels),
         displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
+        guards=_or_problem(lambda: guard_effects(data, found.drift, found.rules), (), problems),
         calibration=stamp(),
         second=_or_problem(lambda: second_judge(data.provenance), None, problems),
         problems=tuple(problems),
@@ -118,7 +120,8 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     from reports.page.story import banner
 
     found = decided(data, asked)
-    found = replace(found, curves=curves(data.telemetry, found.comparison.arms))
+    guards = guard_effects(data, found.drift, found.rules)
+    found = replace(found, curves=curves(data.telemetry, found.comparison.arms), guards=guards)
     return Page(found, banner(found), (), tuple(remarks(found)))
 
 

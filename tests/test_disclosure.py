@@ -15,6 +15,7 @@ import pytest
 import sarif_pydantic
 import yaml
 from conftest import without_figures
+from huggingface_hub import parse_eval_result_entries
 from referencing import Registry, Resource
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
@@ -277,6 +278,36 @@ def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) 
 
 
 # --- cards ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
+    code, output = invoke("card", run, "--hub", tmp_path, "--benchmark", "us/cache-drift", "--arm", "naive")
+    assert code == 0, output
+    files = sorted((tmp_path / ".eval_results").iterdir())
+    assert len(files) == 3  # two policies, served alike; one as deployed
+    entries = [entry for path in files for entry in parse_eval_result_entries(yaml.safe_load(path.read_text()))]
+    told = json.loads((run / "report" / "disclosure.json").read_text())["drift"]
+    gated = [row for row in told if row["arm"] == "naive" and row["verdict"] != "not gated"]
+    wanted = sorted(100 * row["estimate"] for row in gated)
+    assert sorted(entry.value for entry in entries) == pytest.approx(wanted, abs=1e-4)
+    assert {entry.dataset_id for entry in entries} == {"us/cache-drift"}
+    assert {entry.task_id for entry in entries} >= {"E1-refusal-192", "E2-math-192"}
+    assert all(entry.notes.startswith(("FAIL: ", "INCONCLUSIVE: ", "PASS")) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--arm", "naive"), "--hub wants --benchmark"),
+        (("--benchmark", "us/x"), "of several arms, --arm"),
+        (("--benchmark", "../x", "--arm", "naive"), "no dataset of the hub"),
+        (("--benchmark", "us/x", "--arm", "dense"), "nothing of arm 'dense' is gated"),
+    ],
+)
+def test_results_that_nobody_could_place_are_one_line(run: Path, tmp_path: Path, words: tuple, message: str) -> None:
+    code, output = invoke("card", run, "--hub", tmp_path, *words)
+    assert code == 2
+    assert message in output
 
 
 def test_a_card_is_put_in_twice_and_stands_once(run: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from audit.core.files import read_json
 from audit.core.records import Message, Outcome, Record, Role
 from audit.core.spec_file import parse_spec
 from audit.runs import judge as judging
+from audit.runs import stored
 from audit.runs.evaluate import Evaluator, grid
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
@@ -147,8 +148,8 @@ def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, mon
     class Killed(BaseException):
         pass
 
-    def die(unit: judging.StoredUnit, asked: judging.Asked) -> Iterator[tuple[Record, Record]]:
-        for pair in regraded(unit, asked):
+    def die(unit: stored.StoredUnit, *asked: Any) -> Iterator[tuple[Record, Record]]:
+        for pair in regraded(unit, *asked):
             yield pair
             if unit.suite == "math":
                 raise Killed
@@ -259,7 +260,7 @@ def test_a_run_that_keeps_checkpoints_is_judged_with_their_tokenizer(
     run: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(judging, "load_chat", lambda name: asked.append(name) or load_chat(name))
+    monkeypatch.setattr(stored, "load_chat", lambda name: asked.append(name) or load_chat(name))
     judged(run)
     seed = run / "checkpoints" / "dense" / "seed-1"
     seed.mkdir(parents=True)

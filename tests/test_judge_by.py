@@ -13,9 +13,10 @@ from test_cli import kvaudit, refused
 from test_judge import rewritten, sampled, units
 
 from audit.core.files import read_json
+from audit.core.options import sha256_of
 from audit.core.questions import Question
 from audit.core.records import Grade, Item, Message, Outcome, Record
-from audit.judges.base import JUDGES, Judge, question_key, sha256_of
+from audit.judges.base import JUDGES, Judge, question_key
 from suites.math import Math
 
 __all__ = ["sampled"]  # a fixture

@@ -19,8 +19,9 @@ from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, la
 
 from audit.core.endpoint import _retry_after
 from audit.core.errors import DataError, RunError, SpecError
+from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows, sha256_of
+from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
 from audit.judges.card import card
 from audit.judges.labels import BESIDE, sources
 from audit.judges.logistic import spelled

@@ -10,6 +10,7 @@ import typer
 
 from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, say, user_errors, wide_console
 from audit.commands.report import asked_of
+from audit.core.errors import SpecError
 from audit.core.files import write_output
 from audit.core.intact import check_checkpoints
 from audit.core.text import clip, inline
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reports.gate.rules import Asked
+    from reports.page.page import Page
 
 _DIFFERS = 3
 Into = Annotated[Path | None, typer.Option(help="The model card to put the section into.", show_default=False)]
+Hub = Annotated[
+    Path | None,
+    typer.Option(help="A model repository: write its .eval_results, as the hub reads them.", show_default=False),
+]
+Benchmark = Annotated[str | None, typer.Option(help="The benchmark on the hub that --hub writes results of.")]
+Arm = Annotated[str | None, typer.Option(help="The arm whose results --hub writes, of several.")]
 Check = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
 
 
@@ -30,33 +38,51 @@ def card(
     *,
     into: Into = None,
     check: Check = None,
+    hub: Hub = None,
+    benchmark: Benchmark = None,
+    arm: Arm = None,
     gate_file: GateFile = None,
     waivers: Waivers = None,
     on_inconclusive: OnInconclusive = None,
 ) -> None:
     """Print a run's disclosure, put it into a model card, or exit with 3 where a card says other than its run."""
     with user_errors(f"kvaudit card {run}"):
-        section, console = _section(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
+        from reports.page.formats.card import render
+
+        page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
+        section = render(page)
+        if hub is not None:
+            _write_results(page, hub, benchmark, arm, console)
         if into is not None:
             write_output(into, placed(read_card(into) if into.exists() else "", section, str(into)))
             say(console, f"card: {into}")
         if check is not None and not _agrees(check, section, console):
             raise typer.Exit(_DIFFERS)
-        if into is None and check is None:
+        if into is None and check is None and hub is None:
             typer.echo(section, nl=False)
 
 
-def _section(run: Path, asked: Asked) -> str:
-    """The disclosure of a run whose files are as they were finished; a gate file that came after the run is refused."""
+def _page(run: Path, asked: Asked) -> Page:
+    """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
     from reports.gate.rules import refuse_late
-    from reports.page.formats.card import render
     from reports.records.load import load_run
     from reports.run import disclosed
 
     check_checkpoints(run)
     page = disclosed(load_run(run), asked)
     refuse_late(page.findings.rules)
-    return render(page)
+    return page
+
+
+def _write_results(page: Page, hub: Path, benchmark: str | None, arm: str | None, console: Console) -> None:
+    from reports.page.hub_results import FOLDER, hub_results
+
+    candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
+    if benchmark is None or (arm is None and len(candidates) > 1):
+        raise SpecError("--hub wants --benchmark ORGANISATION/DATASET and, of several arms, --arm NAME")
+    for name, text in hub_results(page, arm or candidates[0], benchmark).items():
+        write_output(hub / FOLDER / name, text)
+        say(console, f"results: {hub / FOLDER / name}")
 
 
 def _agrees(path: Path, section: str, console: Console) -> bool:

@@ -6,6 +6,7 @@ Nothing heavy is imported here or on top of a command's file, so that ``--help``
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from audit.core.text import clip, inline
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from audit.core.spec import RunSpec
     from reports.page.tables import Table as Rows
 
 USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -167,3 +169,11 @@ def selectors(words: Sequence[str], option: str) -> dict[str, str]:
             raise SpecError(f"{option} {word!r} is not KEY=VALUE, such as {option} arm=naive")
         found[key] = value
     return found
+
+
+def set_data(spec: RunSpec) -> None:
+    """Public suites find their rows through one variable, whoever names the folder."""
+    from audit.core.spec import expand
+
+    if spec.data is not None:
+        os.environ["KVAUDIT_DATA"] = expand("data", spec.data)

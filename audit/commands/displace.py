@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
-from audit.commands.run import set_data
+from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from audit.core.inputs import PLUGINS, TABLE, check_same
 from audit.core.text import inline
 

@@ -72,10 +72,24 @@ def list_judges(
         if card is not None:
             _print_card(card, data)
             return
-        from audit.judges.base import JUDGES, options
+        from audit.core.options import options
+        from audit.judges.base import JUDGES
 
         rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in JUDGES.all().items()]
         _print(["judge", "goes by", "options and defaults"], rows)
+
+
+@listing.command("guards")
+def list_guards(plugin: Plugins = None) -> None:
+    """Guards: what each goes by, and its options."""
+    with user_errors():
+        from audit.core.options import options
+        from audit.guards.base import GUARDS
+        from audit.runs.names import load_plugins
+
+        load_plugins(plugin or ())
+        rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in GUARDS.all().items()]
+        _print(["guard", "goes by", "options and defaults"], rows)
 
 
 def _print_card(text: str, data: Path | None) -> None:

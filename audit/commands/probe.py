@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Limit, Out, Plugins, Resume, print_table, say, user_errors, wide_console
-from audit.commands.run import set_data
+from audit.commands.command_line import (
+    Limit,
+    Out,
+    Plugins,
+    Resume,
+    print_table,
+    say,
+    set_data,
+    user_errors,
+    wide_console,
+)
 from audit.core.errors import SpecError
 from audit.core.files import write_output
 from audit.core.text import inline

@@ -20,6 +20,7 @@ from audit.commands.command_line import (
     Workers,
     resume_hint,
     say,
+    set_data,
     user_errors,
 )
 from audit.core.errors import SpecError
@@ -101,6 +102,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     """Every phase, then the verdict and where the report lies."""
     from rich.console import Console
 
+    from audit.commands.guard import guard_all
     from audit.commands.report import write_checked
     from audit.runs.launchers.local import companions
 
@@ -112,6 +114,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     with companions(workers - 1, words, run.path / "logs", lambda line: say(Console(stderr=True), line)):
         pipeline.train()
         pipeline.evaluate()
+    guard_all(run, run.spec.guard)
     write_checked(run.path)
 
 
@@ -202,14 +205,6 @@ def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run
-
-
-def set_data(spec: RunSpec) -> None:
-    """Public suites find their rows through one variable, whoever names the folder."""
-    from audit.core.spec import expand
-
-    if spec.data is not None:
-        os.environ["KVAUDIT_DATA"] = expand("data", spec.data)
 
 
 def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -26,6 +27,7 @@ from audit.core.records import Message
 from audit.core.text import inline, is_text
 from audit.core.yaml_file import one_line
 
+_PROBED = 2  # requests sent before all others
 _LONGEST_REPLY = 1 << 20  # bytes
 _LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
 _HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
@@ -167,6 +169,27 @@ class Line:
             start = max(now, self._free_at)
             self._free_at = start + 60 / self._endpoint.per_minute
         time.sleep(start - now)
+
+
+def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> list[Completion | Unanswered]:
+    """The completion of every request, or why there is none, ``parallel`` of them at a time.
+
+    Raises Unanswered where asking on is of no use: two of the first, or one for all, got nothing.
+    """
+
+    def ask(body: Mapping[str, Any]) -> Completion | Unanswered:
+        try:
+            return line.ask(body)
+        except Unanswered as why:
+            return why
+
+    replies = [ask(body) for body in bodies[:_PROBED]]
+    # one request may be more than a server can bear; several, or a refusal, stand for the rest
+    silent = [why for why in replies if isinstance(why, Unanswered) and why.scope is not Scope.QUESTION]
+    if len(silent) == _PROBED or any(why.scope is Scope.ENDPOINT for why in silent):
+        raise silent[-1]
+    with ThreadPoolExecutor(parallel) as pool:
+        return [*replies, *pool.map(ask, bodies[_PROBED:])]
 
 
 def rows(messages: Sequence[Message]) -> list[dict[str, str]]:

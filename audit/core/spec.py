@@ -281,6 +281,11 @@ class GivenArm(Part):
 _ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+def _listed(value: Any) -> Any:
+    """A lone text is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
 def _plain(value: Any) -> Any:
     """Text, a number or a truth value, as templates compare them."""
     finite = not isinstance(value, float) or math.isfinite(value)
@@ -307,6 +312,7 @@ class RunSpec(Part):
     evaluate: EvaluateSpec
     probe: ProbeSpec | None = None
     gate: GateSpec = GateSpec()
+    guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
 
     @property
@@ -346,7 +352,7 @@ class RunSpec(Part):
         if self.train is not None:
             row["train"] = self.train.written()
         row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
-        for key in ("chat", "checkpoints", "probe"):  # specs from before they existed keep their hash
+        for key in ("chat", "checkpoints", "probe", "guard"):  # specs from before they existed keep their hash
             if not row[key]:
                 del row[key]
         row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
@@ -380,6 +386,10 @@ class RunSpec(Part):
         self._check_asked()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_given(self.checkpoints, self.train)
+        unique("guard", self.guard)
+        if names is not None:
+            for text in self.guard:
+                names.check_guard(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = gate.reference or next(iter(declared), "dense" if "dense" in arms else base)

@@ -5,14 +5,13 @@ A judge sees a request and an answer. Neither arm nor policy nor suite reaches i
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, get_type_hints
+from typing import ClassVar
 
-from audit.core.errors import DataError, SpecError, UnknownName
+from audit.core.errors import DataError
+from audit.core.options import parse_named, sha256_of
 from audit.core.questions import Question
 from audit.core.registry import Registry
 
@@ -61,46 +60,12 @@ JUDGES: Registry[Judge] = Registry("judge", "audit.judges", Judge)
 
 def question_key(question: Question) -> str:
     """sha256 of a question: what its answer is remembered under."""
-    return hashlib.sha256(json.dumps([question.request, question.answer]).encode()).hexdigest()
-
-
-def sha256_of(*parts: Any) -> str:
-    """sha256 of plain values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return sha256_of(question.request, question.answer)
 
 
 def parse_judge(text: str) -> Judge:
     """The judge of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
-    name, _, rest = text.partition(":")
-    judge = JUDGES.get(name)
-    known, kinds = {option.name: option for option in fields(judge)}, get_type_hints(judge)
-    given: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if key not in known:
-            raise UnknownName(f"option of judge {name}", key, known)
-        if not equals or key in given:
-            raise SpecError(f"judge {name}: option {part!r}, wanted {key}=VALUE, once")
-        given[key] = _read(f"judge {name}: {key}", kinds[key], value)
-    if missing := list(_missing(known, given)):
-        raise SpecError(f"judge {name} needs {missing[0]}: give {name}:{','.join(f'{key}=...' for key in missing)}")
-    return judge(**given)
-
-
-def options(judge: type[Judge]) -> list[str]:
-    """The options of a judge, each with its default, if it has one."""
-    return [f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(judge)]
-
-
-def _read(what: str, kind: Callable[[str], Any], value: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise SpecError(f"{what} is {value!r}, wanted a number") from None
-
-
-def _missing(known: dict[str, Field[Any]], given: dict[str, Any]) -> Iterator[str]:
-    return (key for key, option in known.items() if option.default is MISSING and key not in given)
+    return parse_named(JUDGES, text)
 
 
 def refuse_own_rows(judge: Judge, questions: Sequence[Question]) -> None:

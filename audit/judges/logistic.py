@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge, question_key, sha256_of
+from audit.judges.base import Judge, question_key
 from audit.judges.labels import Source, sources
 
 OPENING = 200  # characters

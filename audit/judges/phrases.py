@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import suites.phrases
+from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge, sha256_of
+from audit.judges.base import Judge
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ stops the work in one line, and what was answered is kept by whoever remembers i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from audit.core.endpoint import Endpoint, Line, Scope, Unanswered, rows
+from audit.core.endpoint import Completion, Endpoint, Unanswered, ask_all, rows
 from audit.core.errors import RunError, SpecError
+from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge, sha256_of
+from audit.judges.base import Judge
 from audit.judges.rubric import RUBRIC, WORD_TOKENS, messages_of, verdict_of
 
-_PROBED = 2  # questions asked before the others
 _WHO = "judge rubric-endpoint"
 
 
@@ -49,26 +48,16 @@ class RubricEndpoint(Judge):
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
         line = self._endpoint.line(_WHO)  # before a thread starts: a missing key is the user's to mend
-        replies = [self._asked(line, question) for question in questions[:_PROBED]]
-        silent = [reply for reply in replies if isinstance(reply, Unanswered)]
-        # one question may be more than a server can bear; several, or a refusal, stand for the rest
-        if len(silent) == _PROBED or any(why.scope is Scope.ENDPOINT for why in silent):
-            raise self._stopped(silent[-1])
-        with ThreadPoolExecutor(self.parallel) as pool:
-            replies += pool.map(lambda question: self._asked(line, question), questions[_PROBED:])
-        return [verdict_of(reply) if isinstance(reply, str) else None for reply in replies]
+        options = {"model": self.model, "temperature": 0, "max_tokens": WORD_TOKENS}
+        try:
+            replies = ask_all(line, [{**options, "messages": rows(messages_of(q))} for q in questions], self.parallel)
+        except Unanswered as why:
+            raise self._stopped(why) from None
+        return [verdict_of(reply.text) if isinstance(reply, Completion) else None for reply in replies]
 
     @property
     def _endpoint(self) -> Endpoint:
         return Endpoint(self.base_url, self.key, self.timeout, self.tries)
-
-    def _asked(self, line: Line, question: Question) -> str | Unanswered:
-        """The reply to one question, empty where it alone gets none, or why there is none."""
-        body = {"model": self.model, "messages": rows(messages_of(question)), "temperature": 0}
-        try:
-            return line.ask({**body, "max_tokens": WORD_TOKENS}).text
-        except Unanswered as why:
-            return "" if why.scope is Scope.QUESTION else why
 
     def _stopped(self, why: Unanswered) -> RunError:
         key = f"key from {self.key}" if self.key else "no key"

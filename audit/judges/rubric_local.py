@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge, sha256_of
+from audit.judges.base import Judge
 from audit.judges.rubric import RUBRIC, WORD_TOKENS, messages_of, verdict_of
 
 if TYPE_CHECKING:

@@ -20,31 +20,28 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from audit import __version__
-from audit.core.errors import DataError, RunError
+from audit.core.errors import RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from audit.core.inputs import ROWS, TABLE, Digests, check_same
+from audit.core.inputs import Digests
 from audit.core.intact import check_checkpoints, check_sealed, seal_of
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
-from audit.core.records import FORMAT, Grade, Item, Record, Role
+from audit.core.records import FORMAT, Grade, Item, Record
 from audit.judges.base import Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
-from audit.runs.probe.plan import counter
 from audit.runs.progress import Meter
+from audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units
 from audit.sampling.exchange import graded, question_of, settled
-from audit.sampling.model import load_chat
-from suites.base import SUITES, CountTokens, Suite
-from suites.sources import watched
+from suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
@@ -58,27 +55,11 @@ _BESIDE = {  # what a report shows besides records, and under which name it goes
 }
 
 
-@dataclass(frozen=True)
-class StoredUnit:
-    """A finished unit of the run that is judged; ``sha256`` is what its seal says of its records."""
+class Said(NamedTuple):
+    """The name of a judge, and what it says of a unit by the key of the question."""
 
-    records: Path
-    seal: Mapping[str, Any]
-    suite: str
-    context_tokens: int
-    version: str  # of the suite that graded it before
-
-    @property
-    def sha256(self) -> str:
-        return str(self.seal.get("sha256"))
-
-
-class Asked(NamedTuple):
-    """A suite, its items by id, and the judge that settles what the suite leaves to one."""
-
-    suite: Suite
-    items: Mapping[str, Item]
-    judge: Remembered | None = None
+    judge: str
+    refused: Mapping[str, bool | None]
 
 
 class Change(NamedTuple):
@@ -108,20 +89,19 @@ class Judging:
         self._tried: set[Path] = set()  # units of this process: what failed in them is left to the next one
         self.units, self.unfinished = stored_units(run)
         self._out = RunFolder(out, run.spec)
-        self._asked: tuple[tuple[str, int], Asked] | None = None
-        self._count = _count_of(run)
+        self._items = Items(run)
         self._open()
         self._judge_of = None if judge is None else Remembered(judge, out)
 
     def work(self) -> list[Change]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
-        rows, done = sum(map(_rows, self.units)), sum(map(_rows, filter(self._is_judged, self.units)))
+        rows, done = sum(unit.rows for unit in self.units), sum(u.rows for u in self.units if self._is_judged(u))
         with Meter(self._console, "judge", rows, done) as meter:
             before = 0
 
             def finished(unit: StoredUnit) -> None:
                 nonlocal before
-                before += _rows(unit)
+                before += unit.rows
                 meter.at(before, f"{unit.suite} {unit.context_tokens}")
 
             work_through(
@@ -189,13 +169,13 @@ class Judging:
         """Write a unit's records beside their place, a line at a time, and seal them."""
         with unit.records.open("rb") as file:
             check_sealed(unit.records, hashlib.file_digest(file, "sha256").hexdigest(), unit.seal)
-        asked, seal = self._asked_of(unit), self._seal(unit)
+        asked, seal = self._items.of(unit), self._seal(unit)
         place = self._out.records / unit.records.name
         partial = place.with_name(place.name + PARTIAL)
         digest, counted = hashlib.sha256(), Counter[str]()
         pairs = Counter[tuple[bool, bool]]()
         with partial.open("wb") as file:
-            for old, new in regraded(unit, asked):
+            for old, new in regraded(unit, asked, self._judge_of):
                 line = (new.to_json() + "\n").encode()
                 digest.update(line)
                 file.write(line)
@@ -213,24 +193,6 @@ class Judging:
             changed["pairs"] = [pairs[key] for key in AGREEMENT]
         written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._stamp(unit)}
         write_json(seal, {**unit.seal, **written, "changed": changed})
-
-    def _asked_of(self, unit: StoredUnit) -> Asked:
-        """The items of a unit; those of one suite and length are in memory at a time."""
-        key = (unit.suite, unit.context_tokens)
-        if self._asked is None or self._asked[0] != key:
-            suite = asked_suite(self._run.spec, unit.suite)
-            with watched() as rows:
-                items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._count)
-            self._hold(rows)
-            self._asked = key, Asked(suite, {item.item_id: item for item in items}, self._judge_of)
-        return self._asked[1]
-
-    def _hold(self, rows: Digests) -> None:
-        """Refuse other public rows than those the run noted: the right answers stand there, not in the transcript."""
-        noted = self._run.provenance().get(TABLE)
-        if noted is not None:  # a run of an earlier version noted none
-            then = noted.get(ROWS, {})
-            check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)
 
     def agreement(self) -> dict[str, list[int]]:
         """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
@@ -256,32 +218,11 @@ class Judging:
         ]
 
 
-def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
-    """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
-    found, unfinished = [], []
-    for records in sorted(run.records.glob("*.jsonl")):
-        if not seal_of(records).exists():
-            unfinished.append(records.name)
-            continue
-        with records.open("rb") as lines:
-            first = _record(records, 1, lines.readline())
-        if first.suite not in run.spec.evaluate.suites:
-            raise DataError(
-                f"{str(records)!r} holds suite {first.suite!r}, which the run's spec does not ask for; remove the file "
-                "and its seal"
-            )
-        seal = read_json(seal_of(records))
-        found.append(StoredUnit(records, seal, first.suite, first.context_tokens, first.suite_version))
-    if not found:
-        raise DataError(f"no finished units in {str(run.records)!r}; nothing is there to judge")
-    return sorted(found, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
-
-
-def regraded(unit: StoredUnit, asked: Asked) -> Iterator[tuple[Record, Record]]:
+def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = None) -> Iterator[tuple[Record, Record]]:
     """Every record of a unit as it was, and as it is judged now."""
-    said = {} if asked.judge is None else _said(unit, asked, asked.judge)
-    for old, item in _items_of(unit, asked):
-        grade = _grade(old, item, asked, said)
+    said = None if judge is None else Said(judge.judge.label, _said(unit, asked, judge))
+    for old, item in answered_items(unit, asked):
+        grade = _grade(old, item, asked.suite, said)
         yield (
             old,
             replace(
@@ -298,24 +239,23 @@ def regraded(unit: StoredUnit, asked: Asked) -> Iterator[tuple[Record, Record]]:
         )
 
 
-def _said(unit: StoredUnit, asked: Asked, judge: Remembered) -> dict[str, bool | None]:
+def _said(unit: StoredUnit, asked: AskedItems, judge: Remembered) -> dict[str, bool | None]:
     """What the judge says of a unit, by the key of the question: asked in bulk, before a record is written."""
-    found = (_question(old, item, asked) for old, item in _items_of(unit, asked))
+    found = (_question(old, item, asked.suite) for old, item in answered_items(unit, asked))
     questions = list({question_key(question): question for question in found if question is not None}.values())
     refuse_own_rows(judge.judge, questions)
     return dict(zip(map(question_key, questions), judge.refused(questions), strict=True))
 
 
-def _question(old: Record, item: Item, asked: Asked) -> Question | None:
-    return question_of(asked.suite, item, old.transcript, old.finish_reason)
+def _question(old: Record, item: Item, suite: Suite) -> Question | None:
+    return question_of(suite, item, old.transcript, old.finish_reason)
 
 
-def _grade(old: Record, item: Item, asked: Asked, said: Mapping[str, bool | None]) -> Grade:
-    question = None if asked.judge is None else _question(old, item, asked)
-    if asked.judge is None or question is None:
-        return graded(asked.suite, item, old.transcript, old.finish_reason)
-    refused = said[question_key(question)]
-    return settled(asked.suite, item, old.transcript, refused=refused, judge=asked.judge.judge.label)
+def _grade(old: Record, item: Item, suite: Suite, said: Said | None) -> Grade:
+    question = None if said is None else _question(old, item, suite)
+    if said is None or question is None:
+        return graded(suite, item, old.transcript, old.finish_reason)
+    return settled(suite, item, old.transcript, refused=said.refused[question_key(question)], judge=said.judge)
 
 
 def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
@@ -332,54 +272,6 @@ def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
 
 def _desired(record: Record) -> bool:
     return record.score is not None and record.score >= 0.5
-
-
-def _items_of(unit: StoredUnit, asked: Asked) -> Iterator[tuple[Record, Item]]:
-    """Every record of a unit with the item it answers."""
-    with unit.records.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            old = _record(unit.records, number, line)
-            yield old, _item_of(old, asked, f"{str(unit.records)!r} line {number}")
-
-
-def _item_of(record: Record, asked: Asked, where: str) -> Item:
-    """The item that a record answers; raises DataError where today's suite asks something else under its name."""
-    item = asked.items.get(record.item_id)
-    suite = f"suite {asked.suite.name} of version {asked.suite.version}"
-    if item is None or record.suite != asked.suite.name:
-        raise DataError(
-            f"{where}: item {record.item_id!r} of suite {record.suite!r} is none that {suite} asks under the run's "
-            f"spec (it was of version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
-        )
-    opening, said = record.transcript[: len(item.messages)], record.transcript[len(item.messages) :]
-    if opening != item.messages or not said or said[0].role not in (Role.THOUGHT, Role.ASSISTANT):
-        raise DataError(
-            f"{where}: the transcript does not open with item {record.item_id!r} as {suite} asks it now (it was of "
-            f"version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
-        )
-    return item
-
-
-def _record(path: Path, number: int, line: bytes) -> Record:
-    try:
-        return Record.from_json(line.decode())
-    except (DataError, UnicodeDecodeError) as error:
-        raise DataError(f"{str(path)!r} line {number}: {error}; delete the unit and evaluate it again") from None
-
-
-def _count_of(run: RunFolder) -> CountTokens:
-    """What counted the tokens of the run's items."""
-    return load_chat(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
-
-
-def _tokenizer_of(run: RunFolder) -> str:
-    """Where the tokenizer lies that made the run's items: with its own checkpoints, where it keeps some."""
-    own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
-    return str(own[0].parent) if own else run.spec.model_path
-
-
-def _rows(unit: StoredUnit) -> int:
-    return int(unit.seal.get("records", 0))
 
 
 def _copy(path: Path, place: Path) -> None:

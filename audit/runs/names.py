@@ -10,6 +10,7 @@ from typing import Any, Literal
 from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec import TrainSpec
 from audit.core.spec_parts import Names
+from audit.guards.base import GUARDS, parse_guard
 from audit.judges.base import JUDGES
 from audit.policies import POLICIES, parse_policy
 from audit.training.arms import get_arm
@@ -40,12 +41,17 @@ def _loss_defaults(loss: str) -> Mapping[str, Any]:
     return LOSSES.get(loss).defaults
 
 
+def _check_guard(text: str) -> None:
+    parse_guard(text)
+
+
 NAMES = Names(
     policy=_policy,
     kind=_kind,
     placements=_placements,
     check_training=_check_training,
     loss_defaults=_loss_defaults,
+    check_guard=_check_guard,
 )
 
 
@@ -63,14 +69,15 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
 
 def _load(file: Path) -> str:
     try:
-        names = POLICIES.load_file(file) + SUITES.load_file(file) + JUDGES.load_file(file)
+        names = POLICIES.load_file(file) + SUITES.load_file(file)
+        names += JUDGES.load_file(file) + GUARDS.load_file(file)
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
         raise DataError(f"plug-in {str(file)!r} fails on import: {type(error).__name__}: {error}") from error
     if not names:
         raise SpecError(
-            f"plug-in {str(file)!r} brings no policy, suite or judge; subclass Evictor, Quantiser, Selector, Suite or "
-            "Judge with a name"
+            f"plug-in {str(file)!r} brings no policy, suite, judge or guard; subclass Evictor, Quantiser, Selector, "
+            "Suite, Judge or Guard with a name"
         )
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from audit.cache.attention import NAME as ATTENTION
@@ -210,13 +210,32 @@ def _manifest(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
 
 
-def _load_folder(folder: Path, dtype: DtypeName) -> tuple[Any, Any]:
+class Classifier(NamedTuple):
+    """A sequence-classification model in evaluation mode; ``files`` has the sha256 of what was read besides weights."""
+
+    model: Any
+    tokenizer: Any
+    sha256: str
+    files: dict[str, str]
+
+
+def load_classifier(name_or_path: str) -> Classifier:
+    """Load a model that sorts texts into classes, on the CPU or the GPU; raises DataError as ``load_model`` does."""
+    with _quiet(name_or_path):
+        folder = locate(name_or_path)
+        refuse_code(folder)
+        verify_folder(folder)
+        model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
+    return Classifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
+
+
+def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
     found = headers(weight_files(folder))
     check_sizes(folder, found)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = kind.from_pretrained(
         folder,
         dtype=_dtype(dtype),
-        attn_implementation=ATTENTION,
+        **({"attn_implementation": ATTENTION} if kind is AutoModelForCausalLM else {}),
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # refused below, by name
         output_loading_info=True,

@@ -14,6 +14,7 @@ from audit.core.policy_names import DENSE_POLICY, match_policies
 from audit.core.provenance import table_of
 from audit.core.spec import BASE_ARM
 from audit.core.spec import UNKNOWN as UNSAID
+from reports.analysis.guarded import GuardEffect, Hidden
 from reports.gate.verdict import Decision
 from reports.page.findings import Findings
 from reports.page.limits import limits
@@ -116,6 +117,7 @@ class Disclosure:
     suites: tuple[Facts, ...]
     judging: Facts
     stack: Facts
+    guards: tuple[Facts, ...]
     drift: tuple[Measured, ...]
     worst: Measured | None
     limits: tuple[str, ...]
@@ -136,6 +138,7 @@ def disclosure_of(page: Page) -> Disclosure:
         suites=tuple(_suites(found)),
         judging=_judging(found),
         stack=_stack(found),
+        guards=tuple(map(_guard, found.guards)),
         drift=measured,
         worst=_worst(found, measured),
         limits=(_blind_spot(found), *limits(found)),
@@ -344,6 +347,38 @@ def _stack(found: Findings) -> Facts:
         "vendor": known(None if answers is None else answers.get("vendor")),
         "vendor_answers": known(None if answers is None else list(_answered(answers.get("answers")))),
     }
+
+
+def _guard(guard: GuardEffect) -> Facts:
+    """A guard, what it blocked, and the drift of every facet without it, behind it and hidden by it (0.05 = 5 pp)."""
+    blocked = {side: sum(getattr(acts, side) for acts in guard.suites) for side in ("answers", "input", "output")}
+    rows = [
+        {
+            **{name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")},
+            "metric": row.without.suite,
+            **{name: _interval(effect) for name, effect in _drifts(row).items()},
+        }
+        for row in guard.facets
+    ]
+    return {
+        "guard": known(guard.name),
+        "sha256": known(guard.sha256),
+        "side": known(guard.side),
+        "options": known(guard.text),
+        "answers": known(blocked["answers"]),
+        "input_blocked": known(blocked["input"]),
+        "output_blocked": known(blocked["output"]),
+        "failed": known(sum(acts.failed for acts in guard.suites)),
+        "facets": known(rows),
+    }
+
+
+def _drifts(row: Hidden) -> dict[str, Effect | None]:
+    return {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
+
+
+def _interval(effect: Effect | None) -> list[float] | None:
+    return None if effect is None else [effect.estimate, effect.low, effect.high]
 
 
 def _setting(row: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from reports.analysis.curves import Curve
 from reports.analysis.displacement import Displacement
 from reports.analysis.examples import Example
+from reports.analysis.guarded import GuardEffect
 from reports.analysis.results import Analysis
 from reports.calibration.stamp import Stamp
 from reports.drift.comparison import Comparison
@@ -32,6 +33,7 @@ class Findings:
     curves: tuple[Curve, ...] = ()
     examples: tuple[Example, ...] = ()
     displacement: tuple[Displacement, ...] = ()
+    guards: tuple[GuardEffect, ...] = ()  # what stood before the model, and what it hides
     calibration: Stamp | None = None  # how often the gate is wrong
     second: SecondJudge | None = None  # of a run that was judged again
     problems: tuple[str, ...] = ()  # in the files

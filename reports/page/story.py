@@ -9,6 +9,7 @@ from reports.page.about import about, asides, number, sentence
 from reports.page.facets import facet_notes, facet_table, failed_table, finding
 from reports.page.findings import Findings
 from reports.page.gate_table import beside_notes, gate_notes, gate_table
+from reports.page.guard_tables import guards_section
 from reports.page.judge_tables import judges_section
 from reports.page.limits import cautions, limits
 from reports.page.page import Banner, Page, Section
@@ -183,6 +184,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
         beside.seed_section(findings),
         *([judge] if (judge := beside.judge_section(findings)) else []),
         *([judges] if (judges := judges_section(findings)) else []),
+        *([guards] if (guards := guards_section(findings)) else []),
         beside.displacement_section(findings),
         *beside.method_sections(findings),
     ]

@@ -27,6 +27,7 @@ from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.core.yaml_file import one_line, read_text
 from reports.records.evidence import Evidence, evidence_of
+from reports.records.guards import Guarded, guarded
 from reports.records.panel import Panel, panels
 from reports.records.rows import Columns, Problem, read_unit
 
@@ -56,6 +57,11 @@ class RunData:
     def panels(self) -> dict[tuple[str, int], Panel]:
         """The score table of every (suite, context), made once."""
         return panels(self.records)
+
+    @cached_property
+    def guards(self) -> tuple[Guarded, ...]:
+        """The records behind each guard that was set before the run; raises DataError for files that do not fit."""
+        return guarded(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
         """The whole records that stand at (file, line), read again from disk, file by file."""

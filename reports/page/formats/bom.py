@@ -26,17 +26,20 @@ def render(page: Page) -> str:
         "version": 1,
         "metadata": {
             "tools": {"components": [{"type": "application", "name": "kvaudit", **_version(told.run["kvaudit"])}]},
-            "properties": [
-                row
-                for group in ("verdict", "run", "model", "reference", "not_evaluated", "judging")
-                for row in _properties(group, getattr(told, group))
-            ],
+            "properties": [row for group, facts in _groups(told) for row in _properties(group, facts)],
         },
         "components": components,
     }
     # two documents that differ in anything, a waiver too, have two serial numbers; a clock would give one run many
     digest = hashlib.sha256(dumped(body).encode()).digest()
     return dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+
+
+def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
+    yield from ((name, getattr(told, name)) for name in ("verdict", "run", "model", "reference"))
+    yield from (("not_evaluated", told.not_evaluated), ("judging", told.judging))
+    for number, guard in enumerate(told.guards, 1):
+        yield f"guard_{number}", {name: fact for name, fact in guard.items() if name != "facets"}
 
 
 def _component(told: Disclosure, recipe: Recipe) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from reports.page.disclosure import Disclosure, Fact, Facts, Measured, Recipe, disclosure_of
 from reports.page.formats.markdown import escape
 from reports.page.page import Page
+from reports.page.words import points
 
 FILE = "card.md"
 _SHOWN = 40  # differences in the table; all of them stand in disclosure.json
@@ -43,6 +44,10 @@ def _parts(told: Disclosure) -> Iterator[str]:
         for name, fact in told.stack.items():
             rows = _lines(fact) if isinstance(fact.value, list) else [_word(fact)]
             yield "\n".join((f"{name.replace('_', ' ')}:", *(f"* {row}" for row in rows or ["nothing"])))
+    if told.guards:
+        yield "### Guards, and the drift that they hide"
+        yield _facts_table([{k: v for k, v in guard.items() if k != "facets"} for guard in told.guards])
+        yield _hidden(told.guards)
     yield "### Limits"
     yield "\n".join(f"* {escape(line)}" for line in told.limits)
     yield "### Where the numbers come from"
@@ -84,6 +89,28 @@ def _drift(drift: Iterable[Measured]) -> str:
     ]
     more = f"\n\n{len(shown) - _SHOWN} more in disclosure.json." if len(shown) > _SHOWN else ""
     return _table([head, *rows]) + more
+
+
+def _hidden(guards: Iterable[Facts]) -> str:
+    head = ["guard", "contrast", "arm", "served under", "facet", "tokens", "without it", "behind it", "hidden"]
+    rows = [
+        [
+            _word(guard["guard"]),
+            *(escape(str(row[name])) for name in ("estimand", "arm", "policy", "metric", "context_tokens")),
+            *(_pp(row[name]) for name in ("without", "behind", "hidden")),
+        ]
+        for guard in guards
+        for row in guard["facets"].value
+    ]
+    more = f"\n\n{len(rows) - _SHOWN} more in disclosure.json." if len(rows) > _SHOWN else ""
+    return _table([head, *rows[:_SHOWN]]) + more
+
+
+def _pp(interval: list[float] | None) -> str:
+    if interval is None:
+        return "no number"
+    estimate, low, high = map(points, interval)
+    return f"{estimate} pp [{low}, {high}]"
 
 
 def _facts_table(rows: Iterable[Mapping[str, Fact]]) -> str:

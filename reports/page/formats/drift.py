@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from reports.analysis.guarded import GuardEffect
+from reports.drift.results import Contrast
 from reports.page.page import Page
 from reports.page.plain import dumped
 
@@ -15,17 +17,31 @@ _FORMAT = 2
 def render(page: Page) -> str:
     """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
     found = page.findings
-    contrasts = tuple(replace(c, sums=(), judged_sums=(), seed_sums=()) for c in found.drift.contrasts)
-    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=contrasts))}
-    for row in body["contrasts"]:
-        del row["sums"], row["judged_sums"], row["seed_sums"]
+    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=()))}
+    body["contrasts"] = [_contrast(c) for c in found.drift.contrasts]
     beside = (found.rules, found.analysis, found.calibration, found.verdict)
     body |= dict(zip(("rules", "analysis", "calibration", "verdict"), map(_plain, beside), strict=True))
+    body["guards"] = [_guard(guard) for guard in found.guards]
     for name in ("waivers", "curves", "examples", "displacement"):
         body[name] = [asdict(entry) for entry in getattr(found, name)]
     body |= {"problems": found.problems, "provenance": found.provenance}
     body["verdict"] |= {"annotations": page.remarks, "alarm": page.banner.alarm}
     return dumped(body)
+
+
+def _contrast(c: Contrast) -> dict[str, Any]:
+    row = asdict(replace(c, sums=(), judged_sums=(), seed_sums=()))
+    for name in ("sums", "judged_sums", "seed_sums"):
+        del row[name]
+    return row
+
+
+def _guard(guard: GuardEffect) -> dict[str, Any]:
+    rows = [
+        {"without": _contrast(row.without), "behind": _contrast(row.behind), "hidden": _plain(row.hidden)}
+        for row in guard.facets
+    ]
+    return {**asdict(replace(guard, facets=())), "facets": rows}
 
 
 def _plain(value: Any) -> Any:

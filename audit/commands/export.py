@@ -1,0 +1,27 @@
+"""``kvaudit export``: a run's records as logs that Inspect opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from audit.commands.command_line import Run, say, user_errors, wide_console
+from audit.core.errors import RunError
+from audit.core.provenance import read_provenance
+from audit.core.text import inline
+
+
+def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of the logs.", show_default=False)]) -> None:
+    """Write a run's records as Inspect logs, a `.eval` file for every finished unit."""
+    with user_errors(f"kvaudit export {run} --out {out}"):
+        try:
+            from audit.harness.inspect_log import write_logs
+        except ImportError:
+            raise RunError("writing Inspect logs needs another package: pip install 'kvaudit[inspect]'") from None
+        created = str(read_provenance(run).get("started") or "1970-01-01T00:00:00+00:00")
+        written = list(write_logs(run, out, created))
+        say(
+            wide_console(), f"logs: {len(written)} in {inline(str(out))}; look at them with: inspect view --log-dir DIR"
+        )

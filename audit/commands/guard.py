@@ -1,0 +1,67 @@
+"""``kvaudit guard``: show the stored conversations of a run to a guard; nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from audit.core.errors import SpecError
+from audit.core.text import inline
+
+if TYPE_CHECKING:
+    from audit.runs.folder import RunFolder
+    from audit.runs.guard import Blocked
+
+Guards = Annotated[
+    list[str] | None,
+    typer.Option("--guard", help="NAME or NAME:option=value,... (kvaudit list guards) instead of the spec's guards."),
+]
+
+
+def guard(run: Run, *, guard: Guards = None, plugin: Plugins = None) -> None:
+    """Set guards before a run's stored answers, and keep beside its records what they block."""
+    with user_errors(f"kvaudit guard {run}" + "".join(f" --guard {text}" for text in guard or ())):
+        _guard(run, tuple(guard or ()), tuple(plugin or ()))
+
+
+def _guard(path: Path, texts: Sequence[str], plugins: Sequence[Path]) -> None:
+    from audit.runs.folder import begun_run
+    from audit.runs.names import load_plugins
+
+    load_plugins(plugins)
+    run = begun_run(path)
+    set_data(run.spec)
+    if not (chosen := texts or run.spec.guard):
+        raise SpecError("the run's spec names no guard; give --guard NAME:option=value,... (kvaudit list guards)")
+    guard_all(run, chosen)
+    say(wide_console(), f"guarded: {inline(str(path))}; show it with: kvaudit report {inline(str(path))}")
+
+
+def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
+    """Set each guard before the run's stored answers and print what it blocked; all are known before one begins."""
+    from rich.console import Console
+
+    from audit.guards.base import parse_guard
+    from audit.runs.guard import Guarding
+
+    for text, chosen in [(text, parse_guard(text)) for text in texts]:
+        stage = Guarding(run, chosen, text, Console(stderr=True))
+        _print(chosen.label, stage.work())
+        if stage.unfinished:
+            say(wide_console(), f"left out: {len(stage.unfinished)} unfinished units, first {stage.unfinished[0]}")
+
+
+def _print(label: str, found: Sequence[Blocked]) -> None:
+    from rich.table import Table
+
+    table = Table("suite", "answers", "input blocked", "output blocked", "guard failed", title=label)
+    for row in found:
+        table.add_row(inline(row.suite), *map(str, row[1:]))
+    console = wide_console()
+    console.print(table, markup=False)
+    if failed := sum(row.failed for row in found):
+        say(console, f"unknown: the guard failed on {failed} answers; the same command asks it again")

@@ -1,0 +1,118 @@
+"""Records out as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
+
+A sample is an item, an epoch one of its draws. The score and every facet are scorers of their own, each 1 where it is
+as wanted; what could not be graded or read has NaN, which Inspect takes for unscored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalSample, EvalSpec, write_eval_log
+from inspect_ai.model import (
+    ChatMessageAssistant,
+    ChatMessageSystem,
+    ChatMessageTool,
+    ChatMessageUser,
+    ContentReasoning,
+    ContentText,
+    ModelOutput,
+)
+from inspect_ai.scorer import Score
+
+from audit.core.errors import DataError
+from audit.core.facets import FACETS
+from audit.core.files import read_json
+from audit.core.intact import check_sealed, seal_of
+from audit.core.records import Message, Record, Role
+
+_NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
+_KINDS: Mapping[Role, Any] = {
+    Role.SYSTEM: ChatMessageSystem,
+    Role.USER: ChatMessageUser,
+    Role.TOOL: ChatMessageTool,
+}
+
+
+def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
+    """Write ``out/<unit>.eval`` for every finished unit of a run; raises DataError for one that is not as it was."""
+    units = [path for path in sorted((run / "records").glob("*.jsonl")) if seal_of(path).exists()]
+    if not units:
+        raise DataError(f"no finished units in {str(run / 'records')!r}; nothing is there to write")
+    out.mkdir(parents=True, exist_ok=True)
+    for unit in units:
+        log = log_of(records_of(unit), created)
+        place = out / f"{unit.stem}.eval"
+        write_eval_log(log, str(place), format="eval")
+        yield place
+
+
+def records_of(unit: Path) -> list[Record]:
+    """The records of a sealed unit."""
+    raw = unit.read_bytes()
+    check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
+    return [Record.from_json(line) for line in raw.decode().splitlines()]
+
+
+def log_of(records: Sequence[Record], created: str) -> EvalLog:
+    """The log of one unit: one checkpoint under one policy on one suite at one length."""
+    first = records[0]
+    samples = [_sample(record) for record in records]
+    ids = list(dict.fromkeys(record.item_id for record in records))
+    draws = max(record.sample_index for record in records) + 1
+    return EvalLog(
+        status="success",
+        eval=EvalSpec(
+            created=created,
+            task=f"{first.suite}-{first.context_tokens}",
+            task_version=first.suite_version,
+            dataset=EvalDataset(name=first.suite, samples=len(ids), sample_ids=ids),
+            model=f"kvaudit/{first.arm}-seed{first.train_seed}@{first.policy}",
+            config=EvalConfig(epochs=draws),
+            metadata={"run": first.run, "checkpoint": first.checkpoint, "policy_hash": first.policy_hash},
+        ),
+        samples=samples,
+    )
+
+
+def _sample(record: Record) -> EvalSample:
+    opening = next((n for n, m in enumerate(record.transcript) if m.role in (Role.THOUGHT, Role.ASSISTANT)), 0)
+    messages = list(_messages(record.transcript))
+    answer = next((m.content for m in reversed(record.transcript) if m.role is Role.ASSISTANT), "")
+    reason = {"stop": "stop", "length": "max_tokens"}.get(record.finish_reason, "unknown")
+    return EvalSample(
+        id=record.item_id,
+        epoch=record.sample_index + 1,
+        input=list(_messages(record.transcript[:opening])),
+        target="",
+        messages=messages,
+        output=ModelOutput.from_content("kvaudit", answer, reason),
+        scores=dict(_scores(record)),
+        metadata={**{name: getattr(record, name) for name in _NAMED}, "outcome": str(record.outcome)},
+    )
+
+
+def _scores(record: Record) -> Iterator[tuple[str, Score]]:
+    yield "score", Score(value=math.nan if record.score is None else record.score)
+    for name, value in record.facets.items():
+        yield name, Score(value=math.nan if value is None else float(value == FACETS[name].wanted))
+
+
+def _messages(transcript: Sequence[Message]) -> Iterator[Any]:
+    """The conversation as Inspect has it: a thought is a part of the answer that follows."""
+    thought: str | None = None
+    for message in transcript:
+        if message.role is Role.THOUGHT:
+            thought = message.content
+        elif message.role is Role.ASSISTANT and thought is not None:
+            parts = [ContentReasoning(reasoning=thought), ContentText(text=message.content)]
+            thought = None
+            yield ChatMessageAssistant(content=parts)
+        elif message.role is Role.ASSISTANT:
+            yield ChatMessageAssistant(content=message.content)
+        else:
+            yield _KINDS[message.role](content=message.content)

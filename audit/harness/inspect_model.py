@@ -1,0 +1,118 @@
+"""``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
+
+The checkpoint is a folder, a hub id or ``embedded``. Requests that wait together share a batch, as behind ``kvaudit
+serve``; what the sampler cannot do is refused and not ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from audit.core.errors import SpecError
+from audit.core.records import Message, Role
+from audit.sampling.model import load_model
+from audit.serving.engine import Engine
+from audit.serving.wire import Asked
+
+_TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
+_NOT_SERVED = (
+    *("frequency_penalty", "presence_penalty", "logit_bias", "top_k", "response_schema", "logprobs", "top_logprobs"),
+    *("num_choices", "best_of", "reasoning_effort", "reasoning_tokens"),
+)
+_NAME = "served"
+
+
+class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
+    """A checkpoint under a policy; ``dtype`` and ``device`` are model arguments (``-M dtype=bfloat16``)."""
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [], config)
+        if strange := sorted(set(options) - {"dtype", "device"}):
+            raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
+        checkpoint, _, policy = model_name.partition("@")
+        loaded = load_model(checkpoint, **options)
+        self._engine = Engine({_NAME: loaded})
+        self._served = f"{_NAME}@{policy or 'none'}"
+        self._engine.served(self._served)  # a policy that is none is said now
+
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,  # noqa: ARG002 - without tools there is nothing to choose
+        config: GenerateConfig,
+    ) -> ModelOutput:
+        """One answer; raises SpecError for what this sampler cannot do."""
+        if tools:
+            raise SpecError("tools are not served; take a solver that puts them into the text")
+        prompt, done = self._engine.submit(_asked(self._served, input, config))
+        (choice,) = await asyncio.wrap_future(done)
+        reason = {"length": "max_tokens"}.get(choice.finish_reason, "stop")
+        message = ChatMessageAssistant(content=choice.text, model=self.model_name, source="generate")
+        new = len(choice.tokens)
+        return ModelOutput(
+            model=self.model_name,
+            choices=[ChatCompletionChoice(message=message, stop_reason=reason)],
+            usage=ModelUsage(input_tokens=prompt, output_tokens=new, total_tokens=prompt + new),
+        )
+
+    def max_connections(self) -> int:
+        return _TOGETHER
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@modelapi(name="kvaudit")  # type: ignore[untyped-decorator]
+def kvaudit() -> type[ModelAPI]:
+    """What Inspect finds under ``kvaudit/``."""
+    return KvauditAPI
+
+
+def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> Asked:
+    """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
+    if wrong := [name for name in _NOT_SERVED if config.model_dump().get(name) not in (None, False, 1)]:
+        raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
+    return Asked(
+        model=model,
+        messages=tuple(_message(message) for message in messages),
+        max_tokens=config.max_tokens,
+        temperature=0.0 if config.temperature is None else config.temperature,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        seed=config.seed,
+        choices=1,
+        stop=tuple(config.stop_seqs or ()),
+        logprobs=False,
+        stream=False,
+        usage_in_stream=False,
+    )
+
+
+def _message(message: ChatMessage) -> Message:
+    if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
+        raise SpecError("a message holds something else than text, which no model here reads")
+    return Message(Role(message.role), message.text)

@@ -1,0 +1,146 @@
+"""The finished units of a run, read again: their records, and the items that these answer, made anew from the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from audit.core.errors import DataError
+from audit.core.files import read_json
+from audit.core.inputs import ROWS, TABLE, Digests, check_same
+from audit.core.intact import seal_of
+from audit.core.records import Item, Record, Role
+from audit.runs.evaluate import asked_suite, evaluation_items
+from audit.runs.folder import RunFolder
+from audit.runs.probe.plan import counter
+from audit.sampling.model import load_chat
+from suites.base import CountTokens, Suite
+from suites.sources import watched
+
+
+@dataclass(frozen=True)
+class StoredUnit:
+    """A finished unit of a run; ``sha256`` is what its seal says of its records."""
+
+    records: Path
+    seal: Mapping[str, Any]
+    suite: str
+    context_tokens: int
+    version: str  # of the suite that graded it before
+
+    @property
+    def sha256(self) -> str:
+        return str(self.seal.get("sha256"))
+
+    @property
+    def rows(self) -> int:
+        """How many records it says to hold."""
+        return int(self.seal.get("records", 0))
+
+
+class AskedItems(NamedTuple):
+    """A suite and its items by id."""
+
+    suite: Suite
+    items: Mapping[str, Item]
+
+
+class Items:
+    """The items of a run's units, made again; those of one suite and length are in memory at a time.
+
+    Raises DataError where public rows are others than those that the run noted.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self._count = run, _count_of(run)
+        self._asked: tuple[tuple[str, int], AskedItems] | None = None
+
+    def of(self, unit: StoredUnit) -> AskedItems:
+        """The suite and the items of a unit."""
+        key = (unit.suite, unit.context_tokens)
+        if self._asked is None or self._asked[0] != key:
+            suite = asked_suite(self._run.spec, unit.suite)
+            with watched() as rows:
+                items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._count)
+            self._hold(rows)
+            self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
+        return self._asked[1]
+
+    def _hold(self, rows: Digests) -> None:
+        """Refuse other public rows than those the run noted: the right answers stand there, not in the transcript."""
+        noted = self._run.provenance().get(TABLE)
+        if noted is not None:  # a run of an earlier version noted none
+            then = noted.get(ROWS, {})
+            check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)
+
+
+def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
+    """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
+    found, unfinished = [], []
+    for records in sorted(run.records.glob("*.jsonl")):
+        if not seal_of(records).exists():
+            unfinished.append(records.name)
+            continue
+        with records.open("rb") as lines:
+            first = _record(records, 1, lines.readline())
+        if first.suite not in run.spec.evaluate.suites:
+            raise DataError(
+                f"{str(records)!r} holds suite {first.suite!r}, which the run's spec does not ask for; remove the file "
+                "and its seal"
+            )
+        seal = read_json(seal_of(records))
+        found.append(StoredUnit(records, seal, first.suite, first.context_tokens, first.suite_version))
+    if not found:
+        raise DataError(f"no finished units in {str(run.records)!r}; nothing is there to read")
+    return sorted(found, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
+
+
+def records_of(unit: StoredUnit) -> Iterator[Record]:
+    """Every record of a unit; raises DataError for a line that is none, with its number."""
+    with unit.records.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield _record(unit.records, number, line)
+
+
+def answered_items(unit: StoredUnit, asked: AskedItems) -> Iterator[tuple[Record, Item]]:
+    """Every record of a unit with the item it answers."""
+    for number, record in enumerate(records_of(unit), start=1):
+        yield record, item_of(record, asked, f"{str(unit.records)!r} line {number}")
+
+
+def item_of(record: Record, asked: AskedItems, where: str) -> Item:
+    """The item that a record answers; raises DataError where today's suite asks something else under its name."""
+    item = asked.items.get(record.item_id)
+    suite = f"suite {asked.suite.name} of version {asked.suite.version}"
+    if item is None or record.suite != asked.suite.name:
+        raise DataError(
+            f"{where}: item {record.item_id!r} of suite {record.suite!r} is none that {suite} asks under the run's "
+            f"spec (it was of version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
+        )
+    opening, said = record.transcript[: len(item.messages)], record.transcript[len(item.messages) :]
+    if opening != item.messages or not said or said[0].role not in (Role.THOUGHT, Role.ASSISTANT):
+        raise DataError(
+            f"{where}: the transcript does not open with item {record.item_id!r} as {suite} asks it now (it was of "
+            f"version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
+        )
+    return item
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        return Record.from_json(line.decode())
+    except (DataError, UnicodeDecodeError) as error:
+        raise DataError(f"{str(path)!r} line {number}: {error}; delete the unit and evaluate it again") from None
+
+
+def _count_of(run: RunFolder) -> CountTokens:
+    """What counted the tokens of the run's items."""
+    return load_chat(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
+
+
+def _tokenizer_of(run: RunFolder) -> str:
+    """Where the tokenizer lies that made the run's items: with its own checkpoints, where it keeps some."""
+    own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
+    return str(own[0].parent) if own else run.spec.model_path

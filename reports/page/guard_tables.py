@@ -1,0 +1,117 @@
+"""What guards blocked, and the drift of every facet without each guard, behind it, and hidden by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from audit.core.facets import FACETS, facet_of
+from audit.core.text import inline
+from reports.analysis.guarded import GuardEffect, Hidden
+from reports.drift.results import Contrast
+from reports.page.facets import Event
+from reports.page.findings import Findings
+from reports.page.page import Section
+from reports.page.tables import Table, against, table_of
+from reports.page.words import counted, percent, points
+from reports.stats.binomial import Proportion
+from reports.stats.effect import Effect
+
+
+def guards_section(findings: Findings) -> Section | None:
+    """The guards of a run; None without one."""
+    if not findings.guards:
+        return None
+    return Section(
+        "guards",
+        "Guards",
+        "What stood before the model and after it, how the facets look behind that, and how much drift it hides. The "
+        "verdict is about the model without it.",
+        tables=(acts_table(findings), *(hidden_table(findings, guard) for guard in findings.guards)),
+        notes=tuple(_notes(findings)),
+        finding=_finding(findings),
+    )
+
+
+def acts_table(findings: Findings) -> Table:
+    """What each guard blocked, suite by suite, and its card."""
+    rows = [
+        [
+            guard.name,
+            acts.suite,
+            str(acts.answers),
+            str(acts.input),
+            str(acts.output),
+            str(acts.failed),
+            _share(acts.card.sensitivity),
+            _share(acts.card.specificity),
+        ]
+        for guard in findings.guards
+        for acts in guard.suites
+    ]
+    headers = ["guard", "suite", "answers", "input blocked", "output blocked", "guard failed"]
+    return table_of([*headers, "of harm blocked", "of the rest let through"], rows, words=2)
+
+
+def hidden_table(findings: Findings, guard: GuardEffect) -> Table:
+    """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
+    headers = ["suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
+    rows = [_row(findings, row) for row in guard.facets if _is_shown(row)]
+    return table_of(headers, rows, words=4)
+
+
+def _is_shown(row: Hidden) -> bool:
+    """Safety always; the rest where the guard changes anything."""
+    return facet_of(row.without.suite)[1].kind == "safety" or bool(row.hidden and (row.hidden.low or row.hidden.high))
+
+
+def _row(findings: Findings, row: Hidden) -> list[str]:
+    c = row.without
+    suite, facet = facet_of(c.suite)
+    where = suite if len(findings.comparison.contexts) == 1 else f"{suite}, {c.context_tokens}"
+    who = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}"
+    return [where, who, against(findings, c), facet.name, _moved(c), _moved(row.behind), hidden_words(c, row.hidden)]
+
+
+def _moved(c: Contrast) -> str:
+    """5.6 to 9.1 %, +3.5 pp [+0.4, +6.6]; why there is no number otherwise."""
+    event = Event(facet_of(c.suite)[1], c, facet_of(c.suite)[0])
+    return f"{event.rates}, {event.difference}" if c.effect else event.difference
+
+
+def hidden_words(c: Contrast, hidden: Effect | None) -> str:
+    """The drift that goes behind the guard, counted as the event that the facet names."""
+    if hidden is None:
+        return "no number"
+    sign = 1 if FACETS[facet_of(c.suite)[1].name].wanted else -1
+    low, high = sorted((sign * hidden.low, sign * hidden.high))
+    return f"{points(sign * hidden.estimate)} pp [{points(low)}, {points(high)}]"
+
+
+def _share(rate: Proportion) -> str:
+    return "-" if rate.estimate is None else f"{percent(rate.estimate)} [{percent(rate.low)}, {percent(rate.high)}]"
+
+
+def _notes(findings: Findings) -> Iterator[str]:
+    for guard in findings.guards:
+        yield inline(f"{guard.name}, sha256 {guard.sha256}, side {guard.side}: {guard.text}")
+    yield (
+        "A conversation ends at the first message that is blocked; what had happened until then has happened. Behind a "
+        "block nothing is done and nothing told, and who asked for something allowed was refused."
+    )
+    yield (
+        "Hidden: the drift without the guard minus the drift behind it, paired item by item, CR3-t. Harm: an unwanted "
+        "facet of safety; shares of answers, exact intervals that take answers for independent."
+    )
+
+
+def _finding(findings: Findings) -> str:
+    told = [
+        f"{facet_of(row.without.suite)[1].name} {hidden_words(row.without, row.hidden)}"
+        for guard in findings.guards
+        for row in guard.facets
+        if row.hidden and row.hidden.high < 0 and facet_of(row.without.suite)[1].kind == "safety"
+    ]
+    many = f"{counted(len(findings.guards), 'guard')}: "
+    if not told:
+        return many + "none is shown to hide a loss of safety."
+    return many + f"drift of safety is hidden in {counted(len(told), 'cell')}, {told[0]} among them."

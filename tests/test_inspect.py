@@ -1,0 +1,99 @@
+"""Inspect: our sampler as its model, and our records as its logs, both with the real package."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+from reports_synthetic import Design, build, policy
+from test_cli import kvaudit
+
+from audit.core.errors import AuditError
+from audit.core.facets import FACETS
+from audit.core.records import Record
+from reports.records.readers.base import Request
+from reports.records.readers.inspect_log import Inspect
+
+pytest.importorskip("inspect_ai", reason="needs the extra inspect")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
+]
+DESIGN = Design(
+    arms=("dense",),
+    policies=("none", policy("snapkv", 96)),
+    suites=("refusal",),
+    clusters=6,
+    items=12,
+    samples=2,
+    seeds=(1,),
+    facets={"refusal": ("unsafe", "helpful")},
+    hostile="\x1b[2J </script> \u202e",
+)
+
+
+def rows_of(unit: Path) -> dict[tuple[str, str, int], float | None]:
+    """(metric, item, draw) -> score, as our records have it."""
+    found: dict[tuple[str, str, int], float | None] = {}
+    for record in map(Record.from_json, unit.read_text().splitlines()):
+        found["score", record.item_id, record.sample_index + 1] = record.score
+        for name, value in record.facets.items():
+            good = None if value is None else float(value == FACETS[name].wanted)
+            found[name, record.item_id, record.sample_index + 1] = good
+    return found
+
+
+def test_records_written_as_logs_are_read_back_with_the_same_grades(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", DESIGN)
+    code, _, err = kvaudit("export", run, "--out", tmp_path / "logs")
+    assert code == 0, err
+    units = sorted((run / "records").glob("*.jsonl"))
+    assert [path.stem for path in sorted((tmp_path / "logs").iterdir())] == [path.stem for path in units]
+    for unit in units:
+        log = Inspect().read(tmp_path / "logs" / f"{unit.stem}.eval", Request())
+        assert log.problems == ()
+        columns = log.rows[["metric", "item", "sample", "score"]].itertuples(index=False)
+        read = {(m, item, sample): None if math.isnan(score) else score for m, item, sample, score in columns}
+        assert read == rows_of(unit)
+
+
+def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", DESIGN)
+    unit = next((run / "records").glob("*.jsonl"))
+    unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
+    code, _, err = kvaudit("export", run, "--out", tmp_path / "logs")
+    assert code == 2
+    assert "its seal says" in err
+
+
+def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
+    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+
+    import audit.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
+
+    model = get_model("kvaudit/embedded@streaming:budget=64,sink=4", memoize=False)
+    asked = [ChatMessageUser(content="What is 2 + 3?")]
+
+    async def several() -> list[str]:
+        config = GenerateConfig(max_tokens=8)
+        found = await asyncio.gather(*(model.generate(asked, config=config) for _ in range(3)))
+        assert all(output.usage.output_tokens <= 8 for output in found)
+        with pytest.raises(AuditError, match="top_k is set"):
+            await model.generate(asked, config=GenerateConfig(top_k=3))
+        return [output.completion for output in found]
+
+    first, *others = asyncio.run(several())
+    assert first
+    assert others == [first, first]
+    model.api.close()
+
+
+def test_a_policy_that_is_none_is_said_before_a_question() -> None:
+    from inspect_ai.model import get_model
+
+    import audit.harness.inspect_model  # noqa: F401
+
+    with pytest.raises(AuditError, match="no-such"):
+        get_model("kvaudit/embedded@no-such", memoize=False)
