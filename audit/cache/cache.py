@@ -16,7 +16,7 @@ from audit.cache.attention import AttentionCall, require_once
 from audit.cache.cached_layer import CachedLayer, Cut, Forward
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
-from audit.cache.linear import LayerRun, advance
+from audit.cache.linear import LayerRun, States, advance
 from audit.cache.quantised.hints import pack_hints
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
@@ -109,12 +109,32 @@ class EvictingCache:
         query, key, value = (_columns(part, there) for part in (call.query, call.key, call.value))
         return _columns(self._attend(call._replace(query=query, key=key, value=value)), back)
 
+    def take(self, call: AttentionCall) -> None:
+        """What ``attend`` does to the cache, for a call whose output is known from another one."""
+        require_once(call.layer, self._attended, len(self.layers))
+        assert self._now.starts, "only what is held alike attends alike"
+        assert self._order is None
+        budgets = self._append(call)
+        self._compress(call, budgets)
+
     def _attend(self, call: AttentionCall) -> Tensor:
         layer, now = self.layers[call.layer], self._now
-        budgets = layer.plan.evictor.budget_at(self.seen)
-        layer.append(call, now, budgets)
+        budgets = self._append(call)
         selector = layer.plan.selector if now.decoding else None
         out = layer.attention(call, now) if selector is None else self._attend_some(layer, selector, call)
+        self._compress(call, budgets)
+        return out
+
+    def _append(self, call: AttentionCall) -> Tensor:
+        """Take the new entries in; the budgets [B] of their layer."""
+        layer = self.layers[call.layer]
+        budgets = layer.plan.evictor.budget_at(self.seen)
+        layer.append(call, self._now, budgets)
+        return budgets
+
+    def _compress(self, call: AttentionCall, budgets: Tensor) -> None:
+        """After the queries have attended: remember them, evict and quantise."""
+        layer, now = self.layers[call.layer], self._now
         layer.remember(call.query, now)
         layer.weigh()
         self.bytes_peak = max(self.bytes_peak, self.bytes)  # the new entries are in and nothing has left yet
@@ -127,7 +147,6 @@ class EvictingCache:
             done.flush(now, on_write=False)
             done.weigh()
         self._attended.add(call.layer)
-        return out
 
     def _attend_some(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
         """One query per row attends to what it chooses, and the choice is noted."""
@@ -158,9 +177,17 @@ class EvictingCache:
         states = self.layers[layer].states
         assert states is not None, layer
         out = advance(run, hidden, self._real, states)
+        self._note_carried(layer)
+        return out
+
+    def take_states(self, layer: int, states: States) -> None:
+        """What ``carry`` does to the cache, for a layer whose new states are known from another one."""
+        self.layers[layer].states = states.repeated(1)
+        self._note_carried(layer)
+
+    def _note_carried(self, layer: int) -> None:
         self.layers[layer].weigh()
         self._carried.add(layer)
-        return out
 
     @property
     def is_settled(self) -> bool:

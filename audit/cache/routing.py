@@ -58,6 +58,16 @@ class RecordedRoutes:
         """After a forward: raise RunError where some block did not say what it chose."""
         _require_every(self._met, self._blocks)
 
+    @property
+    def noted(self) -> Tensor:
+        """A copy of all choices so far."""
+        assert self._table is not None
+        return self._table.clone()
+
+    def take(self, noted: Tensor) -> None:
+        """Let the forward under way have chosen what another cache ``noted`` of it, as its first."""
+        self._table, self._met = noted.clone(), self._blocks
+
     def table(self, tokens: int) -> Tensor:
         """The experts of the first ``tokens`` tokens, NOBODY for those never fed: [B, tokens, M, k] on CPU."""
         assert self._table is not None

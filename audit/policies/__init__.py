@@ -1,7 +1,7 @@
 """Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
 from audit.policies.base import POLICIES, Policy
-from audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of
+from audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of, written_by
 from audit.policies.evictor import Centres, Evictor, Moments, View, softmax
 from audit.policies.none import Dense
 from audit.policies.parse import parse_policy
@@ -25,4 +25,5 @@ __all__ = [
     "quantiser_of",
     "selector_of",
     "softmax",
+    "written_by",
 ]

@@ -130,3 +130,12 @@ def quantiser_of(policy: Policy) -> Quantiser | None:
 def selector_of(policy: Policy) -> Selector | None:
     """The part that decides what a query attends to, None where it attends to all there is."""
     return next((part for part in policy.members if isinstance(part, Selector)), None)
+
+
+def written_by(policy: Policy) -> Quantiser | None:
+    """The part that stores entries as codes before their own queries attend, None where those see them exact.
+
+    Nothing else of a policy acts before the first chunk of a prompt has attended.
+    """
+    codec = quantiser_of(policy)
+    return codec if codec is not None and codec.on_write else None

@@ -158,6 +158,11 @@ class Evictor(Policy):
         """How many of the last queries the cache remembers for this policy."""
         return 0
 
+    @property
+    def asks_queries(self) -> bool:
+        """Whether the cache looks at queries for this policy beside letting them attend."""
+        return self.accumulates or self.moments or self.centres or self.observed_queries > 0
+
     def budget_at(self, seen: Tensor) -> Tensor:
         """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
         return torch.full_like(seen, self.budget)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from audit.cache.attention import Attends
 from audit.cache.cache import EvictingCache
 from audit.cache.ledger import Rollout
 from audit.cache.rotary import rotary_for
 from audit.cache.routing import watched_blocks
+from audit.cache.shared import Prompts, SharedPrefill
 from audit.core.errors import SpecError
 from audit.core.records import Role
 from audit.policies import Policy, evictor_of, quantiser_of
@@ -63,6 +66,7 @@ class Episode:
         seeds: Sequence[int],
         group: int,
         roles: Sequence[Sequence[str]] | None,
+        shared: SharedPrefill | None = None,
     ) -> None:
         self._model = model
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
@@ -70,7 +74,7 @@ class Episode:
         blocks = watched_blocks(model.model)
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
-        logits = self._prefill([list(p) for p in prompts], roles)
+        logits = self._prefill([list(p) for p in prompts], roles, shared)
         self._cache.expand(group, self._seeds)
         self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
@@ -240,8 +244,16 @@ class Episode:
         assert roles is not None, "a policy that pins roles needs the roles of what is given"
         return torch.tensor([[role in pinned for role in row] + [False] * (width - len(row)) for row in roles])
 
-    def _prefill(self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None) -> Tensor:
-        """Feed whole token lists chunk by chunk; logits [B, V] after each row's last token."""
+    def _prefill(
+        self,
+        rows: Sequence[Sequence[int]],
+        roles: Sequence[Sequence[str]] | None,
+        shared: SharedPrefill | None = None,
+    ) -> Tensor:
+        """Feed whole token lists chunk by chunk; logits [B, V] after each row's last token.
+
+        What is ``shared`` with other policies is the first chunk, into empty caches.
+        """
         lengths = torch.tensor([len(r) for r in rows])
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
         for n, row in enumerate(rows):
@@ -262,7 +274,9 @@ class Episode:
             # rows end in different columns: a head over all of them would make [B, chunk, V]
             wanted, inverse = torch.unique(last[ending], return_inverse=True)
             self._cache.begin(positions[:, part], decoding=False, pinned=None if pinned is None else pinned[:, part])
-            logits = self._forward(ids[:, part], positions[:, part], columns=wanted)
+            forward = partial(self._forward, ids[:, part], positions[:, part], columns=wanted)
+            first = shared if start == 0 else None
+            logits = forward() if first is None else first.logits(self._cache, Prompts(ids, positions), forward)
             if result is None:
                 result = logits.new_zeros(len(rows), logits.shape[-1])
             rows_ending = ending.nonzero()[:, 0].to(logits.device)
@@ -271,16 +285,18 @@ class Episode:
         return result
 
     @torch.no_grad()
-    def _forward(self, ids: Tensor, positions: Tensor, *, columns: Tensor | None) -> Tensor:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, through: Attends | None = None, *, columns: Tensor | None
+    ) -> Tensor:
         """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
-        device = self._model.device
+        device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
             input_ids=ids.to(device),
             position_ids=positions.clamp(min=0).to(device),
             use_cache=False,
-            kv=self._cache,
+            kv=kv,
             logits_to_keep=1 if columns is None else columns.to(device),
         )
-        self._cache.settle()
+        kv.settle()
         logits: Tensor = output.logits
         return logits

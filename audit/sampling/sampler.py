@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from audit.cache.ledger import Rollout
+from audit.cache.shared import SharedPrefill
 from audit.core.errors import SpecError
 from audit.policies import Mixture, Policy
 from audit.sampling.decoding import Completion, Decoding, Scored, nucleus
@@ -20,10 +21,14 @@ __all__ = ["Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "Scor
 
 
 class Sampler:
-    """Decodes from ``model`` with its cache compressed by ``policy``."""
+    """Decodes from ``model`` with its cache compressed by ``policy``.
 
-    def __init__(self, model: ServedModel, policy: Policy) -> None:
-        self.model, self.policy = model, policy
+    ``shared`` is what the policies that are played with the same prompts have of each other's prefill; no rollout
+    depends on it.
+    """
+
+    def __init__(self, model: ServedModel, policy: Policy, shared: SharedPrefill | None = None) -> None:
+        self.model, self.policy, self._shared = model, policy, shared
 
     def open(
         self,
@@ -48,7 +53,7 @@ class Sampler:
             each = [n for n in range(len(prompts)) for _ in range(group)]
             own = None if roles is None else [roles[n] for n in each]
             return MixedEpisode(self.model, self.policy, [prompts[n] for n in each], seeds, own)
-        return Episode(self.model, self.policy, prompts, seeds, group, roles)
+        return Episode(self.model, self.policy, prompts, seeds, group, roles, self._shared)
 
 
 class MixedEpisode:

@@ -1,0 +1,139 @@
+"""One prefill for several policies: every record is bit for bit that of a policy that prefilled by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conform.policies import one_of_each, policies_for, record_of, small_policies
+from conform.world import CONFIGS, prompts, served
+
+from audit.cache.ledger import Rollout
+from audit.cache.shared import SharedPrefill
+from audit.core.errors import RunError
+from audit.policies import Policy, parse_policy, written_by
+from audit.sampling.model import load_model
+from audit.sampling.sampler import Decoding, Sampler
+
+LENGTHS = (21, 8)
+ROLES = ("system", "user")
+WRITTEN = "int8:write=true,chunk=64"
+
+
+def rollouts(loaded: Any, policy: Policy, shared: SharedPrefill | None) -> list[Rollout]:
+    """Prompts of several lengths, two rows each; two drawn tokens, a message to most, one more."""
+    asked, rows = prompts(*LENGTHS), range(2 * len(LENGTHS))
+    roles = [[ROLES[min(n // 4, 1)] for n in range(len(ids))] for ids in asked]
+    episode = Sampler(loaded, policy, shared).open(asked, list(rows), group=2, roles=roles)
+    episode.decode(Decoding(2))
+    told = prompts(9, 3, 0, 5)
+    episode.extend(told, [["tool"] * len(ids) for ids in told])
+    episode.decode(Decoding(1))
+    return episode.rollouts()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, whatever stands in a record."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    return bool(one == other)
+
+
+def differing(loaded: Any, policies: Sequence[Policy]) -> list[str]:
+    """The policies whose records are others where they share a prefill; those that the model refuses are left out."""
+    shared, wrong = SharedPrefill(policies), []
+    for policy in policies:
+        try:
+            alone = rollouts(loaded, policy, None)
+        except RunError:  # rotary positions that the model has not
+            continue
+        if not all(map(same, alone, rollouts(loaded, policy, shared))):
+            wrong.append(policy.canonical)
+    return wrong
+
+
+def registered(**fields: Any) -> list[Policy]:
+    """A small variant of every registered policy, with these fields."""
+    return [dataclasses.replace(policy, **fields) for policy in small_policies()]
+
+
+@cache
+def model(name: str) -> Any:
+    return load_model() if name == "embedded" else served(name, torch.float32)
+
+
+def columns_fed(loaded: Any, work: Callable[[], object]) -> int:
+    """How many columns of tokens a model computes while somebody works."""
+    fed = []
+    hook = loaded.model.register_forward_pre_hook(
+        lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    work()
+    hook.remove()
+    return sum(fed)
+
+
+def test_no_record_of_a_registered_policy_depends_on_sharing() -> None:
+    assert differing(model("llama-gqa"), registered(chunk=64)) == []
+
+
+def test_no_record_of_the_embedded_model_depends_on_sharing() -> None:
+    assert differing(model("embedded"), [*one_of_each(registered(chunk=16), record_of), parse_policy(WRITTEN)]) == []
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "qwen3-moe", *[n for n in CONFIGS if n == "qwen3-next"]])
+def test_windows_sinks_experts_and_states_are_shared_too(name: str) -> None:
+    assert differing(model(name), [parse_policy(p) for p in ("none", "kivi:residual=8,group=4", "h2o:budget=12")]) == []
+
+
+@pytest.mark.slow  # every switch and schedule of every policy, in every family of models
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_no_record_of_any_variant_depends_on_sharing(name: str) -> None:
+    every = policies_for("variant", small_policies())
+    assert differing(model(name), every) == []
+    assert differing(model(name), [p for p in every if written_by(p)]) == []
+
+
+def test_pinned_roles_stay_pinned() -> None:
+    pinned = [parse_policy(f"{name}:budget=24,window=2,chunk=64,pin=system") for name in ("knorm", "streaming")]
+    assert differing(model("llama-gqa"), [parse_policy("none"), *pinned]) == []
+
+
+def test_a_first_chunk_is_computed_once_for_all() -> None:
+    loaded = model("llama-gqa")
+    policies = [parse_policy(p) for p in ("none", "int8:chunk=50", "h2o:budget=16,chunk=99")]
+    shared = SharedPrefill(policies)
+    fed = [columns_fed(loaded, lambda: rollouts(loaded, policy, shared)) for policy in policies]  # noqa: B023
+    assert fed == [fed[0], fed[0] - max(LENGTHS), fed[0] - max(LENGTHS)]
+
+
+def test_other_chunks_and_codes_on_write_are_computed_apart() -> None:
+    loaded = model("llama-gqa")
+    policies = [parse_policy(p) for p in ("none", "int8:chunk=16", WRITTEN, "int8:chunk=1", "fp8:chunk=1")]
+    shared = SharedPrefill(policies)
+    fed = [columns_fed(loaded, lambda: rollouts(loaded, policy, shared)) for policy in policies]  # noqa: B023
+    assert fed == [columns_fed(loaded, lambda: rollouts(loaded, policy, None)) for policy in policies]  # noqa: B023
+
+
+def test_nothing_is_kept_for_policies_that_have_come() -> None:
+    policies = [parse_policy(p) for p in ("none", "int8", "snapkv:budget=40")]
+    shared, kept = SharedPrefill(policies), []
+    for policy in policies:
+        rollouts(model("llama-gqa"), policy, shared)
+        kept.append(len(shared.kept))
+    assert kept == [1, 1, 0]
+
+
+def test_other_prompts_are_not_taken_for_the_same() -> None:
+    policies = [parse_policy(p) for p in ("none", "int8")]
+    shared, loaded = SharedPrefill(policies), model("llama-gqa")
+    alone, other = ([row[::step] for row in prompts(*LENGTHS)] for step in (1, -1))
+    Sampler(loaded, policies[0], shared).open(alone, [1, 2, 3])
+    with_kept = Sampler(loaded, policies[1], shared).open(other, [1, 2, 3]).decode(Decoding(2))
+    assert with_kept == Sampler(loaded, policies[1]).open(other, [1, 2, 3]).decode(Decoding(2))
