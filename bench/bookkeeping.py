@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,10 +21,11 @@ from audit.core.provenance import PROVENANCE
 from audit.core.spec import BASE_ARM, RunSpec
 from audit.core.spec_file import load_spec
 from audit.runs import pipeline
-from audit.runs.evaluate import Progress, Unit, UnitFiles, grid
+from audit.runs.evaluate import Progress, grid
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
+from audit.runs.units import Unit, UnitFiles
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 MODEL = SimpleNamespace(sha256="0" * 64)
@@ -35,12 +37,13 @@ class Sealer:
     def __init__(self, *_: object) -> None:
         pass
 
-    def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
-        files = UnitFiles.of(run.records, unit)
-        progress(unit, 0, 1)
-        files.records.touch()
-        write_json(files.seal, {"records": 0, "sha256": "", "checkpoint": MODEL.sha256})
-        progress(unit, 1, 1)
+    def run_together(self, units: Sequence[Unit], run: RunFolder, progress: Progress, *_: object) -> None:
+        for unit in units:
+            files = UnitFiles.of(run.records, unit)
+            progress(unit, 0, 1)
+            files.records.touch()
+            write_json(files.seal, {"records": 0, "sha256": "", "checkpoint": MODEL.sha256})
+            progress(unit, 1, 1)
 
 
 def spec_of(units: int | None = None) -> RunSpec:

@@ -16,10 +16,11 @@ from audit.core.records import Item, Outcome, Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.policies.draws import derive_seed
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, served
+from audit.runs.evaluate import Batches, Evaluator, served
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare
+from audit.runs.units import Unit, UnitFiles
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler

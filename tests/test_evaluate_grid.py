@@ -16,9 +16,10 @@ from audit.core.errors import DataError, SpecError
 from audit.core.records import Item, Message, Record, Role
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
-from audit.runs.evaluate import Evaluator, Unit, UnitFiles, batched, check_contexts, grid, row_seed
+from audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
+from audit.runs.units import Unit, UnitFiles
 from audit.sampling.model import LoadedModel, load_model
 
 SPEC = """

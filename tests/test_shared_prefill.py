@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from conform.policies import one_of_each, policies_for, record_of, small_policies
+from conform.policies import policies_for, small_policies
 from conform.world import CONFIGS, prompts, served
 
 from audit.cache.ledger import Rollout
@@ -22,6 +22,10 @@ from audit.sampling.sampler import Decoding, Sampler
 LENGTHS = (21, 8)
 ROLES = ("system", "user")
 WRITTEN = "int8:write=true,chunk=64"
+SOME = [
+    parse_policy(text)
+    for text in ("none", "kivi:residual=8,group=4", "h2o:budget=12", "snapkv:budget=12,window=4+int8", WRITTEN)
+]
 
 
 def rollouts(loaded: Any, policy: Policy, shared: SharedPrefill | None) -> list[Rollout]:
@@ -68,15 +72,19 @@ def model(name: str) -> Any:
     return load_model() if name == "embedded" else served(name, torch.float32)
 
 
-def columns_fed(loaded: Any, work: Callable[[], object]) -> int:
-    """How many columns of tokens a model computes while somebody works."""
-    fed = []
-    hook = loaded.model.register_forward_pre_hook(
-        lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    work()
+def columns_prefilled(policies: Sequence[str], *, sharing: bool) -> list[int]:
+    """How many columns of tokens the model computes to open an episode of every policy."""
+    loaded, parsed, fed = model("llama-gqa"), [parse_policy(text) for text in policies], [0]
+    shared = SharedPrefill(parsed) if sharing else None
+    count = lambda _, __, given: fed.append(given["input_ids"].shape[1])  # noqa: E731
+    hook = loaded.model.register_forward_pre_hook(count, with_kwargs=True)
+    found = []
+    for policy in parsed:
+        fed.clear()
+        Sampler(loaded, policy, shared).open(prompts(*LENGTHS), [1, 2])
+        found.append(sum(fed))
     hook.remove()
-    return sum(fed)
+    return found
 
 
 def test_no_record_of_a_registered_policy_depends_on_sharing() -> None:
@@ -84,12 +92,12 @@ def test_no_record_of_a_registered_policy_depends_on_sharing() -> None:
 
 
 def test_no_record_of_the_embedded_model_depends_on_sharing() -> None:
-    assert differing(model("embedded"), [*one_of_each(registered(chunk=16), record_of), parse_policy(WRITTEN)]) == []
+    assert differing(model("embedded"), SOME) == []
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "qwen3-moe", *[n for n in CONFIGS if n == "qwen3-next"]])
 def test_windows_sinks_experts_and_states_are_shared_too(name: str) -> None:
-    assert differing(model(name), [parse_policy(p) for p in ("none", "kivi:residual=8,group=4", "h2o:budget=12")]) == []
+    assert differing(model(name), SOME[:3]) == []
 
 
 @pytest.mark.slow  # every switch and schedule of every policy, in every family of models
@@ -106,19 +114,17 @@ def test_pinned_roles_stay_pinned() -> None:
 
 
 def test_a_first_chunk_is_computed_once_for_all() -> None:
-    loaded = model("llama-gqa")
-    policies = [parse_policy(p) for p in ("none", "int8:chunk=50", "h2o:budget=16,chunk=99")]
-    shared = SharedPrefill(policies)
-    fed = [columns_fed(loaded, lambda: rollouts(loaded, policy, shared)) for policy in policies]  # noqa: B023
-    assert fed == [fed[0], fed[0] - max(LENGTHS), fed[0] - max(LENGTHS)]
+    policies = ["none", "int8:chunk=50", "h2o:budget=16,chunk=99", "kivi:chunk=21"]
+    assert columns_prefilled(policies, sharing=True) == [21, 0, 0, 0]
+
+
+def test_chunks_behind_the_first_are_every_policys_own() -> None:
+    assert columns_prefilled(["int8:chunk=16", "h2o:budget=16,chunk=16"], sharing=True) == [21, 5]
 
 
 def test_other_chunks_and_codes_on_write_are_computed_apart() -> None:
-    loaded = model("llama-gqa")
-    policies = [parse_policy(p) for p in ("none", "int8:chunk=16", WRITTEN, "int8:chunk=1", "fp8:chunk=1")]
-    shared = SharedPrefill(policies)
-    fed = [columns_fed(loaded, lambda: rollouts(loaded, policy, shared)) for policy in policies]  # noqa: B023
-    assert fed == [columns_fed(loaded, lambda: rollouts(loaded, policy, None)) for policy in policies]  # noqa: B023
+    policies = ["none", "int8:chunk=16", WRITTEN, "int8:chunk=1", "fp8:chunk=1", "none|fp8"]
+    assert columns_prefilled(policies, sharing=True) == columns_prefilled(policies, sharing=False)
 
 
 def test_nothing_is_kept_for_policies_that_have_come() -> None:
@@ -134,6 +140,6 @@ def test_other_prompts_are_not_taken_for_the_same() -> None:
     policies = [parse_policy(p) for p in ("none", "int8")]
     shared, loaded = SharedPrefill(policies), model("llama-gqa")
     alone, other = ([row[::step] for row in prompts(*LENGTHS)] for step in (1, -1))
-    Sampler(loaded, policies[0], shared).open(alone, [1, 2, 3])
-    with_kept = Sampler(loaded, policies[1], shared).open(other, [1, 2, 3]).decode(Decoding(2))
-    assert with_kept == Sampler(loaded, policies[1]).open(other, [1, 2, 3]).decode(Decoding(2))
+    Sampler(loaded, policies[0], shared).open(alone, [1, 2])
+    with_kept = Sampler(loaded, policies[1], shared).open(other, [1, 2]).decode(Decoding(2))
+    assert with_kept == Sampler(loaded, policies[1]).open(other, [1, 2]).decode(Decoding(2))

@@ -14,9 +14,10 @@ from audit.core.records import Record
 from audit.core.spec import RunSpec
 from audit.core.spec_file import dump_spec, parse_spec
 from audit.runs.displacement.units import units
-from audit.runs.evaluate import Evaluator, UnitFiles, asked_suite, grid
+from audit.runs.evaluate import Evaluator, asked_suite, grid
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
+from audit.runs.units import UnitFiles
 from audit.sampling.model import LoadedModel, load_model
 from reports.analysis.analyse import analyse
 from reports.gate.verdict import Status

@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from audit.core.errors import RunError
 from audit.core.files import mutex
@@ -235,6 +235,78 @@ def _is_at(file: int, path: Path) -> bool:
         os.close(other)
 
 
+class Bell:
+    """A file that processes touch again and again while they have nothing to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".idle"
+        self._known = self._time()
+
+    def ring(self) -> None:
+        """Let those who hold several units know."""
+        self._path.touch()
+
+    def has_rung(self) -> bool:
+        """Whether the file has changed since this was last asked; its time itself may be another machine's."""
+        before, self._known = self._known, self._time()
+        return self._known != before
+
+    def _time(self) -> int:
+        return self._path.stat().st_mtime_ns if self._path.exists() else 0
+
+
+class Hand(Generic[T]):
+    """Units of one group that this process holds and works on together; made by ``work_through_groups``.
+
+    Where another process has nothing left to do, this one lets go of half of what it has before it.
+    """
+
+    def __init__(self, held: Mapping[T, _Held], done: Callable[[T], bool], bell: Bell) -> None:
+        self._held, self._done, self._bell = dict(held), done, bell
+
+    @property
+    def units(self) -> list[T]:
+        """What is held now, in the order of the group."""
+        return list(self._held)
+
+    def claim(self, unit: T) -> Claim:
+        """The claim of a unit that is held."""
+        return self._held[unit].claim
+
+    def keeps(self, unit: T) -> bool:
+        """Whether this unit is still held; to be asked before every piece of work on it.
+
+        All units must be as resumable at that moment as they are after a kill.
+        """
+        others = [one for one in self._held if one != unit and not self._done(one)]
+        if unit in self._held and others and self._bell.has_rung():
+            for one in others[len(others) // 2 :]:
+                self._held.pop(one).release()
+        return unit in self._held
+
+
+class _Held(NamedTuple):
+    claim: Claim
+    release: Callable[[], None]
+
+
+@contextmanager
+def _held(
+    claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
+) -> Iterator[dict[T, _Held]]:
+    """Hold those units of a group that nobody else holds; ``untouched``: none where somebody holds the first."""
+    found: dict[T, _Held] = {}
+    with ExitStack() as every:
+        for unit in group:
+            own = every.enter_context(ExitStack())
+            claim = own.enter_context(claims.claim(lock(unit)))
+            if claim is not None:
+                found[unit] = _Held(claim, own.close)
+            elif untouched and not found:
+                break
+        yield found
+
+
 def work_through(
     units: Sequence[T],
     *,
@@ -245,43 +317,86 @@ def work_through(
     waiting: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
+    """``work_through_groups`` for units that are worked on one by one; ``work`` checks its claim."""
+
+    def work_alone(hand: Hand[T]) -> None:
+        for unit in hand.units:
+            work(unit, hand.claim(unit))
+
+    work_through_groups(
+        [[unit] for unit in units],
+        done=done,
+        lock=lock,
+        work=work_alone,
+        finished=finished,
+        waiting=waiting,
+        takeover=takeover,
+    )
+
+
+def work_through_groups(
+    groups: Sequence[Sequence[T]],
+    *,
+    done: Callable[[T], bool],
+    lock: Callable[[T], Path],
+    work: Callable[[Hand[T]], None],
+    finished: Callable[[T], None],
+    waiting: Callable[[str], None],
+    takeover: bool = False,
+) -> None:
     """Do every unit that is not done and not claimed; wait for those that other living processes have claimed.
 
-    ``finished`` is told every unit once, whoever did it, and ``waiting`` whom for, whenever that changes. ``work``
-    checks its claim. Time is linear in the units: what others hold is at most one unit a process, and only that is
-    looked at again.
+    Units of a group, whose locks lie in one folder, are claimed and worked on together. A group that another process
+    has begun is left to it while there are others; then whatever is free is taken, and who finds nothing free lets the
+    others know, which give some back (``Hand``). ``finished`` is told every unit once, whoever did it, and ``waiting``
+    whom for, whenever that changes. ``work`` checks its claims. Time is linear in the units: what others hold is at
+    most one group a process, and only that is looked at again.
     """
     claims, last = Claims(takeover=takeover), ""
+    together = untouched = any(len(group) > 1 for group in groups)
 
-    def still_open(some: Sequence[T]) -> list[T]:
-        """Tells of those that are done, and returns the others."""
-        left = []
-        for unit in some:
-            if done(unit):
-                finished(unit)
-            else:
-                left.append(unit)
-        return left
+    def still_open(some: Sequence[Sequence[T]]) -> list[list[T]]:
+        return _open_units(some, done, finished)
 
-    left = still_open(units)
+    left = still_open(groups)
     while left:
-        busy: list[T] = []
-        for unit in left:
-            with claims.claim(lock(unit)) as mine:
-                if mine is None:
-                    busy.append(unit)
-                    continue
-                if not done(unit):  # another may have done it between the look and the claim
-                    work(unit, mine)
+        busy: list[list[T]] = []
+        for group in left:
+            with _held(claims, group, lock, untouched=untouched) as held:
+                # another may have done it between the look and the claim
+                mine = {unit: own for unit, own in held.items() if not done(unit)}
+                if mine:
+                    work(Hand(mine, done, Bell(lock(group[0]).parent)))
                     busy = still_open(busy)
-            finished(unit)
+            busy += still_open([group]) if held else [group]
         left = still_open(busy)
-        text = _waiting_for([lock(unit) for unit in left], claims, takeover=takeover)
+        if untouched:
+            untouched = False  # from now on also what is free of groups that others have begun
+            continue
+        text = _waiting_for([lock(unit) for group in left for unit in group], claims, takeover=takeover)
         if left and text != last:
             waiting(text)
             last = text
         if left:
+            if together:
+                Bell(lock(left[0][0]).parent).ring()
             time.sleep(_POLL_SECONDS)
+
+
+def _open_units(
+    groups: Sequence[Sequence[T]], done: Callable[[T], bool], finished: Callable[[T], None]
+) -> list[list[T]]:
+    """Tells of the units that are done, and returns the others."""
+    left: list[list[T]] = []
+    for group in groups:
+        own = []
+        for unit in group:
+            if done(unit):
+                finished(unit)
+            else:
+                own.append(unit)
+        left += [own] if own else []
+    return left
 
 
 def _waiting_for(paths: Sequence[Path], claims: Claims, *, takeover: bool) -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from contextlib import ExitStack
+from dataclasses import replace
 
+from audit.cache.shared import SharedPrefill
 from audit.core.errors import DataError, SpecError
-from audit.core.files import write_json
 from audit.core.grid import EvaluateSpec
 from audit.core.records import Item, Record
 from audit.core.spec import RunSpec
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
+from audit.runs.units import RecordFile, Rows, Unit, UnitFiles
 from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
@@ -25,37 +23,7 @@ from audit.training.footprint import check_memory
 from audit.training.sft import gold_rollout
 from suites.base import SUITES, CountTokens, Split, Suite
 
-Progress = Callable[["Unit", int, int], None]  # unit, rows done, rows in all
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The unit of work: idempotent, claimed by a lock file, resumed at a batch."""
-
-    arm: str
-    seed: int
-    policy: Policy
-    suite: str
-    context_tokens: int
-
-    @property
-    def name(self) -> str:
-        """The file name of the unit's records, without its ending."""
-        suite = self.suite.replace(":", "=")  # a colon is no part of a file's name everywhere
-        return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{suite}--{self.context_tokens}"
-
-
-@dataclass(frozen=True)
-class UnitFiles:
-    """Where a unit's records, seal and lock lie."""
-
-    records: Path
-    seal: Path
-    lock: Path
-
-    @classmethod
-    def of(cls, folder: Path, unit: Unit) -> UnitFiles:
-        return cls(*(folder / f"{unit.name}.{ending}" for ending in ("jsonl", "done.json", "lock")))
+Progress = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
 
 
 def grid(spec: RunSpec) -> list[Unit]:
@@ -123,39 +91,45 @@ class Evaluator:
                 self._batches(asked_suite(self._spec, suite), context)
 
     def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
-        """Write what is missing of a unit's records, then seal them.
+        """``run_together`` for one unit."""
+        self.run_together([unit], run, progress)
 
-        Raises DataError when the file holds records of another checkpoint.
+    def run_together(
+        self, units: Sequence[Unit], run: RunFolder, progress: Progress, keeps: Callable[[Unit], bool] | None = None
+    ) -> None:
+        """Write what is missing of the records of units that differ in their policy alone, then seal them.
+
+        They are played batch by batch, one after the other, so that a batch is prefilled once (``SharedPrefill``).
+        ``keeps`` is asked before every batch of every unit; one that it refuses is left as it is. Raises DataError when
+        a file holds records of another checkpoint.
         """
-        files = UnitFiles.of(run.records, unit)
-        suite = asked_suite(self._spec, unit.suite)
-        batches = self._batches(suite, unit.context_tokens)
-        sizes = [len(batch) * self._spec.evaluate.samples_of(unit.suite) for batch in batches]
-        sampler = Sampler(self._model, unit.policy)
-        # appending, so that what follows the cut goes to the new end
-        with files.records.open("ab") as out:
-            first = self._resume_at(files.records, unit, batches)
-            rows, size = sum(sizes[:first]), files.records.stat().st_size
-            progress(unit, rows, sum(sizes))
-            for batch in batches[first:]:
-                lines = [self._record(unit, suite, played).to_json() for played in self._play(sampler, suite, batch)]
-                size += out.write("".join(line + "\n" for line in lines).encode())
-                out.flush()
-                os.fsync(out.fileno())
-                rows += len(lines)
-                progress(unit, rows, sum(sizes))
-        self._seal(files, rows, size)
+        suite = asked_suite(self._spec, units[0].suite)
+        batches = self._batches(suite, units[0].context_tokens)
+        samples = range(self._spec.evaluate.samples_of(suite.name))
+        wanted = [[(item.item_id, sample) for item in batch for sample in samples] for batch in batches]
 
-    def _seal(self, files: UnitFiles, rows: int, size: int) -> None:
-        raw = files.records.read_bytes()
-        if len(raw) != size:
-            raise DataError(
-                f"{str(files.records)!r} has {len(raw)} bytes, this process left {size} in it: another one wrote there "
-                "too; go on with --resume, which cuts it to what is whole"
-            )
-        digest = hashlib.sha256(raw).hexdigest()
-        seal = {"records": rows, "sha256": digest, "checkpoint": self._model.sha256, "inputs": self._inputs}
-        write_json(files.seal, seal)
+        def note(unit: Unit, file: RecordFile) -> None:
+            progress(unit, file.rows, sum(map(len, wanted)))
+            if file.batches == len(batches):
+                file.seal(self._inputs)
+
+        with ExitStack() as stack:
+            files = {unit: stack.enter_context(self._opened(unit, run, wanted)) for unit in units}
+            for unit, file in files.items():
+                note(unit, file)
+            for number, batch in enumerate(batches):
+                # a unit that was resumed waits for the others to come to where it is
+                due = [unit for unit, file in files.items() if file.batches == number]
+                shared = SharedPrefill([unit.policy for unit in due])
+                for unit in due:
+                    if keeps is None or keeps(unit):
+                        played = self._play(Sampler(self._model, unit.policy, shared), suite, batch)
+                        files[unit].append([self._record(unit, suite, one) for one in played])
+                        note(unit, files[unit])
+
+    def _opened(self, unit: Unit, run: RunFolder, wanted: Sequence[Rows]) -> RecordFile:
+        identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
+        return RecordFile(UnitFiles.of(run.records, unit), wanted, identity)
 
     def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
@@ -183,30 +157,6 @@ class Evaluator:
         return batched(
             items, lengths, part.batch_tokens // part.samples_of(suite.name)
         )  # an item takes a row for each sample
-
-    def _resume_at(self, path: Path, unit: Unit, batches: Sequence[Sequence[Item]]) -> int:
-        """Cut the file to whole batches, so that what follows is what an unbroken run writes; returns their number."""
-        rows = _readable_rows(path)
-        if rows:  # the first speaks for all: nobody appends without this check
-            self._check_own(path, rows[0].record, unit)
-        whole, kept, samples = 0, 0, range(self._spec.evaluate.samples_of(unit.suite))
-        for batch in batches:
-            wanted = [(item.item_id, sample) for item in batch for sample in samples]
-            if [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]] != wanted:
-                break
-            whole, kept = whole + 1, kept + len(wanted)
-        os.truncate(path, sum(len(row.line) for row in rows[:kept]))
-        return whole
-
-    def _check_own(self, path: Path, record: Record, unit: Unit) -> None:
-        ours = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
-        theirs = (record.checkpoint, record.policy_hash, record.suite_version)
-        if ours != theirs:
-            raise DataError(
-                f"{str(path)!r} holds records of another checkpoint, policy or suite version "
-                f"({', '.join(part[:12] for part in theirs)}; now {', '.join(part[:12] for part in ours)}); "
-                "delete it to evaluate again"
-            )
 
     def _record(self, unit: Unit, suite: Suite, played: Played) -> Record:
         item, rollout = played.item, played.rollout
@@ -296,25 +246,6 @@ def _opening_tokens(model: LoadedModel, item: Item) -> int:
         return len(model.chat.opening(item.messages).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
-
-
-class _Row(NamedTuple):
-    line: bytes
-    record: Record
-
-
-def _readable_rows(path: Path) -> list[_Row]:
-    """The lines of a record file up to the first that a kill or a power cut has spoilt."""
-    rows: list[_Row] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = Record.from_json(line.decode())
-        except (DataError, UnicodeDecodeError):
-            return rows
-        if not line.endswith(b"\n"):
-            return rows
-        rows.append(_Row(line, record))
-    return rows
 
 
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:

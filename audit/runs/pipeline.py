@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from audit.core.intact import check_checkpoints
 from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES
 from audit.core.spec import BASE_ARM, RunSpec
 from audit.policies import POLICIES
-from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import Batches, Evaluator, Unit, UnitFiles, check_contexts, check_training, grid, served
+from audit.runs.claims import Claim, Hand, work_through, work_through_groups
+from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_training, grid, served
 from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
+from audit.runs.units import Unit, UnitFiles
 from audit.sampling.given import check_given, load_given
 from audit.sampling.model import LoadedModel, load_model
 from audit.training.adapters import continued
@@ -152,26 +154,30 @@ class Pipeline:
         sealed = [unit for unit in units if self._is_sealed(unit)]
         if len(sealed) < len(units):
             self._load_base()
-        before = 0  # rows of finished units
+        rows = dict.fromkeys(units, 0)  # done of each
+        before = 0  # their sum
         with Meter(self._console, "evaluate", sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
 
-            def work(unit: Unit, mine: Claim) -> None:
-                def progress(_: Unit, done: int, __: int) -> None:
-                    mine.check()
-                    meter.at(before + done, _unit_line(unit))
-
-                self._evaluator_of((unit.arm, unit.seed)).run(unit, self._run, progress)
-
-            def finished(unit: Unit) -> None:
+            def count(unit: Unit, done: int) -> None:
                 nonlocal before
-                before += self._rows(unit)
+                before += done - rows[unit]
+                rows[unit] = done
 
-            work_through(
-                units,
+            def work(hand: Hand[Unit]) -> None:
+                def progress(unit: Unit, done: int, _: int) -> None:
+                    hand.claim(unit).check()
+                    count(unit, done)
+                    meter.at(before, _unit_line(unit))
+
+                first = hand.units[0]
+                self._evaluator_of((first.arm, first.seed)).run_together(hand.units, self._run, progress, hand.keeps)
+
+            work_through_groups(
+                [list(group) for _, group in groupby(units, lambda unit: unit.asked)],
                 done=self._is_sealed,
                 lock=self._eval_lock,
                 work=work,
-                finished=finished,
+                finished=lambda unit: count(unit, self._rows(unit)),
                 waiting=self._say,
                 takeover=self._takeover,
             )

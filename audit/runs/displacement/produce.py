@@ -25,8 +25,9 @@ from audit.runs.displacement.forced import again, check_lengths, dense_logits, s
 from audit.runs.displacement.measure import Refusal, Tally
 from audit.runs.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
 from audit.runs.displacement.units import DENSE, Measured, units
-from audit.runs.evaluate import Unit, UnitFiles, asked_suite, evaluation_items
+from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import RunFolder
+from audit.runs.units import Unit, UnitFiles
 from audit.sampling.chat import Chat
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel, load_model
