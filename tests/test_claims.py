@@ -17,7 +17,7 @@ import pytest
 
 from audit.core.errors import RunError
 from audit.runs import claims
-from audit.runs.claims import SILENCE_SECONDS, Claims, kernel, work_through
+from audit.runs.claims import SILENCE_SECONDS, Bell, Claims, Hand, kernel, work_through, work_through_groups
 
 HOLD = """
 import socket, sys, time
@@ -291,3 +291,84 @@ def test_looks_at_units_are_linear_in_their_number(tmp_path: Path) -> None:
         world.run()
         looks.append(world.looks)
     assert looks[1] <= 2 * looks[0]
+
+
+class Groups(World):
+    """Units a to z in groups, worked on together."""
+
+    def __init__(self, folder: Path, *groups: str) -> None:
+        super().__init__(folder, "".join(groups))
+        self.groups, self.hands = groups, list[str]()
+        self.rings = False  # another process has nothing to do, as soon as the first piece of work is done
+
+    def work_on(self, hand: Hand[str]) -> None:
+        self.hands.append("".join(hand.units))
+        for unit in hand.units:
+            if hand.keeps(unit):
+                assert not free(self.lock(unit))
+                self.done.add(unit)
+                if self.rings:
+                    Bell(self.folder).ring()
+                    self.rings = False
+
+    def run(self) -> None:
+        work_through_groups(
+            self.groups,
+            done=self.is_done,
+            lock=self.lock,
+            work=self.work_on,
+            finished=self.told.append,
+            waiting=self.said.append,
+        )
+
+
+def test_units_of_a_group_are_held_together(tmp_path: Path) -> None:
+    world = Groups(tmp_path, "abc", "d", "ef")
+    world.done.add("b")
+    world.run()
+    assert world.hands == ["ac", "d", "ef"]
+    assert sorted(world.told) == list("abcdef")
+    assert not list(tmp_path.glob("?.lock"))
+
+
+def test_a_group_that_another_process_has_begun_is_left_to_it_while_there_are_others(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Groups(tmp_path, "abc", "de")
+    left_behind(world.lock("a"), kernel="another")
+    monkeypatch.setattr(clock, "sleep", lambda _: world.done.add("a"))
+    world.run()
+    assert (world.hands, len(world.said)) == (["de", "bc"], 1)
+    assert sorted(world.told) == list("abcde")
+
+
+def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path) -> None:
+    world = Groups(tmp_path, "abcdef")
+    world.rings = True
+    world.run()
+    assert world.hands == ["abcdef", "ef"]  # a was done by then, and nobody came for the others
+    assert sorted(world.told) == list("abcdef")
+
+
+def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path: Path) -> None:
+    world, seen = Groups(tmp_path, "abcd"), []
+
+    def work(hand: Hand[str]) -> None:
+        if not seen:
+            Bell(tmp_path).ring()
+            seen.append([hand.keeps("d"), *map(hand.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
+        world.done |= set(hand.units)
+
+    world.work_on = work  # type: ignore[method-assign]
+    world.run()
+    assert seen == [[True, True, False, False, False, True, True, False]]
+
+
+def test_a_process_that_has_nothing_to_do_rings(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, bell = Groups(tmp_path, "ab"), Bell(tmp_path)
+    for unit in "ab":
+        left_behind(world.lock(unit), kernel="another")
+    monkeypatch.setattr(clock, "sleep", lambda _: world.done.update("ab"))
+    world.run()
+    assert bell.has_rung()
+    assert not bell.has_rung()

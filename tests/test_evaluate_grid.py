@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,12 +163,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: LoadedModel) -> Path
     spec = parse_spec(SPEC, "spec", NAMES)
     broken = open_run(tmp_path_factory.mktemp("grid") / "killed", spec, resume=False)
 
-    def die(_: Unit, done: int, __: int) -> None:
-        if done == 4:
-            raise Killed
-
     with pytest.raises(Killed):
-        Evaluator(model, spec).run(grid(spec)[1], broken, die)
+        Evaluator(model, spec).run(grid(spec)[1], broken, dying(4))
     return broken.path
 
 
@@ -183,6 +179,65 @@ def test_a_killed_unit_resumes_to_the_records_of_an_unbroken_one(
         out.write(damage)
     Evaluator(model, spec).run(unit, broken, lambda *_: None)
     assert timeless(files.records) == timeless(UnitFiles.of(whole.records, unit).records)
+
+
+MORE = """
+name: more
+model: tiny
+evaluate:
+  policies: [none, "streaming:budget=64,sink=4,window=8", int8, "snapkv:budget=80,window=8,chunk=256"]
+  suites: {math: {items: 3, max_new_tokens: 6}}
+  context_tokens: [400]
+  temperature: 0.7
+  batch_tokens: 1
+"""
+
+
+def together(path: Path, model: LoadedModel, *, damaged: bool) -> list[list[Record]]:
+    """The records of policies that are evaluated together; ``damaged``: two of them were killed at other batches."""
+    spec = parse_spec(MORE, "spec", NAMES)
+    run = open_run(path, spec, resume=False)
+    units, evaluator = grid(spec), Evaluator(model, spec)
+    if damaged:
+        for unit, rows in ((units[1], 1), (units[3], 2)):
+            with pytest.raises(Killed):
+                evaluator.run(unit, run, dying(rows))
+    evaluator.run_together(units, run, lambda *_: None)
+    assert all(UnitFiles.of(run.records, unit).seal.exists() for unit in units)
+    return [timeless(UnitFiles.of(run.records, unit).records) for unit in units]
+
+
+def dying(rows: int) -> Callable[[Unit, int, int], None]:
+    def die(_: Unit, done: int, __: int) -> None:
+        if done == rows:
+            raise Killed
+
+    return die
+
+
+def test_units_that_are_evaluated_together_have_the_records_of_each_alone(tmp_path: Path, model: LoadedModel) -> None:
+    spec = parse_spec(MORE, "spec", NAMES)
+    alone = evaluated(tmp_path / "alone", spec, model)
+    wanted = [timeless(UnitFiles.of(alone.records, unit).records) for unit in grid(spec)]
+    assert together(tmp_path / "whole", model, damaged=False) == wanted
+    assert together(tmp_path / "damaged", model, damaged=True) == wanted
+
+
+def test_a_unit_that_is_let_go_of_is_left_at_a_whole_batch(
+    tmp_path: Path, whole: RunFolder, spec: RunSpec, model: LoadedModel
+) -> None:
+    run, units, asked = open_run(tmp_path / "run", spec, resume=False), grid(spec), list[Unit]()
+
+    def keeps(unit: Unit) -> bool:
+        asked.append(unit)
+        return unit == units[0] or len(asked) < 4
+
+    Evaluator(model, spec).run_together(units, run, lambda *_: None, keeps)
+    kept, left = (UnitFiles.of(run.records, unit) for unit in units)
+    wanted = [timeless(UnitFiles.of(whole.records, unit).records) for unit in units]
+    assert (timeless(kept.records), timeless(left.records)) == (wanted[0], wanted[1][:4])
+    assert (kept.seal.exists(), left.seal.exists()) == (True, False)
+    assert asked == [units[0], units[1], units[0], units[1], units[0]]
 
 
 def test_rows_count_as_done_once_the_disk_has_them(

@@ -60,10 +60,10 @@ class RecordFile:
 
     def __init__(self, files: UnitFiles, batches: Sequence[Rows], identity: tuple[str, str, str]) -> None:
         self._files, self._identity = files, identity
-        # appending, so that what follows the cut goes to the new end
-        self._out = files.records.open("ab")
+        files.records.touch()
         self.batches, self.rows = self._cut(batches)
         self._size = files.records.stat().st_size
+        self._out = files.records.open("ab")
 
     def __enter__(self) -> RecordFile:
         return self
