@@ -31,6 +31,7 @@ fix: setup
 
 bench: setup
 	$(BIN)/python -m bench.decode
+	$(BIN)/python -m bench.grid
 	$(BIN)/python -m bench.learner
 	$(BIN)/python -m bench.report
 
