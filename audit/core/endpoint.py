@@ -128,7 +128,8 @@ class Line:
         try:
             replied = self._send(self._url, raw, self._headers, self._endpoint.timeout)
         except (OSError, HTTPException) as error:  # no route, a broken line, a timeout
-            raise Unanswered(self._struck(f"{type(error).__name__}: {error}")) from None
+            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise Unanswered(self._struck(words)) from None
         except ValueError:  # whose words may hold the key
             raise Unanswered("address or key have a form that no header can carry", Scope.ENDPOINT) from None
         if replied.status != 200:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,4 +177,5 @@ def _kept(raw: bytes) -> Iterator[tuple[str, Answer]]:
 def _is_answer(found: Answer) -> bool:
     texts = all(isinstance(text, str) and is_text(text) for text in (found.text, found.model))
     counts = all(n is None or (type(n) is int and n >= 0) for n in (found.prompt_tokens, found.new_tokens))
-    return texts and counts and found.finish in ("stop", "length") and isinstance(found.seconds, int | float)
+    timed = isinstance(found.seconds, float) and math.isfinite(found.seconds)
+    return texts and counts and timed and found.finish in ("stop", "length")
