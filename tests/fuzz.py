@@ -158,6 +158,8 @@ def targets(home: Path) -> dict[str, Target]:
         "gguf": Target([gguf_header()], "m.gguf", _gguf),
         "public rows": Target([b'{"id": "a", "question": "b", "answer": "#### 3"}\n'], "x.jsonl", _rows),
         "public table": Target([b'# version=1\nprompt,label\n"a, ""b""\nc",safe\nd,unsafe\n'], "x.csv", _table),
+        "completion": Target([COMPLETION], "c.json", _completion),
+        "calls of a probe": Target([CALLS], "calls.jsonl", _calls),
         "provenance": Target([(run / "provenance.json").read_bytes()], "provenance.json", _report, run),
         "telemetry": Target([next(run.rglob("telemetry.jsonl")).read_bytes()], _telemetry_of(run), _report, run),
         "record in a run": Target([unit.read_bytes()], f"records/{unit.name}", _report, _unsealed(home, run, unit)),
@@ -181,6 +183,14 @@ POLICY_TEXTS = (
 GATE = b"format: 1\nprofile: pr\nmargins: {math: 5}\nestimands: [E1, E2]\nprimary: [none]\n"
 WAIVERS = (
     b"waivers:\n- who: Ada\n  why: known\n  expires: 2026-12-31\n  status: [FAIL]\n  cells: {suite: math, arm: naive}\n"
+)
+COMPLETION = (
+    b'{"model": "m", "choices": [{"message": {"role": "assistant", "content": "I must refuse."}, "finish_reason": '
+    b'"stop"}], "usage": {"prompt_tokens": 90, "completion_tokens": 4}}'
+)
+CALLS = (
+    b'{"call": "a", "text": "yes", "finish": "stop", "prompt_tokens": 9, "new_tokens": null, "model": "m", '
+    b'"seconds": 0.5}\n{"call": "b", "failed": "status 500"}\n'
 )
 ROLLOUTS: dict[str, Any] = {
     "format": "kvaudit.rollouts",
@@ -278,6 +288,23 @@ def _table(path: Path) -> object:
     from suites.sources import _table
 
     return _table.__wrapped__(path)
+
+
+def _completion(path: Path) -> object:
+    from audit.core.endpoint import Endpoint, Replied, Unanswered
+    from audit.runs.probe.calls import answer
+
+    line = Endpoint("http://endpoint/v1").line("fuzz", lambda *_: Replied(200, path.read_bytes()))
+    try:
+        return answer(line.ask({}), sent=90, messages=2, exact=True, limit=12, seconds=1.0)
+    except Unanswered as why:
+        return str(why)
+
+
+def _calls(path: Path) -> object:
+    from audit.runs.probe.calls import Calls
+
+    return Calls(path).find("a")
 
 
 def _report(path: Path) -> object:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from audit.core.errors import SpecError
 from audit.core.inputs import PLUGINS, TABLE, check_same
 from audit.core.text import inline
 
@@ -69,6 +70,8 @@ def _opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
 
     files = load_plugins(plugins)
     run = begun_run(path)
+    if run.spec.probe is not None:
+        raise SpecError(f"{str(path)!r} is a probe, and an endpoint shows no distributions; give the folder of a run")
     set_data(run.spec)
     if isinstance(noted := run.provenance().get(TABLE), dict):  # a run of an earlier version noted none
         check_same(PLUGINS, noted.get(PLUGINS, {}), files)
