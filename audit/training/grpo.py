@@ -154,7 +154,7 @@ def learn(student: Student, batch: Batch, *, step: int, max_tokens: int) -> Lear
     advantages, returns = loss.estimate(earned)
     first = torch.zeros_like(batch.sampler_logprobs) if before is None else before.logprobs.clone()
     tally, apart, noise = Tally(), Halves(student.model), dict[str, float | None]()
-    total, norm = 0.0, None
+    total, norms = 0.0, list[float | None]()
     for update in plan:
         whole = Whole.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
         total = 0.0
@@ -188,7 +188,7 @@ def learn(student: Student, batch: Batch, *, step: int, max_tokens: int) -> Lear
                 if rows is update.last_of_first_half:
                     apart.mark()
         noise = noise or apart.numbers()
-        norm = student.step()
+        norms.append(student.step())
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
-    return Learned(first, advantages, total, norm, {**tally.means(), **rates, **noise})
+    return Learned(first, advantages, total, None if None in norms else norms[-1], {**tally.means(), **rates, **noise})

@@ -64,7 +64,7 @@ class Learned(NamedTuple):
     ``advantages`` [B, R] what the loss made of the rewards.
 
     ``metrics`` are means over tokens of graded rollouts (nats), over all updates of the batch; None without any.
-    ``grad_norm`` is the last update's, None where it was not finite and nothing was changed.
+    ``grad_norm`` is the last update's, as ``loss`` is; None where that of any was not finite and changed nothing.
     """
 
     logprobs: Tensor
