@@ -121,6 +121,16 @@ def told(page: Page, status: Status) -> Page:
     return Hashed(findings, banner, page.sections[-1:], (REMARK,))
 
 
+def undecided(page: Page) -> tuple[Page, Page]:
+    """An invalid page all of whose cells are open, whatever their numbers, and the same page without a cell."""
+    bare = told(page, Status.INVALID)
+    verdict = bare.findings.verdict
+    cells = [replace(d, status=Status.INCONCLUSIVE, recipe=None, judged=None) for d in verdict.decisions]
+    both = (replace(bare.findings, verdict=replace(verdict, decisions=each)) for each in (tuple(cells), ()))
+    first, second = (Hashed(findings, bare.banner, bare.sections, bare.remarks) for findings in both)
+    return first, second
+
+
 def spelled(text: str) -> str:
     """What a reader sees of it."""
     return html.unescape(text.replace("\\", ""))
@@ -197,6 +207,13 @@ def test_every_status_is_said_as_it_was_decided(form: Format, page: Page) -> Non
 
 
 @HELD
+def test_no_cell_is_called_other_than_it_was_decided(form: Format, page: Page) -> None:
+    cells, none = (form.render(each) for each in undecided(page))
+    for status in (Status.PASS, Status.FAIL):
+        assert cells.count(status.value) == none.count(status.value), "the numbers of a cell were judged again"
+
+
+@HELD
 def test_what_must_stand_beside_the_verdict_does(form: Format, page: Page) -> None:
     text = spelled(form.render(told(page, Status.PASS)))
     assert REMARK in text
@@ -255,6 +272,11 @@ def decides(page: Page) -> str:
     return RIGHT["report.md"](told(page, status))
 
 
+def decides_cells(page: Page) -> str:
+    found = ((d.arm, d.effect, d.margin) for d in page.findings.verdict.decisions if d.effect and d.margin)
+    return "\n".join(f"{arm}: {'PASS' if effect.low > -margin else 'FAIL'}" for arm, effect, margin in found)
+
+
 def without_remarks(page: Page) -> str:
     return RIGHT["report.md"](Hashed(page.findings, replace(page.banner, asides=()), page.sections))
 
@@ -285,6 +307,7 @@ WRONG: list[tuple[str, Check, Format]] = [
     ("text dropped", test_an_arm_is_called_as_its_run_calls_it, changed("report.html", lambda t: t.replace("|", ""))),
     ("verdict dropped", test_every_status_is_said_as_it_was_decided, Format("a.txt", lambda page: page.banner.title)),
     ("verdict decided anew", test_every_status_is_said_as_it_was_decided, Format("report.md", decides)),
+    ("cells decided anew", test_no_cell_is_called_other_than_it_was_decided, Format("cells.txt", decides_cells)),
     ("remarks dropped", test_what_must_stand_beside_the_verdict_does, Format("report.md", without_remarks)),
     ("alarm dropped", test_what_must_stand_beside_the_verdict_does, Format("report.md", without_alarm)),
     ("a clock", test_the_same_page_gives_the_same_bytes, Format("a.txt", lambda page: str(next(COUNT)))),

@@ -255,6 +255,12 @@ def test_training_and_evaluation_share_no_template_and_no_text(asked: Asked) -> 
     assert not {text_of(item) for item in asked.train} & {text_of(item) for item in asked.eval}
 
 
+def test_another_seed_of_training_meets_no_template_of_the_evaluation_either(asked: Asked) -> None:
+    """A pool that a seed shuffles before it is split leaks, as runs train and evaluate with seeds of their own."""
+    trained = {item.cluster_id for item in asked.suite.items("train", 60, SEED + 1, asked.tokens, words)}
+    assert not trained & {item.cluster_id for item in asked.eval}
+
+
 def test_enough_templates_are_visited_in_turn(asked: Asked) -> None:
     for split, items in (("train", asked.train), ("eval", asked.eval)):
         clusters = [item.cluster_id for item in items]
