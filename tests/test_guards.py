@@ -122,6 +122,10 @@ def check_the_identity_is_a_hash_that_stays(guard: Guard) -> None:
     assert guard.label == f"{guard.name}-{guard.sha256[:12]}"
 
 
+def check_what_is_wanted_is_asked_for_before_a_run(guard: Guard) -> None:
+    guard.check()
+
+
 def check_hostile_text_is_guarded_or_fails(guard: Guard) -> None:
     assert len(guard.blocked(HOSTILE)) == len(HOSTILE)
 
@@ -460,6 +464,21 @@ def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
     row = rows["refusal.unsafe", "E1", "none"]
     assert row["hidden"][0] == pytest.approx(row["without"][0] - row["behind"][0])
     assert "drift that they hide" in card.render(page)
+
+
+def test_a_guard_that_could_not_begin_is_none_and_one_that_stopped_half_way_is_named(run: Path) -> None:
+    (run / "guards" / "endpoint-0123").mkdir(parents=True)
+    assert load_run(run).guards == ()
+    set_before(run, TELLS)
+    next((run / "guards").glob("*/*.json")).unlink()
+    with pytest.raises(DataError, match="has not seen 'dense-seed11"):
+        _ = load_run(run).guards
+
+
+def test_what_a_guard_wants_is_asked_for_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "guard": f"phrases:file={tmp_path / 'none.txt'}"}))
+    assert "none.txt" in refused("run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_verdict_is_about_the_model_without_the_guard(run: Path) -> None:

@@ -104,10 +104,13 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
 
     from audit.commands.guard import guard_all
     from audit.commands.report import write_checked
+    from audit.guards.base import parse_guard
     from audit.runs.launchers.local import companions
 
     asked = _asked(path, out, options)
     workers, threads = share(options, asked.spec, _begun_with(asked.folder))
+    for text in asked.spec.guard:
+        parse_guard(text).check()
     pipeline, run = _open(asked, options, threads, resume=resume)
     words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
     words += ["--takeover"] if options.takeover else []

@@ -58,6 +58,10 @@ class Guard:
         """
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Raise SpecError or DataError for what would only be found out once all answers are there."""
+        assert self.identity
+
     @cached_property
     def sha256(self) -> str:
         """Of the identity and of where the guard stands: of all that its effect follows from."""

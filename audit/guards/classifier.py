@@ -43,6 +43,10 @@ class Classifier(Guard):
         if not 0 < self.threshold < 1:
             raise SpecError(f"guard classifier: threshold is {self.threshold:g}, wanted a number between 0 and 1")
 
+    def check(self) -> None:
+        super().check()
+        _loaded.cache_clear()  # what is sampled meanwhile wants the memory
+
     @property
     def identity(self) -> str:
         loaded = _loaded(self.model)

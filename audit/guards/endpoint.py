@@ -48,6 +48,9 @@ class EndpointGuard(Guard):
         if _word(self.blocks) == _word(self.allows):
             raise SpecError(f"{_WHO}: blocks and allows are both {self.blocks!r}, wanted two words")
 
+    def check(self) -> None:
+        self._endpoint.line(_WHO)
+
     @property
     def identity(self) -> str:
         return sha256_of(_VERSION, self.base_url.rstrip("/"), self.model, self.blocks, self.allows)

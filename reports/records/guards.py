@@ -28,7 +28,7 @@ FOLDER, FORMAT, VERSION = "guards", "kvaudit.guard", 1
 PASSED, INPUT, OUTPUT, FAILED = 0, 1, 2, 3
 _CODES = {"input": INPUT, "output": OUTPUT}
 _NAMES = ("name", "sha256", "side", "text")
-_REMEDY = "delete the folder and run kvaudit guard again"
+_REMEDY = "delete its folder and run kvaudit guard again"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Guarded:
 
 def guarded(run: Path, records: pd.DataFrame) -> tuple[Guarded, ...]:
     """The records of a run behind each of its guards; raises DataError for what does not fit them."""
-    folders = sorted(path for path in (run / FOLDER).glob("*") if path.is_dir())
+    # a folder without the file of a unit is of a guard that could not begin
+    folders = sorted({path.parent for path in (run / FOLDER).glob("*/*.json")})
     return tuple(_guarded(run, folder, records) for folder in folders)
 
 
@@ -91,7 +92,9 @@ def _behind(records: pd.DataFrame, acts: npt.NDArray[np.int8], happened: Mapping
 def _checked(path: Path, seal: Path) -> dict[str, Any]:
     """The file of a unit; raises DataError where it is none, or of other records than the sealed ones."""
     if not path.is_file():
-        raise DataError(f"guard {path.parent.name!r} has not seen {path.stem!r}; go on with: kvaudit guard RUN")
+        raise DataError(
+            f"guard {path.parent.name!r} has not seen {path.stem!r}; go on with kvaudit guard, or {_REMEDY}"
+        )
     body = read_json(path)
     guard = body.get("guard")
     named = isinstance(guard, dict) and set(guard) == set(_NAMES) and all(map(_is_text, guard.values()))
