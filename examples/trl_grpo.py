@@ -1,7 +1,7 @@
 """GRPO by TRL whose rollouts come from an evicting cache, and whose learner sees what its sampler saw.
 
     pip install "kvaudit[trl]"
-    python examples/trl_grpo.py --policy snapkv:budget=40,window=8 --out runs/trl
+    python examples/trl_grpo.py --policy snapkv:budget=24,window=8 --out runs/trl
     kvaudit mismatch runs/trl/rollouts.jsonl --model embedded
 
 ``sample`` is the trainer's rollout function: stock ``generate`` with a ``CompressedCache``. TRL shuffles rows and cuts
@@ -119,7 +119,7 @@ class ShadowTrainer(GRPOTrainer):
         return Ledger(torch.stack(tables))
 
     def compare(self, texts: list[tuple[int, ...]], learner: Tensor) -> None:
-        """Keep how far a pass is from what the sampler recorded: rounding, as long as the weights are those that sampled."""
+        """Keep how far a pass is from what the sampler recorded: rounding, while the weights are those that sampled."""
         rows = [(self.recorded[text], values) for text, values in zip(texts, learner, strict=True)]
         self.gaps.append(max(float((told - values[: len(told)]).abs().max()) for told, values in rows))
 
@@ -157,7 +157,7 @@ def train(model: str, policy: str, out: Path, *, dense: bool, steps: int) -> Sha
 if __name__ == "__main__":
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--model", default="embedded")
-    words.add_argument("--policy", default="snapkv:budget=40,window=8")
+    words.add_argument("--policy", default="snapkv:budget=24,window=8")
     words.add_argument("--out", type=Path, default=Path("runs/trl"))
     words.add_argument("--dense", action="store_true", help="leave the learner as TRL has it")
     words.add_argument("--steps", type=int, default=2)

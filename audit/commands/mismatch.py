@@ -107,7 +107,7 @@ def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
     for bound in made.alarms:
         say(console, f"alarm: {bound.name} is {scientific(made.panel[bound.name])}, {_bound(bound)}: {bound.meaning}")
     if not made.alarms:
-        say(console, "no alarm: sampler and learner are near enough to learn from, by the bounds above")
+        say(console, "no alarm: the numbers keep within the bounds above")
 
 
 def _bound(bound: Bound) -> str:
