@@ -36,7 +36,7 @@ def acts_table(findings: Findings) -> Table:
     """What each guard blocked, suite by suite, and its card."""
     rows = [
         [
-            guard.name,
+            _name(guard),
             acts.suite,
             str(acts.answers),
             str(acts.input),
@@ -54,9 +54,14 @@ def acts_table(findings: Findings) -> Table:
 
 def hidden_table(findings: Findings, guard: GuardEffect) -> Table:
     """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
-    headers = ["suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
-    rows = [_row(findings, row) for row in guard.facets if _is_shown(row)]
-    return table_of(headers, rows, words=4)
+    headers = ["guard", "suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
+    rows = [[_name(guard), *_row(findings, row)] for row in guard.facets if _is_shown(row)]
+    return table_of(headers, rows, words=5)
+
+
+def _name(guard: GuardEffect) -> str:
+    """What its folder is called: two guards may be of one kind."""
+    return f"{guard.name}-{guard.sha256[:12]}"
 
 
 def _is_shown(row: Hidden) -> bool:
