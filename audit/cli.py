@@ -18,6 +18,7 @@ from audit.commands.card import card
 from audit.commands.command_line import end_on_sigterm
 from audit.commands.compare import compare
 from audit.commands.displace import displace
+from audit.commands.explain import explain
 from audit.commands.export import export
 from audit.commands.gate import gate
 from audit.commands.generate import generate
@@ -51,7 +52,7 @@ app = typer.Typer(
 app.add_typer(listing, name="list")
 _VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
-_RUNS = (run, join, train, evaluate, judge, guard, displace, probe, show, export, verify, mismatch)
+_RUNS = (run, join, train, evaluate, judge, guard, displace, explain, probe, show, export, verify, mismatch)
 _MODELS = (generate, serve, tasks, pretrain)
 for command in (*_VERDICTS, *_RUNS, *_MODELS, *_DECLARED):
     app.command()(command)

@@ -47,9 +47,9 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     from audit.runs.progress import Meter
     from reports.analysis.displacement import load_displacement
 
-    run = _opened(path, plugins)
+    run = opened(path, plugins)
     check_checkpoints(path)
-    torch.set_num_threads(threads or _threads(run))
+    torch.set_num_threads(threads or threads_of(run))
     disable_progress_bar()
     producer = Producer(run, tokens=tokens)
     console = Console(stderr=True)
@@ -63,7 +63,7 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     say(wide_console(), f"written: {written}; show it with: kvaudit report {path}")
 
 
-def _opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
+def opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
     """The run, by the spec and the plug-ins that it began with; raises DataError and RunError for others."""
     from audit.runs.folder import begun_run
     from audit.runs.names import load_plugins
@@ -78,7 +78,7 @@ def _opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
     return run
 
 
-def _threads(run: RunFolder) -> int:
+def threads_of(run: RunFolder) -> int:
     """What the run began with: rounding can depend on it."""
     import torch
 

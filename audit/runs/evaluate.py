@@ -131,6 +131,10 @@ class Evaluator:
         identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
         return RecordFile(UnitFiles.of(run.records, unit), wanted, identity)
 
+    def again(self, policy: Policy, suite: Suite, item: Item) -> list[Played]:
+        """One item as a unit serves it among others, a row for every sample."""
+        return self._play(Sampler(self._model, policy), suite, [item])
+
     def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)

@@ -113,6 +113,10 @@ class Chat:
         decoded: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return decoded
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Every token as text by itself, to look at: where several make one character none of them shows it."""
+        return [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
     def encode(self, text: str) -> tuple[int, ...]:
         """A text as tokens, no special tokens added."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -20,6 +20,7 @@ from audit.core.errors import DataError, RunError
 from audit.core.facets import FACETS
 from audit.core.files import PARTIAL, write_output
 from audit.core.policy_names import short_names
+from audit.core.provenance import JUDGED
 from audit.core.records import Message, Record, Role
 from audit.core.text import visible
 from reports.drift.comparison import Comparison
@@ -156,8 +157,15 @@ def _table(
     short, policies = short_names(comparison.policies), _numbered(comparison.policies)
     arms, kinds = _numbered(flip.candidate.arm for flip in flips), _numbered(flip.kind for flip in flips)
     items = _numbered(texts.prompts)
+    # `kvaudit explain` needs the checkpoints that gave the answers
+    served = data.spec.probe is None and JUDGED not in data.provenance
     return {
-        "run": {"name": visible(data.spec.name), "path": str(data.run), "reference": visible(comparison.reference)},
+        "run": {
+            "name": visible(data.spec.name),
+            "reference": visible(comparison.reference),
+            "served": served,
+            "path": visible(str(data.run)),
+        },
         "arms": [visible(arm) for arm in arms],
         "kinds": list(kinds),
         "policies": [{"text": visible(policy), "short": visible(short[policy])} for policy in policies],

@@ -20,6 +20,7 @@ from audit.core.intact import check_sealed
 from audit.core.provenance import CHECKPOINTS
 from audit.core.records import Record
 from audit.core.spec import BASE_ARM
+from audit.runs.checkpoints import load_checkpoint
 from audit.runs.claims import Claim, work_through
 from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
 from audit.runs.displacement.measure import Refusal, Tally
@@ -29,8 +30,7 @@ from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import RunFolder
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.chat import Chat
-from audit.sampling.given import load_given
-from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.model import LoadedModel
 from suites.base import SUITES
 
 FORMAT, FILE, FOLDER = 1, "displacement.json", "displacement"
@@ -112,22 +112,8 @@ class Producer:
         self._models = {pair: model for pair, model in self._models.items() if pair in wanted}
         for pair in wanted:
             if pair not in self._models:
-                self._models[pair] = self._load(*pair)
+                self._models[pair] = load_checkpoint(self._run, *pair, self._weights[pair])
         return self._models[wanted[0]], self._models[wanted[1]]
-
-    def _load(self, arm: str, seed: int) -> LoadedModel:
-        spec, given = self._spec, self._spec.given(arm, seed)
-        is_model = arm == BASE_ARM and not spec.starts
-        name = given or (spec.model_path if is_model else str(self._run.checkpoint(arm, seed)))
-        model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
-        if not is_model:
-            model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
-        wanted = self._weights[arm, seed]
-        if model.sha256 != wanted:
-            raise DataError(
-                f"model {name!r} has weights {model.sha256[:12]}, the run was made with {wanted[:12]}; put those back"
-            )
-        return model
 
     def _read_weights(self, arm: str, seed: int) -> str:
         """The sha256 that the run's provenance has of a checkpoint."""

@@ -173,6 +173,13 @@ function turns(list, kind) {
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const yesNo = (value) => (value === undefined ? "not asked" : value === null ? "could not be read" : value ? "yes" : "no");
 
+const quoted = (word) => (/^[\w/:=.,@%+-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`);
+function command(answer, item) {
+  const words = ["kvaudit", "explain", run.path, items.name[item], "--policy", answer.policy, "--arm", answer.arm,
+    "--seed", answer.seed, "--length", items.length[item], "--sample", answer.draw];
+  return words.map((word) => quoted(String(word))).join(" ");
+}
+
 // rows of the table of facts: name, title, and what an answer says
 function facts(answers) {
   const roles = [...new Set(answers.flatMap((answer) => Object.keys(answer.survival)))].sort();
@@ -238,7 +245,11 @@ function drawFlip(n, state) {
     if (address().get("flip") !== flips.key[n]) return; // another one was opened meanwhile
     const texts = TEXTS[items.file[item]][item];
     const answers = flips.answers[n].map((number) => texts.answers[number]);
-    const side = (words, answer) => element("section", {}, element("h3", {}, words), ...turns(answer.turns, "answer"));
+    const again = (answer) => run.served
+      ? element("div", { class: "command" }, "Serve it again, and see what the cache held:", element("pre", {}, command(answer, item)))
+      : null;
+    const side = (words, answer) =>
+      element("section", {}, element("h3", {}, words), ...turns(answer.turns, "answer"), again(answer) ?? "");
     find("flip").append(
       element("div", { class: "sides" }, side("Reference", answers[0]), side("Candidate", answers[1])),
       element("h3", {}, "Prompt"),

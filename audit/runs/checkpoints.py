@@ -1,0 +1,24 @@
+"""The checkpoints of a run that is over, loaded as the run loaded them, to serve answers again."""
+
+from __future__ import annotations
+
+from audit.core.errors import DataError
+from audit.core.spec import BASE_ARM
+from audit.runs.folder import RunFolder
+from audit.sampling.given import load_given
+from audit.sampling.model import LoadedModel, load_model
+
+
+def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:
+    """One checkpoint of a run; raises DataError where its weights have another sha256 than ``wanted``."""
+    spec, given = run.spec, run.spec.given(arm, seed)
+    is_model = arm == BASE_ARM and not spec.starts
+    name = given or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
+    model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    if not is_model:
+        model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    if model.sha256 != wanted:
+        raise DataError(
+            f"model {name!r} has weights {model.sha256[:12]}, the run was made with {wanted[:12]}; put those back"
+        )
+    return model

@@ -1,0 +1,184 @@
+"""One recorded answer served again: the same checkpoint, prompt and seed under its policy, or under another."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from audit.core.errors import DataError, SpecError
+from audit.core.files import read_json
+from audit.core.inputs import MODEL, ROWS, TABLE, check_same
+from audit.core.intact import check_checkpoint, check_sealed
+from audit.core.provenance import JUDGED, PROVENANCE
+from audit.core.records import Item, Record
+from audit.policies import Policy
+from audit.runs.checkpoints import load_checkpoint
+from audit.runs.evaluate import Evaluator, Unit, UnitFiles, asked_suite, evaluation_items, grid, row_seed
+from audit.runs.folder import RunFolder
+from audit.sampling.conversations import Played
+from audit.sampling.model import LoadedModel
+from suites.base import Suite
+from suites.sources import watched
+
+_CLOSE = 3  # names that a refusal proposes
+
+
+class Where(NamedTuple):
+    """Which answer: ``length`` None where the item's name stands at one length alone."""
+
+    item: str
+    arm: str
+    seed: int
+    length: int | None
+    sample: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """An answer that was served again, beside the recorded one if the run served that policy.
+
+    ``pieces`` are the texts of the tokens before the answer, ``held`` the share of layers and KV heads that still held
+    each when the answer began, ``depth`` the share of them that each layer still held.
+    """
+
+    policy: Policy  # what was drawn of a mixture
+    record: Record | None
+    played: Played
+    pieces: tuple[str, ...]
+    held: tuple[float, ...]
+    depth: tuple[float, ...]
+
+    @property
+    def same(self) -> bool | None:
+        """Whether the answer is the recorded one, None where none is on record."""
+        if self.record is None:
+            return None
+        ours = (self.played.transcript, self.played.new_tokens)
+        return ours == (self.record.transcript, self.record.new_tokens)
+
+
+def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[Served]:
+    """The answer to an item under each policy.
+
+    Raises SpecError for an item, arm, seed, length or sample that the run has not, DataError where anything changed
+    that the answer follows from.
+    """
+    _check_answers(run)
+    units = _units(run, where)
+    kept = {policy: _kept(run, own) for policy, own in units.items()}
+    suite_name, length = _place(kept, where)
+    records = {policy: rows.get((suite_name, length, where.item, where.sample)) for policy, rows in kept.items()}
+    some = next((record for record in records.values() if record is not None), None)
+    if some is None:
+        raise SpecError(
+            f"--sample is {where.sample}, the run has {run.spec.evaluate.samples_of(suite_name)} of an item"
+        )
+    if not some.transcript:
+        raise DataError(f"{str(run.path)!r} holds no transcripts, so no answer to compare with; evaluate it again")
+    model = load_checkpoint(run, where.arm, where.seed, some.checkpoint)
+    suite = asked_suite(run.spec, suite_name)
+    item = _item(run, model, suite, some)
+    evaluator = Evaluator(model, run.spec)
+    seed = row_seed(run.spec.evaluate.seed, item, where.sample)
+    return [
+        _served(
+            model, policy.drawn(seed), records.get(policy.canonical), evaluator.again(policy, suite, item)[where.sample]
+        )
+        for policy in policies
+    ]
+
+
+def _check_answers(run: RunFolder) -> None:
+    """Raise SpecError where no checkpoint of the run gave its answers."""
+    if JUDGED in run.provenance():
+        raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
+    if run.spec.probe is not None:
+        raise SpecError(f"{str(run.path)!r} holds answers of an endpoint, whose cache nobody can look into")
+
+
+def _units(run: RunFolder, where: Where) -> dict[str, list[Unit]]:
+    """The units of the chosen checkpoint by policy."""
+    found: dict[str, list[Unit]] = {}
+    for unit in grid(run.spec):
+        if (unit.arm, unit.seed) == (where.arm, where.seed):
+            found.setdefault(unit.policy.canonical, []).append(unit)
+    if not found:
+        known = ", ".join(f"{arm} {seed}" for arm, seed in run.spec.arms)
+        raise SpecError(f"the run has no arm {where.arm!r} with seed {where.seed}; it has {known}")
+    return found
+
+
+Rows = dict[tuple[str, int, str, int], Record]  # by suite, length, item and sample
+
+
+def _kept(run: RunFolder, units: Sequence[Unit]) -> Rows:
+    return {
+        (record.suite, record.context_tokens, record.item_id, record.sample_index): record
+        for unit in units
+        for record in _records(UnitFiles.of(run.records, unit))
+    }
+
+
+def _records(files: UnitFiles) -> Iterator[Record]:
+    """The records of a finished unit; raises DataError where they are not the sealed ones."""
+    if not files.seal.is_file():
+        return
+    raw = files.records.read_bytes() if files.records.is_file() else b""
+    check_sealed(files.records, hashlib.sha256(raw).hexdigest(), read_json(files.seal))
+    # of bytes: a text may hold characters that end a line elsewhere
+    yield from (Record.from_json(line.decode()) for line in raw.splitlines())
+
+
+def _place(kept: dict[str, Rows], where: Where) -> tuple[str, int]:
+    """Suite and length of the item; raises SpecError for none, and for several."""
+    keys = {key for rows in kept.values() for key in rows}
+    found = sorted({(suite, length) for suite, length, item, _ in keys if item == where.item})
+    chosen = [place for place in found if where.length in (None, place[1])]
+    if len(chosen) == 1:
+        return chosen[0]
+    if found:
+        places = ", ".join(f"{suite} at {length}" for suite, length in found)
+        raise SpecError(f"item {where.item!r} stands in {places}; choose one with --length")
+    close = difflib.get_close_matches(where.item, {item for _, _, item, _ in keys}, n=_CLOSE, cutoff=0.3)
+    near = f"; near are {', '.join(close)}" if close else ""
+    raise SpecError(f"item {where.item!r} is not among the finished answers of {where.arm} seed {where.seed}{near}")
+
+
+def _item(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> Item:
+    """The item as the run asked it; raises DataError and RunError where suite, rows or model files changed."""
+    if suite.version != record.suite_version:
+        raise DataError(
+            f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
+            "may be another; install the kvaudit that the run was made with"
+        )
+    folder = run.checkpoint(record.arm, record.train_seed)
+    if (folder / PROVENANCE).is_file():
+        check_checkpoint(folder)
+    with watched() as rows:
+        items = evaluation_items(run.spec, suite, record.context_tokens, model.chat.count_tokens)
+    noted = run.provenance().get(TABLE)
+    if isinstance(noted, dict):  # a run of an earlier version noted none
+        check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
+        if record.checkpoint == run.provenance().get("base_sha256"):
+            check_same(MODEL, noted.get(MODEL, {}), model.files)
+    item = next((item for item in items if item.item_id == record.item_id), None)
+    if item is None:
+        raise DataError(f"suite {suite.name} does not make item {record.item_id!r} any more; its rows or words changed")
+    return item
+
+
+def _served(model: LoadedModel, policy: Policy, record: Record | None, played: Played) -> Served:
+    rollout = played.rollout
+    start = rollout.answer_start
+    alive = (rollout.evicted_at[:, :, :start] > start).double()  # [L, H, T]
+    return Served(
+        policy=policy,
+        record=record,
+        played=played,
+        pieces=tuple(model.chat.pieces(rollout.ids[:start].tolist())),
+        held=tuple(alive.mean((0, 1)).tolist()),
+        depth=tuple(alive.mean((1, 2)).tolist()),
+    )

@@ -1,0 +1,160 @@
+"""``kvaudit explain``: a recorded answer comes out again, with what the cache held, or what changed is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from test_cli import kvaudit, refused
+
+from audit.commands.shading import COLUMNS, Shaded, svg
+from audit.core.errors import DataError, SpecError
+from audit.core.records import Message, Record, Role
+from audit.policies import parse_policy
+from audit.runs.checkpoints import load_checkpoint
+from audit.runs.explain import Where, explain
+from audit.runs.folder import begun_run
+from suites.base import SUITES
+
+POLICY = "streaming:budget=64,sink=4,window=8"
+SPEC = f"""\
+name: again
+evaluate:
+  policies: [none, "{POLICY}", "random:budget=64,window=8"]
+  suites: {{refusal: {{items: 3}}, agent: {{items: 3}}}}
+  context_tokens: [192]
+  samples: 2
+  temperature: 1.0
+"""
+HOSTILE = "</text><script>alert(1)</script>\"'&\u202e\x1b[31m\u2028"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explained")
+    (folder / "spec.yaml").write_text(SPEC)
+    code, out, err = kvaudit("evaluate", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
+    assert code == 0, out + err
+    return folder / "run"
+
+
+def records(run: Path) -> list[Record]:
+    return [
+        Record.from_json(line)
+        for path in sorted(run.glob("records/*.jsonl"))
+        for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    ]
+
+
+def where(record: Record) -> Where:
+    return Where(record.item_id, record.arm, record.train_seed, None, record.sample_index)
+
+
+def rewritten(path: Path, **changes: object) -> Record:
+    """The first record of a file with other fields, sealed again."""
+    first, *rest = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    changed = dataclasses.replace(Record.from_json(first), **changes)  # type: ignore[arg-type]
+    path.write_text("\n".join([changed.to_json(), *rest]) + "\n")
+    seal = path.with_suffix(".done.json")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    seal.write_text(json.dumps(json.loads(seal.read_text()) | {"sha256": digest}))
+    return changed
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
+    opened = begun_run(finished)
+    kept = records(finished)
+    assert len(kept) == 36
+    for record in kept[::8]:
+        (one,) = explain(opened, where(record), [parse_policy(record.policy)])
+        assert one.same
+        assert (one.played.grade.facets, one.played.survival) == (record.facets, record.survival)
+        assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
+        assert sum(one.depth) / len(one.depth) == pytest.approx(record.retention, abs=1e-9)
+        assert len(one.pieces) == len(one.held) >= record.prompt_tokens
+
+
+def test_another_policy_stands_beside_and_is_not_on_record(finished: Path, tmp_path: Path) -> None:
+    record = records(finished)[0]
+    picture = tmp_path / "deep" / "prompt.svg"
+    policies = ("--policy", "none", "--policy", "streaming", "--policy", "knorm:budget=40")
+    code, out, err = kvaudit("explain", finished, record.item_id, *policies, "--svg", picture)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line for line in lines if line.startswith("recorded")] == [
+        *["recorded    yes: the same answer, text for text"] * 2,
+        "recorded    no: the run did not serve this policy",
+    ]
+    assert lines.count("by layer    100% 100% 100% 100%") == 1
+    drawn = picture.read_text(encoding="utf-8")
+    assert drawn.count('class="head"') == 3
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_an_answer_that_differs_is_said(run: Path) -> None:
+    path = next(run.glob("records/*--30471b7f240f--refusal--192.jsonl"))
+    old = Record.from_json(path.read_text(encoding="utf-8").rstrip("\n").split("\n")[0])
+    changed = rewritten(path, transcript=(*old.transcript[:-1], Message(Role.ASSISTANT, f"Else.{HOSTILE}")))
+    _, out, _ = kvaudit("explain", run, changed.item_id, "--sample", changed.sample_index)
+    assert "recorded    ANOTHER ANSWER" in out
+    assert not set("\x1b\u202e\u2028") & set(out)
+
+
+def test_what_is_not_in_the_run_is_one_line(finished: Path) -> None:
+    item = records(finished)[0].item_id
+    assert f"near are {item}" in refused("explain", finished, item + "x")
+    assert "is not among the finished answers of base seed 0" in refused("explain", finished, "nothing")
+    assert "no arm 'smd' with seed 0; it has base 0" in refused("explain", finished, item, "--arm", "smd")
+    assert "--sample is 2, the run has 2" in refused("explain", finished, item, "--sample", 2)
+    assert "choose one with --length" in refused("explain", finished, item, "--length", 96)
+    assert "unknown policy" in refused("explain", finished, item, "--policy", "nosuch")
+
+
+def test_what_the_answer_follows_from_must_be_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = records(run)[0]
+    with pytest.raises(DataError, match=r"has weights .* the run was made with 000000000000"):
+        load_checkpoint(begun_run(run), "base", 0, "0" * 64)
+    monkeypatch.setattr(type(SUITES.get(record.suite)()), "version", "99")
+    assert f"suite {record.suite} is version 99" in refused("explain", run, record.item_id)
+
+
+def test_a_run_without_transcripts_or_with_spoilt_records_is_one_line(run: Path) -> None:
+    path = sorted(run.glob("records/*.jsonl"))[0]
+    for other in sorted(run.glob("records/*.jsonl")):
+        changed = rewritten(other, transcript=())
+    assert "holds no transcripts" in refused("explain", run, changed.item_id)
+    path.write_text(path.read_text() + "\n")
+    assert "its seal says" in refused("explain", run, changed.item_id)
+
+
+def test_answers_of_an_endpoint_or_of_another_run_are_not_served(run: Path) -> None:
+    opened = begun_run(run)
+    opened.note(judged={"run": "elsewhere"})
+    with pytest.raises(SpecError, match="answers of another run"):
+        explain(opened, where(records(run)[0]), [parse_policy("none")])
+
+
+def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> None:
+    pieces, held = [HOSTILE, "\n", "x" * (COLUMNS + 5), "", "gone"], [0.25, 1.0, 0.5, 1.0, 0.0]
+    drawn = svg(HOSTILE, [Shaded(HOSTILE, HOSTILE, pieces, held)])
+    root = ElementTree.fromstring(drawn)
+    name = "{http://www.w3.org/2000/svg}"
+    assert {element.tag.removeprefix(name) for element in root.iter()} == {
+        *("svg", "title", "desc", "style", "rect", "text", "g"),
+    }
+    assert [text.text for text in root.iter(f"{name}text") if text.get("class") == "gone"] == ["gone"]
+    shades = [float(rect.get("fill-opacity", 0)) for rect in root.iter(f"{name}rect") if rect.get("class") == "held"]
+    assert shades[0] == pytest.approx(0.25 * 0.55, abs=1e-3)
+    assert shades.count(pytest.approx(0.5 * 0.55, abs=1e-3)) == 2  # a token that is longer than a line
+    assert not set("\x1b\u202e\u2028") & set(drawn)
