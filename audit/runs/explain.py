@@ -16,8 +16,9 @@ from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.records import Item, Record
 from audit.policies import Policy
 from audit.runs.checkpoints import load_checkpoint
-from audit.runs.evaluate import Evaluator, Unit, UnitFiles, asked_suite, evaluation_items, grid, row_seed
+from audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed
 from audit.runs.folder import RunFolder
+from audit.runs.units import Unit, UnitFiles
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
 from suites.base import Suite
