@@ -258,6 +258,14 @@ def test_several_temperatures_need_one_to_be_said(loaded: LoadedModel, tmp_path:
         measure(loaded, survey(written(tmp_path / "two.jsonl", lines)))
 
 
+@pytest.mark.parametrize("told", [{"advantage": 10**40}, {"reward": 1e300, "group": 1}, {"reward": 1.0}])
+def test_advantages_may_be_of_any_size_or_unknown(told: Line, loaded: LoadedModel, tmp_path: Path) -> None:
+    file = written(tmp_path / "own.jsonl", [GOOD | told, GOOD])
+    found = measure(loaded, survey(file)).panel
+    known = [name for name in ("positive", "zero", "negative") if found[f"k3_kl_{name}"] is not None]
+    assert known == {"advantage": ["positive"], "reward": ["zero"] if "group" in told else []}[next(iter(told))]
+
+
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("audit.replay.stacks._LONGEST", 50)
     with pytest.raises(DataError, match="line 1 is longer than"):

@@ -56,9 +56,9 @@ def _mismatch(
     found = survey(rollouts)
     model = load_model(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
     made = measure(model, found, temperature=temperature)
+    _print(found, model, made)
     if json_file is not None:
         write_output(json_file, _json(found, model, made))
-    _print(found, model, made)
     return ALARM if made.alarms else 0
 
 

@@ -7,7 +7,6 @@ line, as often as somebody asks, and never held.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -253,7 +252,7 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = torch.load(path, map_location="cpu", weights_only=True)["samples"]
         named = list(enumerate(rows))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # a damaged pickle raises whatever its opcodes stumble over
         what = clip(" ".join(str(error).split()), _SHOWN // 2)
         raise DataError(
             f"{str(path)!r} is no rollout file of slime, or holds objects, which are not run ({what}); write it as "
@@ -318,8 +317,8 @@ def _advantages(told: float | Sequence[float] | None, length: int) -> Tensor | N
         return None
     if isinstance(told, Sequence):
         _fitting("advantage", told, length, "completion")
-        return torch.tensor(told, dtype=torch.float32)
-    return torch.full((length,), told)
+        return torch.tensor(told, dtype=torch.float64)
+    return torch.full((length,), told, dtype=torch.float64)
 
 
 def _fitting(name: str, values: Sequence[Any], wanted: int, of: str) -> None:

@@ -168,9 +168,9 @@ def _advantages(row: Imported, found: Survey) -> Tensor:
     if row.advantages is not None:
         return row.advantages
     if row.reward is None or row.group is None:
-        return torch.full((length,), math.nan)
+        return torch.full((length,), math.nan, dtype=torch.float64)
     total, count = found.rewards[row.group]
-    return torch.full((length,), row.reward - total / count)
+    return torch.full((length,), row.reward - total / count, dtype=torch.float64)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
