@@ -33,6 +33,11 @@ class Suite:
     refusal: ClassVar[str] = ""  # the sentence that the prompt asks a refusal to be, where it names one
     clusters: ClassVar[int | None] = None  # how many an evaluation has at most, where too few to decide five points
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a model can say of an item, all turns together."""
+        return self.max_new_tokens * self.max_turns
+
     @classmethod
     def member(cls, rest: str) -> type[Suite]:
         """The suite FAMILY:REST, of a class whose name ends with a colon; the same class for the same name."""

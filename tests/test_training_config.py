@@ -55,6 +55,17 @@ def test_a_loss_brings_defaults_where_nothing_is_given() -> None:
     assert (config().epsilon_high, config().resample, config(loss="online-dpo").beta) == (0.2, None, 0.1)
 
 
+def test_a_null_stands_for_what_the_loss_brings_and_reads_back_as_it_was_written() -> None:
+    silent, off = config(loss="dapo", overlong=None, resample=None), config(loss="dapo", overlong=0)
+    assert silent.hash == config(loss="dapo").hash
+    assert off.overlong == 0
+    assert [type(one)(**one.to_json()).hash for one in (silent, off)] == [silent.hash, off.hash]
+
+
+def test_a_checkpoint_names_its_loss_in_its_recipe() -> None:
+    assert config(loss="gspo").disclosed()["loss"] == "gspo"
+
+
 def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
     assert short(steps=3).hash == "ca2bc859bb47"
     assert not {"minibatches", "resample", "overlong", "critic"} & set(config().to_json())

@@ -20,9 +20,10 @@ from audit.sampling.model import LoadedModel, load_model, locate
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo
 from audit.training.arms import ARMS
-from audit.training.batch import gradient_steps, slots, training_items
+from audit.training.batch import gradient_steps, rewarded, slots, training_items
 from audit.training.learner import read_tokens
 from audit.training.student import Student
+from suites.base import SUITES
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +204,23 @@ def test_a_group_whose_rewards_are_all_alike_is_sampled_again_with_other_seeds(
     assert row["groups_sampled_again"] == 2  # the second group, twice; the first had one reward
     assert [len(seeds) for seeds in asked] == [8, 4, 4]
     assert len({seed for seeds in asked for seed in seeds}) == 16
+
+
+def test_length_costs_by_what_the_rollouts_own_suite_allows(
+    base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[int] = []
+
+    def watch(batch: Any, values: Any, settings: Any, most: torch.Tensor) -> Any:
+        allowed.extend(most.tolist())
+        return rewarded(batch, values, settings, most)
+
+    monkeypatch.setattr(grpo, "rewarded", watch)
+    grpo.train(
+        config(suites=["refusal", "math"], group=2, steps=1, overlong=0.2, ledger_every=0), base, tmp_path, silent
+    )
+    assert allowed == [SUITES.get(name)().max_new_tokens for name in ("refusal", "refusal", "math", "math")]
+    assert allowed[0] < allowed[2]
 
 
 def test_the_reference_is_the_base_model_under_the_learners_view(

@@ -180,7 +180,7 @@ def test_dapo_divides_by_all_sampled_tokens_of_the_step() -> None:
 
 
 def test_overlong_rollouts_pay_for_their_last_tokens() -> None:
-    found = overlong_penalty(torch.tensor([80, 81, 90, 100, 120]), 100, 0.2)
+    found = overlong_penalty(torch.tensor([80, 81, 90, 100, 120]), torch.tensor(100), 0.2)
     torch.testing.assert_close(found, torch.tensor([0.0, -0.05, -0.5, -1.0, -1.0]))
 
 

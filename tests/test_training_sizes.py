@@ -17,8 +17,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError, SpecError
-from audit.core.spec import AdapterSpec, TrainSpec
+from audit.core.spec import AdapterSpec, RunSpec, TrainSpec
 from audit.replay.head import watched
+from audit.runs.names import NAMES
+from audit.runs.pipeline import prepare
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
 from audit.training import footprint, grpo, learner
@@ -279,12 +281,65 @@ def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         read_tokens(base.model, batch.rollouts, 4, "shadow", 1.0)
     prompt = max(rollout.prompt_length for rollout in batch.rollouts)
-    asked = section(context_tokens=prompt, prompts_per_step=3, group=4)
+    asked = section(context_tokens=prompt, prompts_per_step=6, group=4)  # three prompts in each half
     answer = max(len(rollout.ids) - rollout.prompt_length for rollout in batch.rollouts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SUITES.get("refusal"), "max_new_tokens", answer)
         estimate = holdings(asked, base)[2].size
     assert 0.4 * sum(sizes.values()) < estimate < sum(sizes.values()), (estimate, sum(sizes.values()))
+
+
+def test_a_share_of_the_prompts_keeps_its_share(base: LoadedModel) -> None:
+    whole, quarter = (holdings(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4))
+    assert quarter * 4 == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "memory.max": "5000\n",
+            "memory.current": "4500\n",
+            "memory.stat": "anon 9\ninactive_file 100\nactive_file 50\n",
+        },
+        {
+            "memory.limit_in_bytes": "5000\n",
+            "memory.usage_in_bytes": "4500\n",
+            "memory.stat": "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 50\n",
+        },
+    ],
+)
+def test_the_limit_of_a_container_is_all_that_is_free(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/cgroup").exists():
+        pytest.skip("this system has no control groups")
+    monkeypatch.setattr(footprint, "GROUPS", tmp_path)
+    before = footprint.free_bytes(torch.device("cpu"))
+    for folder in (tmp_path, tmp_path / "memory"):  # of either version
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    assert before > footprint.free_bytes(torch.device("cpu")) == 650
+
+
+def test_a_run_that_has_nothing_left_to_train_needs_no_memory_for_it(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "free_bytes", lambda _: 1000)
+    spec = RunSpec.model_validate(
+        {
+            "name": "small",
+            "model": str(tiny_folder),
+            "train": {"arms": ["dense"], "seeds": [1], "policy": "none", "suites": ["refusal"], "context_tokens": 500},
+            "evaluate": {"policies": ["none"], "suites": {"refusal": {"items": 12}}, "context_tokens": [500]},
+            "gate": {"reference": "dense"},
+        },
+        context=NAMES,
+    )
+    with pytest.raises(RunError, match="training asks for"):
+        prepare(spec)
+    prepare(spec, trains=False)
 
 
 @pytest.mark.parametrize(

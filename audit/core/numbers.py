@@ -51,5 +51,6 @@ Factor = Annotated[Number, Field(ge=0, le=1000)]
 Heat = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
 HeatOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
 Share = Annotated[Number, Field(gt=0, le=1)]
+ShareOrZero = Annotated[Number, Field(ge=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
 Points = Annotated[Number, Field(gt=0, lt=100), AfterValidator(_usable_margin)]  # percentage points

@@ -36,6 +36,7 @@ from audit.core.numbers import (
     Rate,
     Seed,
     Share,
+    ShareOrZero,
     Steps,
     Tokens,
 )
@@ -155,7 +156,7 @@ class Training(Part):
     rollout_rows: Steps = 0
     minibatches: Group = 1  # gradient steps of one pass over a batch, each on its own share of the prompts
     resample: Steps | None = None  # how often a group is sampled again whose rewards are all alike
-    overlong: Share | None = None  # the last share of the most tokens, where length begins to cost
+    overlong: ShareOrZero | None = None  # the last share of the most tokens, where length begins to cost; 0 is off
     critic: CriticSpec = CriticSpec()
     distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
@@ -166,9 +167,13 @@ class Training(Part):
         return self.updates_per_batch * self.minibatches
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Take what was not given from ``defaults``; only while the section is in the making."""
-        for key in defaults.keys() - self.model_fields_set:
-            object.__setattr__(self, key, defaults[key])
+        """Take what was not given from ``defaults``; only while the section is in the making.
+
+        A null is not given: it is not written either, and what was written must read back as it was.
+        """
+        for key, value in defaults.items():
+            if key not in self.model_fields_set or getattr(self, key) is None:
+                object.__setattr__(self, key, value)
 
     def written(self) -> dict[str, Any]:
         """The section as plain values, every default spelled out but those of fields that came later."""

@@ -19,7 +19,6 @@ from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import check_adapter
-from audit.training.footprint import check_memory
 from audit.training.sft import gold_rollout
 from suites.base import SUITES, CountTokens, Split, Suite
 
@@ -155,7 +154,7 @@ class Evaluator:
             prompt = _opening_tokens(self._model, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option has a row behind the prompt
-            lengths[item.item_id] = rows * (prompt + suite.max_new_tokens * suite.max_turns)
+            lengths[item.item_id] = rows * (prompt + suite.most_tokens)
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         return batched(
@@ -230,11 +229,10 @@ def made(
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
     """Make the first items that every suite trains on; raises what would otherwise come up in the first step.
 
-    So do an adapter that has no place in the model, gold answers that cannot be shown to it, and too little memory.
+    So do an adapter that has no place in the model, and gold answers that cannot be shown to it.
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)
-        check_memory(spec.train, model)
         for name in spec.train.suites:
             number, context = spec.train.prompts_per_step, spec.train.context_tokens
             suite, seed = SUITES.get(name)(), spec.train.seeds[0]

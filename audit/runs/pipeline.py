@@ -31,6 +31,7 @@ from audit.sampling.model import LoadedModel, load_model
 from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
+from audit.training.footprint import check_memory
 from audit.training.grpo import train
 from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES, Suite
@@ -47,8 +48,11 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare(spec: RunSpec) -> Prepared:
-    """Load the base model and make the items; raises what is wrong with a spec before any folder is claimed for it."""
+def prepare(spec: RunSpec, *, trains: bool = True) -> Prepared:
+    """Load the base model and make the items; raises what is wrong with a spec before any folder is claimed for it.
+
+    ``trains``: whether anything is left to train, which takes memory that an evaluation does not.
+    """
     disable_progress_bar()
     model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
@@ -58,6 +62,8 @@ def prepare(spec: RunSpec) -> Prepared:
     batches: Batches = {}
     with watched() as rows:
         check_training(spec, model)
+        if spec.train is not None and trains:
+            check_memory(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     return Prepared(model, batches, rows)
 
@@ -116,7 +122,7 @@ class Pipeline:
             self._train_all("warm start", starts, section.sft.steps)
         self._say(f"train: {len(section.arms)} arms x {len(section.seeds)} seeds")
         self._train_all("train", pairs, section.steps)
-        digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in starts + pairs}
+        digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
     def _train_all(self, name: str, pairs: list[Pair], steps: int) -> None:
@@ -215,7 +221,9 @@ class Pipeline:
     def _load_base(self) -> LoadedModel:
         """The model before training; it must be the one that the run was started with."""
         if self._base is None:
-            model, batches, rows = self._prepared or prepare(self._spec)
+            model, batches, rows = self._prepared or prepare(
+                self._spec, trains=not all(map(self._is_trained, self._made))
+            )
             self._batches.update(batches)
             known = self._run.provenance().get("base_sha256")
             if known not in (None, model.sha256):
@@ -282,6 +290,13 @@ class Pipeline:
         if not self._is_trained(pair):
             raise DataError(f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit train SPEC")
         return str(read_json(path / "provenance.json")["sha256"])
+
+    @property
+    def _made(self) -> list[Pair]:
+        """Every checkpoint that the run trains, warm starts first."""
+        section = self._spec.train
+        pairs = () if section is None else ((arm, seed) for arm in section.arms for seed in section.seeds)
+        return [*self._spec.starts, *pairs]
 
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()

@@ -96,10 +96,10 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     return (values - chosen.mean()) * (spread + WHITE_FLOOR).rsqrt() * mask
 
 
-def overlong_penalty(lengths: Tensor, most: int, share: float) -> Tensor:
+def overlong_penalty(lengths: Tensor, most: Tensor, share: float) -> Tensor:
     """0 up to (1 - share) most sampled tokens, then linearly down to -1 at ``most`` (Yu 2025, eq. 13, 2503.14476).
 
-    lengths [B], share in (0, 1]; returns [B].
+    lengths and most [B] or [], share in (0, 1]; returns [B].
     """
     last = share * most
     return ((most - last - lengths) / last).clamp(-1.0, 0.0)

@@ -150,11 +150,14 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
     )
 
 
-def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, max_tokens: int) -> Rewarded:
-    """What a loss makes advantages of: rewards, with the cost of length where the configuration has one."""
+def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: Tensor) -> Rewarded:
+    """What a loss makes advantages of: rewards, with the cost of length where the configuration has one.
+
+    ``allowed`` [B] or [] are the most tokens that each rollout can sample.
+    """
     rewards = batch.rewards
     if config.overlong:
-        rewards = rewards + overlong_penalty(batch.mask.sum(dim=1), max_tokens, config.overlong)
+        rewards = rewards + overlong_penalty(batch.mask.sum(dim=1), allowed, config.overlong)
     critic = config.critic
     return Rewarded(rewards, batch.graded, batch.mask, batch.group, values, critic.discount, critic.trace)
 

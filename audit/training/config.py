@@ -57,6 +57,7 @@ class TrainConfig(Training):
             "learner": arm.learner,
             "correction": arm.correction,
             "distillation": arm.distill,
+            "loss": self.loss,
             "reward": REWARD,
         }
 

@@ -6,6 +6,7 @@ full length. Left out is what libraries hold besides.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,12 @@ from audit.sampling.model import LoadedModel
 from audit.training.adapters import linear_layers
 from audit.training.arms import get_arm
 from audit.training.learner import PIECE
+from audit.training.losses import LOSSES
 from suites.base import SUITES
 
 GB = 1e9
+GROUPS = Path("/sys/fs/cgroup")
+_FILES = ("inactive_file", "active_file")
 
 
 class Holding(NamedTuple):
@@ -48,14 +52,16 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, Holding]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
-    suites = [SUITES.get(name)() for name in section.suites]
-    answer = max(suite.max_new_tokens * suite.max_turns for suite in suites)
+    answer = max(SUITES.get(name)().most_tokens for name in section.suites)
     row = section.context_tokens + answer
     questions = section.rollout_rows // section.group or section.prompts_per_step
     dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
-    cached = questions * section.group * row * _cached(model) if dense else 0
+    cached = questions * section.group * _cached(model, row) if dense else 0
     question = section.context_tokens + section.group * answer  # tokens of a group, its prompt once
-    tokens = min(section.prompts_per_step * question, max(section.microbatch_tokens, row))
+    groups = section.prompts_per_step // section.minibatches
+    alone = question if LOSSES.get(section.loss).whole_groups else row
+    # a gradient is taken half by half, so that no microbatch has more than the larger half
+    tokens = min((groups - groups // 2) * question, max(section.microbatch_tokens, alone))
     answers = tokens * section.group * answer // question
     # attention under a record is written out, for the queries of a prompt too
     shadow = any(get_arm(arm).learner == "shadow" for arm in section.arms)
@@ -70,15 +76,42 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses, in bytes; of a system that does not say so, all it has."""
+    """Memory that nobody uses and this process may have, in bytes; of a system that does not say so, all it has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    table = Path("/proc/meminfo")
-    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = _table(Path("/proc/meminfo"))
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = found["MemAvailable:"] * 1024 if "MemAvailable:" in found else everything
+    return int(min([free, *map(_left, _groups())]))
+
+
+def _groups() -> list[Path]:
+    """The control groups that this process is in, each with those around it: a container's limit is that of one."""
+    table, found = Path("/proc/self/cgroup"), list[Path]()
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else []:
+        _, kinds, path = line.split(":", 2)  # version 2 has no kinds, version 1 a folder for each
+        if not kinds or "memory" in kinds.split(","):
+            base = GROUPS / kinds
+            own = base / path.lstrip("/")
+            found += [own, *(around for around in own.parents if around.is_relative_to(base))]
+    return found
+
+
+def _left(group: Path) -> float:
+    """What a control group may still take, in bytes; files in memory give way. No limit is infinity."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        if (group / limit).is_file() and (most := (group / limit).read_text(encoding="ascii").strip()).isdigit():
+            held = _table(group / "memory.stat")
+            # version 1 counts groups within apart, under the names with total
+            files = max(sum(held.get(kind + name, 0) for name in _FILES) for kind in ("", "total_"))
+            return max(int(most) - int((group / used).read_text(encoding="ascii")) + files, 0)
+    return math.inf
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a whole number; {} where there is no such file."""
+    lines = path.read_text(encoding="ascii").splitlines() if path.is_file() else []
+    return {name: int(value) for name, value, *_ in map(str.split, lines) if value.isdigit()}
 
 
 def _learning(section: TrainSpec, model: LoadedModel) -> int:
@@ -97,24 +130,27 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     return section.adapter.rank * sum(widths, 0) * 16
 
 
-def _cached(model: LoadedModel) -> int:
-    """Bytes of one token's keys and values."""
+def _cached(model: LoadedModel, row: int) -> int:
+    """Bytes of the keys and values of ``row`` tokens, of which a layer with a window keeps no more than that."""
     config = model.model.config.get_text_config(decoder=True)
-    layers, heads = len(layer_plans(model.model.config, Dense())), kv_heads(model.model.config)
-    size: int = config.hidden_size // config.num_attention_heads
-    return 2 * layers * heads * size * int(model.dtype.itemsize)
+    size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    plans = layer_plans(model.model.config, Dense())
+    entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.attends)
+    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)
 
 
 def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
     """Numbers that are kept of a pass's tokens for the backward pass; ``seen`` counts pairs of query and key.
 
-    Twice the outputs of the linear layers, which leaves out some norms, and the attention weights of those pairs.
-    Checkpointed layers keep their input, and one layer at a time the rest.
+    Twice the outputs of the linear layers, which leaves out some norms, and the attention weights of those pairs in
+    layers with full attention. Checkpointed layers keep their input, and one layer at a time the rest.
     """
-    config, layers = model.config.get_text_config(decoder=True), len(layer_plans(model.config, Dense()))
+    config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
     outputs = sum(module.out_features for module in model.get_decoder().modules() if isinstance(module, Linear))
-    layer = tokens * 2 * outputs // layers + seen * config.num_attention_heads
-    return int(layers * tokens * config.hidden_size + layer if once else layers * layer)
+    linear, weights = tokens * 2 * outputs // len(plans), seen * config.num_attention_heads
+    if once:
+        return int(len(plans) * tokens * config.hidden_size + linear + weights)
+    return int(len(plans) * linear + sum(plan.governed for plan in plans) * weights)
 
 
 def _vocabulary(model: Any) -> int:

@@ -85,8 +85,7 @@ class _Run:
         self._questions = training_items(config, base.chat.count_tokens)
         self._reward = REWARDS.get(REWARD)()
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
-        suites = {suite.name: suite for step in self._questions for suite, _ in step}
-        self._max_tokens = max(suite.max_new_tokens * suite.max_turns for suite in suites.values())
+        self._max_tokens = max(suite.most_tokens for step in self._questions for suite, _ in step)
 
     def step(self, step: int) -> tuple[Row, Sequence[Rollout]]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
@@ -97,7 +96,8 @@ class _Run:
         # before a weight moves: the certificate is about the weights that sampled
         replayed = self.student.replayed(batch) if config.keeps_ledger(step + 1) else None
         clock.lap("shadow_check")
-        learned = learn(self.student, batch, step=step, max_tokens=self._max_tokens)
+        allowed = [suite.most_tokens for suite, _ in self._questions[step] for _ in range(config.group)]
+        learned = learn(self.student, batch, step=step, max_tokens=self._max_tokens, allowed=allowed)
         clock.lap("learner")
         row = step_row(step + 1, config, played, rewards, batch, learned, replayed)
         return row | {"groups_sampled_again": again} | clock.laps, batch.rollouts
@@ -136,11 +136,14 @@ class _Run:
         return found
 
 
-def learn(student: Student, batch: Batch, *, step: int, max_tokens: int) -> Learned:
+def learn(
+    student: Student, batch: Batch, *, step: int, max_tokens: int, allowed: Sequence[int] | None = None
+) -> Learned:
     """Take every gradient step on one batch of rollouts.
 
     pi_old is the learner's own log-prob before the first of them. Where one pass over one microbatch is all there is,
-    it is that pass, detached; otherwise a pass without gradient comes first.
+    it is that pass, detached; otherwise a pass without gradient comes first. A rollout can sample ``max_tokens`` at
+    most, or as many as ``allowed`` says of it.
     """
     config, arm = student.config, student.config.recipe
     loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
@@ -150,7 +153,8 @@ def learn(student: Student, batch: Batch, *, step: int, max_tokens: int) -> Lear
         before = student.seen(batch)
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
     anchor = student.anchor(batch)
-    earned = rewarded(batch, None if before is None else before.values, config, max_tokens)
+    most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
+    earned = rewarded(batch, None if before is None else before.values, config, most)
     advantages, returns = loss.estimate(earned)
     first = torch.zeros_like(batch.sampler_logprobs) if before is None else before.logprobs.clone()
     tally, apart, noise = Tally(), Halves(student.model), dict[str, float | None]()
