@@ -30,14 +30,14 @@ DESIGN = Design(
     samples=2,
     seeds=(1,),
     facets={"refusal": ("unsafe", "helpful")},
-    hostile="\x1b[2J </script> \u202e",
+    hostile="\x1b[2J </script> \u202e \u2028 \x85",
 )
 
 
 def rows_of(unit: Path) -> dict[tuple[str, str, int], float | None]:
     """(metric, item, draw) -> score, as our records have it."""
     found: dict[tuple[str, str, int], float | None] = {}
-    for record in map(Record.from_json, unit.read_text().splitlines()):
+    for record in map(Record.from_json, unit.read_bytes().splitlines()):
         found["score", record.item_id, record.sample_index + 1] = record.score
         for name, value in record.facets.items():
             good = None if value is None else float(value == FACETS[name].wanted)

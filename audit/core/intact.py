@@ -21,7 +21,7 @@ def check_checkpoints(run: Path) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """The same for one finished checkpoint."""
+    """The same for one finished checkpoint; a folder that is none is refused too."""
     for path, wanted in _held(folder / PROVENANCE):
         _check(path, wanted)
 
@@ -29,6 +29,11 @@ def check_checkpoint(folder: Path) -> None:
 def _held(provenance: Path) -> Iterator[tuple[Path, str]]:
     """Every file that the checkpoint was finished with, and its sha256."""
     story = read_json(provenance)
+    if not set(_HELD) & set(story):  # as a run's, which has one of the same name
+        raise DataError(
+            f"{str(provenance.parent)!r} is no finished checkpoint; give the folder of one, such as "
+            "RUN/checkpoints/ARM/seed-N (a run that trained nothing, as a probe, has none)"
+        )
     for key, folder in _HELD.items():
         table = own_files(story.get(key), provenance)
         yield from ((provenance.parent / folder / name, digest) for name, digest in sorted(table.items()))

@@ -55,7 +55,7 @@ def records_of(unit: Path) -> list[Record]:
     """The records of a sealed unit."""
     raw = unit.read_bytes()
     check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
-    return [Record.from_json(line) for line in raw.decode().splitlines()]
+    return [Record.from_json(line.decode()) for line in raw.splitlines()]
 
 
 def log_of(records: Sequence[Record], created: str) -> EvalLog:

@@ -11,6 +11,7 @@ from torch import Tensor
 from audit.cache.ledger import NEVER
 from audit.cache.routing import NOBODY
 from audit.cache.selection import NONE, Selection
+from audit.core.numbers import HeatOrGreedy
 from audit.replay.recorded import LOGPROB_ROUNDING
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
@@ -85,7 +86,7 @@ class FileHeader(Form):
     layers: Count
     kv_heads: Count
     policy: str | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    temperature: HeatOrGreedy | None = None
 
 
 class JsonFile(FileHeader):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from audit.cache.ledger import NEVER, Rollout
 from audit.core.errors import DataError
+from audit.core.numbers import HeatOrGreedy
 from audit.core.text import clip
 from audit.replay.interchange import first_mistake, read_rollouts
 from audit.replay.interchange_form import Form, Index, Length
@@ -26,9 +27,10 @@ PAGE = "docs/check-my-loop.md"
 _LEDGERS = (".json", ".safetensors")  # of audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _SHOWN = 200  # characters of what is wrong
+_LARGEST = 1e100  # size of a reward or an advantage: squares of more cannot be added up
 
 Flag = Annotated[int, Field(ge=0, le=1)]
-Told = Annotated[float, Field(allow_inf_nan=False)]
+Told = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
 class Imported(NamedTuple):
@@ -73,7 +75,7 @@ class OwnLine(Form):
     reward: Told | None = None
     advantage: Told | list[Told] | None = None
     group: str | int | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    temperature: HeatOrGreedy | None = None
     tokenizer_sha256: str | None = None
     info: Any = None
 
@@ -119,7 +121,7 @@ class SlimeLine(Foreign):
     def parts(self) -> list[Parts]:
         """The one rollout of the line."""
         start = len(self.tokens) - self.response_length
-        reward = float(self.reward) if isinstance(self.reward, int | float) else None
+        reward = _reward(self.reward) if isinstance(self.reward, int | float) else None
         return [
             Parts(self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, _named(self.group_index))
         ]
@@ -319,6 +321,12 @@ def _advantages(told: float | Sequence[float] | None, length: int) -> Tensor | N
         _fitting("advantage", told, length, "completion")
         return torch.tensor(told, dtype=torch.float64)
     return torch.full((length,), told, dtype=torch.float64)
+
+
+def _reward(told: float) -> float:
+    if not -_LARGEST <= told <= _LARGEST:
+        raise ValueError(f"has a reward that is no number from {-_LARGEST:g} to {_LARGEST:g}")
+    return float(told)
 
 
 def _fitting(name: str, values: Sequence[Any], wanted: int, of: str) -> None:
