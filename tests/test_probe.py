@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from endpoint_world import Answers, Wire, completion, gold
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from audit.cli import app
@@ -18,9 +19,11 @@ from audit.core.endpoint import Endpoint, Replied
 from audit.core.errors import SpecError
 from audit.core.records import Message, Record, Role
 from audit.core.spec_file import parse_spec
+from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.runs.probe.calls import wire
 from audit.runs.probe.plan import Plan, make_plan
+from audit.runs.probe.probe import Probe
 
 PLAN = """
 name: quarter
@@ -164,6 +167,26 @@ def test_a_killed_probe_asks_only_what_was_not_answered(world: World) -> None:
     assert unbroken.exit_code == 0
     assert [_timeless(r) for r in world.records()] == [_timeless(r) for r in world.records("other")]
     assert world.probe(right, "--resume")[1].asked == []
+
+
+def test_what_another_process_was_told_meanwhile_is_not_asked_again(world: World) -> None:
+    plan, folder = planned(SMALL), world.folder / "run"
+    right, told = gold(plan), 0
+
+    def every_third_fails(body: dict[str, Any]) -> Replied:
+        nonlocal told
+        told += 1
+        return Replied(400, b"{}") if told % 3 == 0 else right(body)
+
+    wires = [Wire(every_third_fails), Wire(right)]
+    url, quiet = "http://endpoint/v1", Console(quiet=True)
+    both = [
+        Probe(open_run(folder, plan.spec, resume=n > 0), plan, url, Endpoint(url).line("probe", wire), quiet)
+        for n, wire in enumerate(wires)
+    ]
+    for probe in both:
+        probe.work()
+    assert [len(wire.asked) for wire in wires] == [12, 4]
 
 
 def _timeless(record: Record) -> dict[str, Any]:

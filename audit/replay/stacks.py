@@ -27,7 +27,7 @@ PAGE = "docs/check-my-loop.md"
 _LEDGERS = (".json", ".safetensors")  # of audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _SHOWN = 200  # characters of what is wrong
-_LARGEST = 1e100  # size of a reward or an advantage: squares of more cannot be added up
+_LARGEST = 1e300  # size of a reward or an advantage, so that a group of them can be added up
 
 Flag = Annotated[int, Field(ge=0, le=1)]
 Told = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from audit.core.errors import SpecError
 from audit.core.grid import ProbeSpec
@@ -23,7 +22,8 @@ _CHARACTERS = 4  # of a token, where no tokenizer is named
 _MILLION = 1e6
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True, eq=False)  # a key by itself, since items are none
+class Unit:
     """A suite's items at one length: what one file of records holds."""
 
     suite: Suite

@@ -70,7 +70,6 @@ class Probe:
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
         self._inputs = inputs_sha256(run.provenance()[TABLE])
-        self._calls = Calls(run.path / CALLS)
         self._door, self._streak, self._halted = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()
@@ -126,6 +125,7 @@ class Probe:
     def _ask(self, unit: Unit, mine: Claim) -> None:
         """Hold every conversation of a unit, write its records beside their place, and seal them."""
         self._before, self._over = self._done_rows(), 0
+        self._calls = Calls(self._run.path / CALLS)  # another process may have asked since
         talks = self._talks(unit)
         mine.check()
         lines = "".join(self._record(unit, talk).to_json() + "\n" for talk in talks).encode()
