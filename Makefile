@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
+# of the tests: each loads torch, and those of one file share what they set up
+PROCESSES ?= 2
+
 # versions of transformers that the cache, the shadow pass and every policy are held to
 MATRIX ?= 5.4.0 newest
 
@@ -12,7 +15,7 @@ audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 test-matrix: $(MATRIX:%=test-transformers-%)
 
