@@ -36,7 +36,7 @@ def load_given(
     Raises DataError for what cannot be loaded, and for another architecture, tokenizer or chat template.
     """
     check_given(name_or_path, base)
-    if (folder := locate(name_or_path)).joinpath(ADAPTER_CONFIG).is_file():
+    if _is_adapter(folder := locate(name_or_path)):
         return _adapted(folder, name_or_path, base)
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
 
@@ -50,7 +50,7 @@ def load_named(
 ) -> LoadedModel:
     """``load_model``; where a folder holds an adapter, it is merged into the model that its configuration names."""
     folder = Path(name_or_path).expanduser()
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not _is_adapter(folder):
         return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -61,7 +61,7 @@ def load_named(
 def check_given(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
-    if (folder / ADAPTER_CONFIG).is_file():
+    if _is_adapter(folder):
         _check_base(folder, name_or_path, base)
         if (folder / _TOKENIZER).is_file():
             _check_prompts(name_or_path, base)
@@ -76,6 +76,11 @@ def check_given(name_or_path: str, base: LoadedModel) -> None:
                 f"{ours.get(name)}; compare checkpoints of one architecture"
             )
     _check_prompts(name_or_path, base)
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder is to be merged; beside a whole model an adapter's configuration is refused as that is read."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
