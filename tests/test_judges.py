@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING, dataclass, fields
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
-from audit.core.endpoint import _retry_after
+from audit.core.endpoint import _retry_after, over_http
 from audit.core.errors import DataError, RunError, SpecError
 from audit.core.options import sha256_of
 from audit.core.questions import Question
@@ -386,6 +386,18 @@ def test_an_endpoint_that_hangs_is_one_line() -> None:
 
     with endpoint(hang) as server, pytest.raises(RunError, match="does not answer"):
         ask(server.url, timeout=1.0, tries=1).refused(ASKED)
+
+
+def test_an_endpoint_that_drips_its_headers_is_given_up() -> None:
+    def drip(handler: BaseHTTPRequestHandler, _: Any) -> None:
+        with suppress(OSError):
+            for _ in range(30):  # each byte in time for a socket's own timeout of .4 s
+                handler.wfile.write(b"H")
+                handler.wfile.flush()
+                time.sleep(0.1)
+
+    with endpoint(drip) as server, pytest.raises(TimeoutError):
+        over_http(server.url, b"{}", {}, 0.4)
 
 
 def test_nobody_there_is_one_line() -> None:

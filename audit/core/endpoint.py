@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -28,6 +28,7 @@ from audit.core.text import inline, is_text
 from audit.core.yaml_file import one_line
 
 _PROBED = 2  # requests sent before all others
+_GRACE = 0.5  # seconds in which a reply that is late says so itself
 _LONGEST_REPLY = 1 << 20  # bytes
 _LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
 _HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
@@ -209,7 +210,24 @@ _OPENER = urllib.request.build_opener(_Stay)
 
 
 def over_http(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
-    """Send a request to an address of http:// or https://; raises OSError, HTTPException or ValueError."""
+    """Send a request to an address of http:// or https://; raises OSError, HTTPException or ValueError.
+
+    A socket's own timeout begins anew with every byte, so an endpoint that drips its headers is left to a thread of its
+    own, and given up here with a TimeoutError.
+    """
+    replied: Future[Replied] = Future()
+
+    def exchange() -> None:
+        try:
+            replied.set_result(_exchanged(url, body, headers, timeout))
+        except BaseException as error:  # raised where it is waited for
+            replied.set_exception(error)
+
+    threading.Thread(target=exchange, daemon=True).start()
+    return replied.result(timeout + _GRACE)
+
+
+def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
     deadline = time.monotonic() + timeout
     try:
         request = urllib.request.Request(url, body, dict(headers))  # noqa: S310 - the scheme was checked
