@@ -114,6 +114,33 @@ def test_two_hundred_requests_at_once_lose_none_and_mix_up_none(server: Server) 
     assert len(set(texts)) > 1
 
 
+def test_the_harness_gets_the_same_answers_by_its_own_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = pytest.importorskip("lm_eval.models.openai_completions", reason="needs the extra lm-eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.api_models import JsonChatStr
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    asked = JsonChatStr(json.dumps(CHAT)), {"until": ["\n\n"], "max_gen_toks": 8, "temperature": 0}
+    for policy in ("none", HIDDEN):
+        client = harness.LocalChatCompletion(f"{server.url}/v1/chat/completions", model=f"embedded@{policy}")
+        assert client.generate_until([Instance("generate_until", {}, asked, 0)]) == [sampled(policy, 8)[0]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages that it stands on
+def test_inspect_gets_the_same_answer_by_its_own_client(server: Server) -> None:
+    inspect = pytest.importorskip("inspect_ai.model", reason="needs the extra inspect")
+    roles = {"system": inspect.ChatMessageSystem, "user": inspect.ChatMessageUser}
+    chat = [roles[row["role"]](content=row["content"]) for row in CHAT]
+    greedy = inspect.GenerateConfig(max_tokens=8, temperature=0)
+
+    async def said() -> str:
+        name, url = f"openai-api/kvaudit/embedded@{HIDDEN}", f"{server.url}/v1"
+        async with inspect.get_model(name, base_url=url, api_key=KEY, memoize=False) as model:
+            return str((await model.generate(chat, config=greedy)).completion)
+
+    assert asyncio.run(said()) == sampled(HIDDEN, 8)[0]
+
+
 def test_a_stream_adds_up_to_the_whole_answer(server: Server) -> None:
     ask: Any = server.client().chat.completions.create
     whole = ask(model="embedded", messages=CHAT, max_tokens=12, temperature=0).choices[0]
