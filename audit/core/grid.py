@@ -53,7 +53,10 @@ def _thinking(value: Any) -> Any:
 
 
 class EvaluateSpec(Part):
-    """The grid: every checkpoint under every policy, on every suite, at every context length."""
+    """The grid: every checkpoint under every policy, on every suite, at every context length.
+
+    With ``own_policy_only`` what was trained under a policy is served under that one and none.
+    """
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
@@ -65,6 +68,7 @@ class EvaluateSpec(Part):
     seed: Seed = 1000
     batch_tokens: BatchTokens = 16384
     think: Annotated[Thinking | None, BeforeValidator(_thinking)] = None
+    own_policy_only: bool = False
 
     def contexts_of(self, suite: str) -> tuple[int, ...]:
         """The lengths at which a suite is asked."""
@@ -80,6 +84,8 @@ class EvaluateSpec(Part):
         thinking = row.pop("think")
         if thinking is not None:
             row["think"] = thinking if thinking["budget"] else STRIP
+        if not self.own_policy_only:
+            del row["own_policy_only"]
         return row
 
     @property

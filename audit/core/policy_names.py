@@ -7,6 +7,8 @@ same as mappings (name, compose, mixture with weights).
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from math import gcd
@@ -16,6 +18,7 @@ from audit.core.yaml_file import shown
 
 DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
 _DEEPEST = 3  # a mixture of compositions of policies
+_LONGEST_NAME, _DIGITS = 48, 6  # letters of a folder's name, and those of a hash in it
 _LONGEST = 12  # digits of a share, that a file may mean harm with
 _Part = tuple[str, dict[str, str]]  # name, fields
 
@@ -70,6 +73,23 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
         telling = [k for k in fields[policy] if len({fields[t].get(k) for t in twins}) > 1]
         names[policy] = " ".join([first[policy], *(f"{key[-1]}={fields[policy][key]}" for key in telling)])
     return names
+
+
+def folder_names(policies: Sequence[str]) -> dict[str, str]:
+    """``snapkv-48`` for each policy: its short name in letters that a folder may be named with, no two alike."""
+    joined = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
+    names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in joined.items()}
+    plain = list(names.values())
+    return {
+        policy: name if plain.count(name) == 1 and len(name) <= _LONGEST_NAME else _hashed(name, policy)
+        for policy, name in names.items()
+    }
+
+
+def _hashed(name: str, policy: str) -> str:
+    """The name cut to the longest and told apart by its policy's hash."""
+    digest = hashlib.sha256(policy.encode()).hexdigest()[:_DIGITS]
+    return f"{name[: _LONGEST_NAME - _DIGITS - 1]}-{digest}"
 
 
 def _draws(policy: str) -> list[tuple[str, int]]:

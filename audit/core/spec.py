@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -40,10 +40,11 @@ from audit.core.numbers import (
     Steps,
     Tokens,
 )
-from audit.core.policy_names import match_policies
+from audit.core.policy_names import DENSE_POLICY, folder_names, match_policies
 from audit.core.spec_parts import Names, Part, Text, canonical_policy, unique
 
 BASE_ARM = "base"  # the model before any training
+DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -74,6 +75,8 @@ _LATER = (
     "critic",
     "distill_towards",
     "distill_where",
+    "policies",
+    "only",
 )
 
 
@@ -178,7 +181,11 @@ class Training(Part):
     def written(self) -> dict[str, Any]:
         """The section as plain values, every default spelled out but those of fields that came later."""
         row, fields = self.model_dump(mode="json"), type(self).model_fields
-        return {k: v for k, v in row.items() if k not in _LATER or getattr(self, k) != fields[k].get_default()}
+        return {
+            k: v
+            for k, v in row.items()
+            if k not in _LATER or getattr(self, k) != fields[k].get_default(call_default_factory=True)
+        }
 
     @field_validator("policy", mode="before")
     @classmethod
@@ -211,17 +218,96 @@ class Pairs(Part):
     seeds: tuple[Seed, ...] = Field(min_length=1)
 
 
+class TrainedArm(NamedTuple):
+    """An arm of a run: ``name`` in its folders, records and report; the recipe, and the policy it is trained under."""
+
+    name: str
+    recipe: str
+    policy: str
+
+
 class TrainSpec(Training, Pairs):  # a written spec begins with the fields of the last base
-    """The paired training runs: ``audit.training.config.TrainConfig`` is one of them."""
+    """The paired training runs: ``audit.training.config.TrainConfig`` is one of them.
+
+    ``policies`` are a sweep: every arm is trained under each of them, ``dense`` once, which has no use for any.
+    ``only`` names arms that are trained under some of them alone.
+    """
+
+    policies: tuple[str, ...] = ()
+    only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+    @property
+    def trained(self) -> tuple[TrainedArm, ...]:
+        """Every arm of the run, in the order of ``arms``; one of a sweep is called RECIPE_POLICY."""
+        if not self.policies:
+            return tuple(TrainedArm(recipe, recipe, self.policy) for recipe in self.arms)
+        words, found = folder_names(self.policies), list[TrainedArm]()
+        for recipe in self.arms:
+            if recipe == DENSE_ARM:
+                found.append(TrainedArm(recipe, recipe, DENSE_POLICY))
+            else:
+                own = self.only.get(recipe, self.policies)
+                found += (TrainedArm(f"{recipe}_{words[policy]}", recipe, policy) for policy in own)
+        return tuple(found)
+
+    @property
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """Every training run as name of its arm and seed."""
+        return tuple((arm.name, seed) for arm in self.trained for seed in self.seeds)
+
+    def written(self) -> dict[str, Any]:
+        """See ``Training.written``; of a sweep without the one policy that it has not."""
+        row = super().written()
+        if self.policies:
+            del row["policy"]
+        return row
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        """A sweep as a section whose own policy compresses nothing: no arm is trained under it but ``dense``."""
+        if not isinstance(value, Mapping) or "policies" not in value:
+            return value
+        if "policy" in value:
+            raise SpecError("train has policy and policies; give policies alone, every arm is trained under each")
+        return {**value, "policy": DENSE_POLICY}
+
+    @field_validator("policies", mode="before")
+    @classmethod
+    def _canonical_policies(cls, value: Any, info: ValidationInfo) -> Any:
+        return _canonical_list(value, info.context)
+
+    @field_validator("only", mode="before")
+    @classmethod
+    def _canonical_only(cls, value: Any, info: ValidationInfo) -> Any:
+        lists = value if isinstance(value, Mapping) else {}
+        return {arm: _canonical_list(own, info.context) for arm, own in lists.items()} or value
 
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
         unique("train.arms", self.arms)
         unique("train.seeds", self.seeds)
+        if "policies" in self.model_fields_set and not unique("train.policies", self.policies):
+            raise SpecError("train.policies is empty; give one policy at least, or policy: alone")
+        if self.only and not self.policies:
+            raise SpecError("train.only says which policies of a sweep an arm is trained under; give policies too")
+        object.__setattr__(self, "only", {arm: self._some(arm, own) for arm, own in self.only.items()})
         if info.context is not None:
             self.fill(info.context.loss_defaults(self.loss))
             info.context.check_training(self)
         return self
+
+    def _some(self, arm: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+        """The policies of the sweep that ``only`` names for an arm, in the order of the sweep."""
+        if arm not in self.arms or arm == DENSE_ARM:
+            raise UnknownName("arm in train.only", arm, (known for known in self.arms if known != DENSE_ARM))
+        own = match_policies(unique(f"train.only.{arm}", asked), self.policies)
+        for policy in own:
+            if policy not in self.policies:
+                raise UnknownName(f"policy in train.only.{arm}", policy, self.policies)
+        if not own:
+            raise SpecError(f"train.only.{arm} names no policy; leave the arm out of train.arms instead")
+        return tuple(policy for policy in self.policies if policy in own)
 
 
 class GateSpec(Part):
@@ -247,7 +333,7 @@ class GateSpec(Part):
     @field_validator("primary", "deployable", mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return [canonical_policy(policy, info.context) for policy in value] if isinstance(value, list) else value
+        return _canonical_list(value, info.context)
 
 
 class Declared(Part):
@@ -325,10 +411,17 @@ class RunSpec(Part):
         """Every (arm, seed) to evaluate: base is the model or each seed's warm start, endpoint what a probe asks."""
         if self.probe is not None:
             return ((ENDPOINT_ARM, 0),)
-        trained = () if self.train is None else tuple((a, s) for a in self.train.arms for s in self.train.seeds)
+        trained = () if self.train is None else self.train.pairs
         given = tuple((arm, seed) for arm, part in self.checkpoints.items() for seed in part.seeds)
         start = tuple(self.starts) or ((BASE_ARM, 0),)
         return (start if self.evaluate.base or not trained + given else ()) + trained + given
+
+    def served(self, arm: str) -> tuple[str, ...]:
+        """The policies that the checkpoints of an arm are served under."""
+        policies = self.evaluate.policies
+        trained = () if self.train is None or not self.evaluate.own_policy_only else self.train.trained
+        own = [t.policy for t in trained if t.name == arm and t.policy != DENSE_POLICY]
+        return tuple(p for p in policies if p in (DENSE_POLICY, *match_policies(own, policies))) if own else policies
 
     @property
     def starts(self) -> tuple[tuple[str, int], ...]:
@@ -389,6 +482,7 @@ class RunSpec(Part):
     def _complete(self, info: ValidationInfo) -> Self:
         gate, served, names = self.gate, self.evaluate.policies, info.context
         self._check_asked()
+        self._check_own()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_given(self.checkpoints, self.train)
         unique("guard", self.guard)
@@ -397,7 +491,7 @@ class RunSpec(Part):
                 names.check_guard(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
-        reference = gate.reference or next(iter(declared), "dense" if "dense" in arms else base)
+        reference = gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
         if reference not in arms:
             raise UnknownName("gate.reference", reference, arms)
         if self.checkpoints and names is not None:
@@ -413,6 +507,20 @@ class RunSpec(Part):
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 
+    def _check_own(self) -> None:
+        """Raise SpecError where checkpoints are to be served under their own policies, and there are no such."""
+        if not self.evaluate.own_policy_only:
+            return
+        if self.train is None:
+            raise SpecError(
+                "evaluate.own_policy_only is of checkpoints that the run trains; give train, or leave it out"
+            )
+        policies = self.evaluate.policies
+        for trained in self.train.trained:
+            (policy,) = match_policies([trained.policy], policies)
+            if policy not in policies:
+                raise UnknownName("policy of training in evaluate.policies", policy, policies)
+
     def _check_asked(self) -> None:
         """Raise SpecError for what checkpoints, or an endpoint, cannot be asked."""
         if self.probe is None:
@@ -426,9 +534,13 @@ class RunSpec(Part):
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
+def _canonical_list(value: Any, names: Names | None) -> Any:
+    return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
+
+
 def _check_given(given: Mapping[str, GivenArm], train: TrainSpec | None) -> None:
     """Raise SpecError for arms that stand for two things."""
-    taken = {BASE_ARM, *(() if train is None else train.arms)}
+    taken = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
     for arm in given:
         if arm in taken:
             raise SpecError(f"checkpoints.{arm} is the name of an arm that the run has already; choose another")

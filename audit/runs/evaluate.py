@@ -27,19 +27,19 @@ Progress = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
 
 def grid(spec: RunSpec) -> list[Unit]:
     """Every unit of a run; those of one checkpoint stand together, so that each is loaded once."""
-    part, policies = spec.evaluate, served(spec)
+    part, policies = spec.evaluate, {arm: served(spec, arm) for arm, _ in spec.arms}
     return [
         Unit(arm, seed, policy, suite, context)
         for arm, seed in spec.arms
         for suite in part.suites
         for context in part.contexts_of(suite)
-        for policy in policies
+        for policy in policies[arm]
     ]
 
 
-def served(spec: RunSpec) -> list[Policy]:
-    """The policies of the grid, in the order of the spec."""
-    return [parse_policy(text) for text in spec.evaluate.policies]
+def served(spec: RunSpec, arm: str | None = None) -> list[Policy]:
+    """The policies of the grid, in the order of the spec; those that an arm is served under."""
+    return [parse_policy(text) for text in (spec.evaluate.policies if arm is None else spec.served(arm))]
 
 
 def asked_suite(spec: RunSpec, name: str) -> Suite:

@@ -34,7 +34,8 @@ def _placements(suite: str) -> tuple[str, ...]:
 def _check_training(section: TrainSpec) -> None:
     for arm in section.arms:
         get_arm(arm)
-    TrainConfig.of(section, section.arms[0], section.seeds[0])
+    for trained in section.trained:
+        TrainConfig.of(section, trained.name, section.seeds[0])
 
 
 def _loss_defaults(loss: str) -> Mapping[str, Any]:

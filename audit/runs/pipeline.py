@@ -115,13 +115,12 @@ class Pipeline:
         section = self._spec.train
         if section is None:
             return
-        pairs = [(arm, seed) for arm in section.arms for seed in section.seeds]
         starts = list(self._spec.starts)
         if section.sft is not None:
             self._say(f"warm start: {len(starts)} seeds")
             self._train_all("warm start", starts, section.sft.steps)
-        self._say(f"train: {len(section.arms)} arms x {len(section.seeds)} seeds")
-        self._train_all("train", pairs, section.steps)
+        self._say(f"train: {len(section.trained)} arms x {len(section.seeds)} seeds")
+        self._train_all("train", list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
@@ -295,8 +294,7 @@ class Pipeline:
     def _made(self) -> list[Pair]:
         """Every checkpoint that the run trains, warm starts first."""
         section = self._spec.train
-        pairs = () if section is None else ((arm, seed) for arm in section.arms for seed in section.seeds)
-        return [*self._spec.starts, *pairs]
+        return [*self._spec.starts, *(() if section is None else section.pairs)]
 
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from audit.core.errors import UnknownName
+from audit.core.spec import DENSE_ARM
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,13 @@ class Arm:
     summary: str
 
     def __post_init__(self) -> None:
+        assert (self.rollout == "dense") == (self.name == DENSE_ARM), "a sweep of policies trains one arm once"
         assert self.learner == "dense" or self.rollout == "compressed", "dense rollouts leave no ledger to replay"
         assert not self.distill or self.learner == "shadow", "distillation needs the shadow view as its teacher"
 
 
 _ALL = (
-    Arm("dense", "dense", "dense", "none", False, "uncompressed rollouts: the reference"),
+    Arm(DENSE_ARM, "dense", "dense", "none", False, "uncompressed rollouts: the reference"),
     Arm("naive", "compressed", "dense", "none", False, "compressed rollouts taken for the learner's own: silent bias"),
     Arm("naive-ratio", "compressed", "dense", "naive-ratio", False, "the sampler's log-probs inside the clipped ratio"),
     Arm("tis", "compressed", "dense", "tis", False, "truncated importance weights, min(ratio, 2)"),

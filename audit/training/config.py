@@ -27,16 +27,20 @@ def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]
 
 
 class TrainConfig(Training):
-    """One paired training run. Two arms differ in ``arm`` and in nothing else. Raises SpecError or UnknownName."""
+    """One paired training run; raises SpecError or UnknownName.
+
+    Two arms differ in ``arm``, those of a sweep in ``policy`` too, and in nothing else.
+    """
 
     arm: str
     seed: Seed
 
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
-        """The training run of one arm and seed of a spec."""
+        """The training run of one seed of a spec and one arm, by its name in the run."""
         shared = section.model_dump(include=set(Training.model_fields))
-        return cls(arm=arm, seed=seed, **shared)
+        own = next(known for known in section.trained if known.name == arm)
+        return cls(**(shared | {"arm": own.recipe, "seed": seed, "policy": own.policy}))
 
     @property
     def recipe(self) -> Arm:

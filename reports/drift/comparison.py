@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from audit.core.facets import facet_of
-from audit.core.policy_names import match_policies, short_names
+from audit.core.policy_names import DENSE_POLICY, match_policies, short_names
 from audit.core.provenance import REWARD_JUDGES
 from audit.core.spec import BASE_ARM, RunSpec
 from reports.records.panel import facets_of
@@ -53,6 +53,7 @@ class Comparison:
     labels: dict[str, str]  # canonical policy -> short name
     planned: tuple[PlannedUnit, ...]  # that the spec asks for
     judges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by suite: who graded its records
+    unserved: frozenset[tuple[str, str]] = frozenset()  # arm and policy that no record is asked of
     rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
 
     @property
@@ -98,11 +99,24 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         contexts=tuple(sorted({length for own in lengths.values() for length in own})),
         lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
         capability=_capability(suites, provenance),
-        train_policy=match_policies([spec.train.policy], policies)[0] if spec.train else None,
+        train_policy=_trained_under(spec, policies),
         labels=short_names(policies),
         planned=tuple(_planned(spec, policies)),
+        unserved=frozenset(_unserved(spec, policies)),
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
+    )
+
+
+def _trained_under(spec: RunSpec, policies: Sequence[str]) -> str | None:
+    """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
+    if spec.train is None:
+        return None
+    if not spec.train.policies:
+        return match_policies([spec.train.policy], policies)[0]
+    arms = [arm for arm in spec.train.trained if arm.policy != DENSE_POLICY]
+    return "; ".join(
+        f"{policy} ({', '.join(arm.name for arm in arms if arm.policy == policy)})" for policy in spec.train.policies
     )
 
 
@@ -136,10 +150,20 @@ def _lengths(spec: RunSpec, records: pd.DataFrame, suite: str) -> tuple[int, ...
 def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
     """The grid of the spec."""
     grid = spec.evaluate
-    asked = match_policies(grid.policies, policies)
+    unserved, asked = set(_unserved(spec, policies)), match_policies(grid.policies, policies)
     for suite, part in grid.suites.items():
         for (arm, seed), policy, context in product(spec.arms, asked, grid.contexts_of(suite)):
+            if (arm, policy) in unserved:
+                continue
             yield PlannedUnit(arm, seed, policy, suite, context, part.items * grid.samples_of(suite))
+
+
+def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Arms and serving policies that the spec does not bring together."""
+    grid = spec.evaluate.policies
+    known = dict(zip(grid, match_policies(grid, policies), strict=True))
+    for arm in dict.fromkeys(arm for arm, _ in spec.arms):
+        yield from ((arm, known[policy]) for policy in grid if policy not in spec.served(arm))
 
 
 def _recorded_seeds(records: pd.DataFrame, reference: str) -> tuple[int, ...]:

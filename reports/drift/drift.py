@@ -86,6 +86,8 @@ def contrasts(
 def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
     """Estimand, arm and policy of what is contrasted on every metric and length."""
     for policy, arm in product(comparison.policies, comparison.arms):
+        if (arm, policy) in comparison.unserved:
+            continue
         trained = arm in comparison.candidates
         yield from ((estimand, arm, policy) for estimand in ("E1", "E2") if trained)
         if policy != DENSE_POLICY and (trained or arm == comparison.reference):

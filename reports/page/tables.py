@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
 from audit.core.text import clip, inline
+from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
 from reports.gate.verdict import Decision, Status, worst
@@ -164,7 +165,7 @@ def compared(findings: Findings) -> Table:
     else:
         rows += [("checkpoint", sides.reference), ("contrast", "each serving policy against policy none")]
     rows += [
-        ("serving policies", "; ".join(sides.labels.get(p, p) for p in sides.policies)),
+        ("serving policies", "; ".join(sides.labels.get(p, p) for p in sides.policies) + _own_alone(sides)),
         ("gated policies", "; ".join(sides.labels.get(p, p) for p in findings.rules.primary)),
         ("suites", "; ".join(f"{s} at {c} tokens: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(f"{suite} {100 * margin:g} pp" for suite, margin in findings.rules.margins.items())),
@@ -173,6 +174,10 @@ def compared(findings: Findings) -> Table:
         ("records", f"{findings.drift.n_records}"),
     ]
     return table_of(["", "value"], rows, words=2)
+
+
+def _own_alone(sides: Comparison) -> str:
+    return "; what was trained under one of them under that one and none alone" if sides.unserved else ""
 
 
 def _declared(rules: Rules) -> list[tuple[str, str]]:

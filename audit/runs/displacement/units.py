@@ -38,7 +38,7 @@ def units(spec: RunSpec) -> list[Measured]:
     Seed s of an arm follows seed s of the reference; a reference of one seed serves all. The reference itself is
     measured under every policy but ``none``, and uncompressed its other seeds against its first.
     """
-    reference, policies = spec.gate.reference, served(spec)
+    reference = spec.gate.reference
     own = [seed for arm, seed in spec.arms if arm == reference]
     found: list[Measured] = []
     for arm, seed in spec.arms:
@@ -46,6 +46,7 @@ def units(spec: RunSpec) -> list[Measured]:
             found += _grid(spec, arm, seed, seed, (DENSE,), floor=True)
     for arm, seed in spec.arms:
         known = seed if seed in own else own[0]
+        policies = served(spec, arm)
         deployed = [policy for policy in policies if policy != DENSE]
         if arm == reference:
             found += _grid(spec, arm, seed, seed, deployed)
