@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from audit.core.errors import DataError, SpecError
-from audit.core.files import read_json
 from audit.core.inputs import MODEL, ROWS, TABLE, check_same
-from audit.core.intact import check_checkpoint, check_sealed
+from audit.core.intact import check_checkpoint
 from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.records import Item, Record
 from audit.policies import Policy
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed
 from audit.runs.folder import RunFolder
+from audit.runs.stored import records_of, stored_unit
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
@@ -116,21 +115,16 @@ Rows = dict[tuple[str, int, str, int], Record]  # by suite, length, item and sam
 
 
 def _kept(run: RunFolder, units: Sequence[Unit]) -> Rows:
+    """The records of finished units; raises DataError where they are not the sealed ones."""
+    places = [UnitFiles.of(run.records, unit) for unit in units]
+    finished = [stored_unit(place.records) for place in places if place.seal.is_file()]
+    for unit in finished:
+        unit.check()
     return {
         (record.suite, record.context_tokens, record.item_id, record.sample_index): record
-        for unit in units
-        for record in _records(UnitFiles.of(run.records, unit))
+        for unit in finished
+        for record in records_of(unit)
     }
-
-
-def _records(files: UnitFiles) -> Iterator[Record]:
-    """The records of a finished unit; raises DataError where they are not the sealed ones."""
-    if not files.seal.is_file():
-        return
-    raw = files.records.read_bytes() if files.records.is_file() else b""
-    check_sealed(files.records, hashlib.sha256(raw).hexdigest(), read_json(files.seal))
-    # of bytes: a text may hold characters that end a line elsewhere
-    yield from (Record.from_json(line.decode()) for line in raw.splitlines())
 
 
 def _place(kept: dict[str, Rows], where: Where) -> tuple[str, int]:

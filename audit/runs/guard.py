@@ -9,7 +9,6 @@ every facet is what a block makes of it (``core.facets``). Records stay as they 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +18,12 @@ from rich.console import Console
 
 from audit.core.facets import FACETS
 from audit.core.files import read_json, write_json
-from audit.core.intact import check_sealed
 from audit.core.records import Item, Message, Record, Role
 from audit.core.remembered import Answers
 from audit.guards.base import Guard, passage_key, passages
-from audit.runs.claims import Claim, work_through
+from audit.runs.claims import Claim
 from audit.runs.folder import RunFolder, make_folder
-from audit.runs.progress import Meter
-from audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units
+from audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units, work_on
 from audit.sampling.exchange import graded
 from reports.records.guards import FOLDER, FORMAT, VERSION
 
@@ -61,23 +58,14 @@ class Guarding:
 
     def work(self) -> list[Blocked]:
         """Guard every unit that is not guarded yet; returns what was blocked, by suite."""
-        total, done = sum(unit.rows for unit in self.units), sum(u.rows for u in self.units if self._is_guarded(u))
-        with Meter(self._console, "guard", total, done) as meter:
-            before = 0
-
-            def finished(unit: StoredUnit) -> None:
-                nonlocal before
-                before += unit.rows
-                meter.at(before, f"{unit.suite} {unit.context_tokens}")
-
-            work_through(
-                self.units,
-                done=self._is_guarded,
-                lock=lambda unit: self._folder / f"{unit.records.stem}.lock",
-                work=self._guard_unit,
-                finished=finished,
-                waiting=lambda text: self._console.print(text, markup=False, highlight=False, soft_wrap=True),
-            )
+        work_on(
+            self.units,
+            "guard",
+            self._console,
+            done=self._is_guarded,
+            lock=lambda unit: self._folder / f"{unit.records.stem}.lock",
+            work=self._guard_unit,
+        )
         return self._found()
 
     @cached_property
@@ -94,8 +82,6 @@ class Guarding:
         return found.get("records") == unit.sha256 and (not found.get("failed") or unit.records in self._tried)
 
     def _guard_unit(self, unit: StoredUnit, mine: Claim) -> None:
-        with unit.records.open("rb") as file:
-            check_sealed(unit.records, hashlib.file_digest(file, "sha256").hexdigest(), unit.seal)
         blocked, failed = list[list[Any]](), list[int]()
         for number, (record, at) in enumerate(self._first_blocks(unit), start=1):
             if at is None:

@@ -30,16 +30,15 @@ from audit import __version__
 from audit.core.errors import RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from audit.core.inputs import Digests
-from audit.core.intact import check_checkpoints, check_sealed, seal_of
+from audit.core.intact import check_checkpoints, seal_of
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
 from audit.core.records import FORMAT, Grade, Item, Record
 from audit.judges.base import Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
-from audit.runs.claims import Claim, work_through
+from audit.runs.claims import Claim
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
-from audit.runs.progress import Meter
-from audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units
+from audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units, work_on
 from audit.sampling.exchange import graded, question_of, settled
 from suites.base import SUITES, Suite
 
@@ -95,23 +94,14 @@ class Judging:
 
     def work(self) -> list[Change]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
-        rows, done = sum(unit.rows for unit in self.units), sum(u.rows for u in self.units if self._is_judged(u))
-        with Meter(self._console, "judge", rows, done) as meter:
-            before = 0
-
-            def finished(unit: StoredUnit) -> None:
-                nonlocal before
-                before += unit.rows
-                meter.at(before, f"{unit.suite} {unit.context_tokens}")
-
-            work_through(
-                self.units,
-                done=self._is_judged,
-                lock=lambda unit: self._out.records / unit.records.with_suffix(".lock").name,
-                work=self._judge,
-                finished=finished,
-                waiting=lambda text: self._console.print(text, markup=False, highlight=False, soft_wrap=True),
-            )
+        work_on(
+            self.units,
+            "judge",
+            self._console,
+            done=self._is_judged,
+            lock=lambda unit: self._out.records / unit.records.with_suffix(".lock").name,
+            work=self._judge,
+        )
         return self._changes()
 
     def _open(self) -> None:
@@ -167,8 +157,6 @@ class Judging:
 
     def _judge(self, unit: StoredUnit, mine: Claim) -> None:
         """Write a unit's records beside their place, a line at a time, and seal them."""
-        with unit.records.open("rb") as file:
-            check_sealed(unit.records, hashlib.file_digest(file, "sha256").hexdigest(), unit.seal)
         asked, seal = self._items.of(unit), self._seal(unit)
         place = self._out.records / unit.records.name
         partial = place.with_name(place.name + PARTIAL)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 from audit.core.errors import DataError
 from audit.core.files import read_json
 from audit.core.inputs import ROWS, TABLE, Digests, check_same
-from audit.core.intact import seal_of
+from audit.core.intact import check_sealed, seal_of
 from audit.core.records import Item, Record, Role
+from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import RunFolder
 from audit.runs.probe.plan import counter
+from audit.runs.progress import Meter
 from audit.sampling.model import load_chat
 from suites.base import CountTokens, Suite
 from suites.sources import watched
@@ -38,6 +43,11 @@ class StoredUnit:
     def rows(self) -> int:
         """How many records it says to hold."""
         return int(self.seal.get("records", 0))
+
+    def check(self) -> None:
+        """Raises DataError where the records are not those that were sealed."""
+        with self.records.open("rb") as file:
+            check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
 
 class AskedItems(NamedTuple):
@@ -83,18 +93,23 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
         if not seal_of(records).exists():
             unfinished.append(records.name)
             continue
-        with records.open("rb") as lines:
-            first = _record(records, 1, lines.readline())
-        if first.suite not in run.spec.evaluate.suites:
+        unit = stored_unit(records)
+        if unit.suite not in run.spec.evaluate.suites:
             raise DataError(
-                f"{str(records)!r} holds suite {first.suite!r}, which the run's spec does not ask for; remove the file "
+                f"{str(records)!r} holds suite {unit.suite!r}, which the run's spec does not ask for; remove the file "
                 "and its seal"
             )
-        seal = read_json(seal_of(records))
-        found.append(StoredUnit(records, seal, first.suite, first.context_tokens, first.suite_version))
+        found.append(unit)
     if not found:
         raise DataError(f"no finished units in {str(run.records)!r}; nothing is there to read")
     return sorted(found, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
+
+
+def stored_unit(records: Path) -> StoredUnit:
+    """The finished unit of a record file, by its seal and its first line."""
+    with records.open("rb") as lines:
+        first = _record(records, 1, lines.readline())
+    return StoredUnit(records, read_json(seal_of(records)), first.suite, first.context_tokens, first.suite_version)
 
 
 def records_of(unit: StoredUnit) -> Iterator[Record]:
@@ -102,6 +117,39 @@ def records_of(unit: StoredUnit) -> Iterator[Record]:
     with unit.records.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield _record(unit.records, number, line)
+
+
+def work_on(
+    units: Sequence[StoredUnit],
+    stage: str,
+    console: Console,
+    *,
+    done: Callable[[StoredUnit], bool],
+    lock: Callable[[StoredUnit], Path],
+    work: Callable[[StoredUnit, Claim], None],
+) -> None:
+    """Take a stage through every unit that is not done, beside other processes that do the same.
+
+    A unit is checked against its seal before ``work`` sees it. The meter counts answers.
+    """
+    rows, ready = sum(unit.rows for unit in units), sum(unit.rows for unit in units if done(unit))
+    worked = 0
+
+    def checked(unit: StoredUnit, mine: Claim) -> None:
+        unit.check()
+        work(unit, mine)
+
+    with Meter(console, stage, rows, ready) as meter:
+
+        def finished(unit: StoredUnit) -> None:
+            nonlocal worked
+            worked += unit.rows
+            meter.at(worked, f"{unit.suite} {unit.context_tokens}")
+
+        def waiting(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
 
 
 def answered_items(unit: StoredUnit, asked: AskedItems) -> Iterator[tuple[Record, Item]]:
