@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from test_cli import kvaudit, refused
 from test_judge import rewritten, sampled, units
 
+from audit.core.errors import SpecError
 from audit.core.files import read_json
 from audit.core.options import sha256_of
 from audit.core.questions import Question
 from audit.core.records import Grade, Item, Message, Outcome, Record
+from audit.core.spec_file import parse_spec
 from audit.judges.base import JUDGES, Judge, question_key
+from audit.runs.names import NAMES
 from suites.math import Math
 
 __all__ = ["sampled"]  # a fixture
@@ -180,3 +184,40 @@ def test_a_judge_comes_from_an_outside_file(run: Path, tmp_path: Path) -> None:
     assert code == 0, err
     assert {(r.score, r.judge) for r in records(out, "math")} == {(1.0, f"stern:{sha256_of(2)[:12]}")}
     assert read_json(out / "provenance.json")["judged"]["plug-ins"]["stern.py"]
+
+
+# in a spec
+
+
+SMALL = {"name": "a", "evaluate": {"policies": ["none"], "suites": {"math": {"items": 2}}, "context_tokens": [64]}}
+
+
+def test_a_spec_without_a_judge_keeps_its_hash() -> None:
+    def read(**more: object) -> Any:
+        return parse_spec(yaml.safe_dump({**SMALL, **more}), "spec.yaml", NAMES)
+
+    assert "judge" not in read().written()
+    assert read().sha256 == read(judge=[]).sha256 != read(judge="phrases").sha256
+    assert read(judge="phrases").judge == ("phrases",)
+    with pytest.raises(SpecError, match="judge"):
+        read(judge="phrase")
+
+
+def test_what_a_judge_wants_is_asked_for_before_the_run(tmp_path: Path) -> None:
+    judge = "rubric-endpoint:base_url=http://127.0.0.1:9,model=m,key=KVAUDIT_NO_SUCH_KEY"
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SMALL, "judge": judge}))
+    assert "KVAUDIT_NO_SUCH_KEY is not set" in refused("run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_spec_names_a_judge_is_judged_and_reported_twice(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SMALL, "judge": "phrases"}))
+    code, out, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "out", "--threads", 1)
+    assert code == 0, err
+    (place,) = (tmp_path / "out" / "judged").glob("phrases-*")
+    assert f"report: {place / 'report' / 'report.html'}" in out
+    assert (tmp_path / "out" / "report" / "report.html").is_file()
+
+
+def test_only_a_judge_has_a_folder_of_its_own(run: Path) -> None:
+    assert "give --out FOLDER" in refused("judge", run)

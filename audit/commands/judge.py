@@ -15,6 +15,7 @@ from audit.core.text import inline
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from audit.core.inputs import Digests
     from audit.judges.base import Judge
     from audit.runs.judge import Change
 
@@ -27,43 +28,58 @@ By = Annotated[
 def judge(
     run: Run,
     *,
-    out: Annotated[Path, typer.Option(help="The folder of the judged run.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder of the judged run; RUN/judged/NAME-... without.", show_default=False)
+    ] = None,
     by: By = None,
     card: Annotated[bool, typer.Option("--card", help="Store the judge's card with the judged run.")] = False,
     plugin: Plugins = None,
 ) -> None:
     """Grade a run's stored transcripts again, as suites grade now; samples nothing and leaves the run as it is."""
-    with user_errors(f"kvaudit judge {run} --out {out}" + (f" --judge {by}" if by else "")):
+    told = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
+    from audit.runs.names import load_plugins
+
+    with user_errors(" ".join(("kvaudit judge", str(run), *filter(None, told)))):
         if card and by is None:
             raise SpecError("--card is of the judge that --judge names; name one")
-        _judge(run, out, by, tuple(plugin or ()), card=card)
+        _judge(run, out, by, load_plugins(tuple(plugin or ())), card=card)
 
 
-def _judge(path: Path, out: Path, by: str | None, plugins: Sequence[Path], *, card: bool) -> None:
-    """Judge what is not judged yet, print what changed by suite and how to see the rest."""
+def judge_all(run: Path, judges: Sequence[str], plugins: Digests) -> None:
+    """Judge a run by each of its spec's judges, and write the report of each."""
+    from audit.commands.report import write_checked
+
+    for text in judges:
+        write_checked(_judge(run, None, text, plugins, card=False))
+
+
+def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, card: bool) -> Path:
+    """Judge what is not judged yet, print what changed by suite and how to see the rest; returns where it lies."""
     from rich.console import Console
 
     from audit.judges.base import parse_judge
     from audit.runs.folder import begun_run
-    from audit.runs.judge import Judging
-    from audit.runs.names import load_plugins
+    from audit.runs.judge import Judging, judged_folder
 
-    files = load_plugins(plugins)
     source = begun_run(path)
     set_data(source.spec)
     chosen = None if by is None else parse_judge(by)
-    judging = Judging(source, out, Console(stderr=True), files, chosen)
+    place = out if chosen is None else out or judged_folder(path, chosen)
+    if place is None:
+        raise SpecError("give --out FOLDER for the run as suites grade it now; only a --judge has a folder of its own")
+    judging = Judging(source, place, Console(stderr=True), plugins, chosen)
     changes = judging.work()
     _print(changes)
     console = wide_console()
     if failed := sum(change.failed for change in changes):
         say(console, f"unscored: the judge failed on {failed} answers; the same command asks it again")
     if chosen is not None:
-        _note(path, out, chosen, judging.agreement(), console, card=card)
+        _note(path, place, chosen, judging.agreement(), console, card=card)
     if judging.unfinished:
         say(console, f"left out: {len(judging.unfinished)} unfinished units, first {inline(judging.unfinished[0])}")
     shown = "report" if source.spec.probe is None else "probe"
-    say(console, f"judged: {inline(str(out))}; show it with: kvaudit {shown} {inline(str(out))}")
+    say(console, f"judged: {inline(str(place))}; show it with: kvaudit {shown} {inline(str(place))}")
+    return place
 
 
 def _note(

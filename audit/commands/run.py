@@ -103,14 +103,18 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     from rich.console import Console
 
     from audit.commands.guard import guard_all
+    from audit.commands.judge import judge_all
     from audit.commands.report import write_checked
     from audit.guards.base import parse_guard
+    from audit.judges.base import parse_judge
     from audit.runs.launchers.local import companions
 
     asked = _asked(path, out, options)
     workers, threads = share(options, asked.spec, _begun_with(asked.folder))
     for text in asked.spec.guard:
         parse_guard(text).check()
+    for text in asked.spec.judge:
+        parse_judge(text).check()
     pipeline, run = _open(asked, options, threads, resume=resume)
     words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
     words += ["--takeover"] if options.takeover else []
@@ -119,6 +123,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
         pipeline.evaluate()
     guard_all(run, run.spec.guard)
     write_checked(run.path)
+    judge_all(run.path, run.spec.judge, asked.plugins)
 
 
 def share(options: Options, spec: RunSpec, begun: int | None) -> tuple[int, int | None]:

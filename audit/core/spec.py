@@ -404,6 +404,7 @@ class RunSpec(Part):
     probe: ProbeSpec | None = None
     gate: GateSpec = GateSpec()
     guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
+    judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
 
     @property
@@ -450,7 +451,7 @@ class RunSpec(Part):
         if self.train is not None:
             row["train"] = self.train.written()
         row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
-        for key in ("chat", "checkpoints", "probe", "guard"):  # specs from before they existed keep their hash
+        for key in ("chat", "checkpoints", "probe", "guard", "judge"):  # specs from before they existed keep their hash
             if not row[key]:
                 del row[key]
         row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
@@ -486,9 +487,12 @@ class RunSpec(Part):
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_given(self.checkpoints, self.train)
         unique("guard", self.guard)
+        unique("judge", self.judge)
         if names is not None:
             for text in self.guard:
                 names.check_guard(text)
+            for text in self.judge:
+                names.check_judge(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)

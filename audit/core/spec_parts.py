@@ -21,7 +21,7 @@ class Names:
     ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind and
     ``placements`` where its items may put what matters; ``check_training`` knows the arms, the loss, the suites and
     whether the policy can be replayed; ``loss_defaults`` are values of the section that a loss would rather have;
-    ``check_guard`` knows a guard and its options.
+    ``check_guard`` and ``check_judge`` know a guard and a judge, and their options.
     """
 
     policy: Callable[[Any], str]
@@ -30,6 +30,7 @@ class Names:
     check_training: Callable[[Any], None]  # of a ``TrainSpec``, which is made of these parts
     loss_defaults: Callable[[str], Mapping[str, Any]]
     check_guard: Callable[[str], None]
+    check_judge: Callable[[str], None]
 
 
 class Part(BaseModel):

@@ -34,6 +34,10 @@ class Judge:
         """sha256 of all that its answers follow from: recipe and rows, or model and rubric. 64 hex digits."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Raise SpecError or DataError for what would only be found out once all answers are there."""
+        _ = self.identity
+
     @cached_property
     def label(self) -> str:
         """What records call it: name and the first digits of its identity."""

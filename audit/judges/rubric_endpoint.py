@@ -42,6 +42,9 @@ class RubricEndpoint(Judge):
             if not 1 <= getattr(self, name) <= most:
                 raise SpecError(f"{_WHO}: {name} is {getattr(self, name):g}, wanted from 1 to {most}")
 
+    def check(self) -> None:
+        self._endpoint.line(_WHO)
+
     @property
     def identity(self) -> str:
         return sha256_of(RUBRIC, self.base_url.rstrip("/"), self.model)

@@ -34,7 +34,7 @@ from audit.core.intact import check_checkpoints, seal_of
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
 from audit.core.records import FORMAT, Grade, Item, Record
-from audit.judges.base import Judge, question_key, refuse_own_rows
+from audit.judges.base import NAMED, Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
@@ -52,6 +52,11 @@ _BESIDE = {  # what a report shows besides records, and under which name it goes
     f"checkpoints/*/seed-*/{PROVENANCE}": ORIGIN,  # under its own name it would say that the weights are here
     f"checkpoints/*/seed-*/{ORIGIN}": ORIGIN,
 }
+
+
+def judged_folder(run: Path, judge: Judge) -> Path:
+    """Where a run's answers lie as a judge grades them, unless told otherwise."""
+    return run / "judged" / f"{judge.name}-{judge.identity[:NAMED]}"
 
 
 class Said(NamedTuple):

@@ -11,7 +11,7 @@ from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec import TrainSpec
 from audit.core.spec_parts import Names
 from audit.guards.base import GUARDS, parse_guard
-from audit.judges.base import JUDGES
+from audit.judges.base import JUDGES, parse_judge
 from audit.policies import POLICIES, parse_policy
 from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
@@ -46,6 +46,10 @@ def _check_guard(text: str) -> None:
     parse_guard(text)
 
 
+def _check_judge(text: str) -> None:
+    parse_judge(text)
+
+
 NAMES = Names(
     policy=_policy,
     kind=_kind,
@@ -53,6 +57,7 @@ NAMES = Names(
     check_training=_check_training,
     loss_defaults=_loss_defaults,
     check_guard=_check_guard,
+    check_judge=_check_judge,
 )
 
 
