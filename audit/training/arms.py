@@ -28,9 +28,9 @@ class Arm:
     summary: str
 
     def __post_init__(self) -> None:
-        assert (self.rollout == "dense") == (self.name == DENSE_ARM), "a sweep of policies trains one arm once"
         assert self.learner == "dense" or self.rollout == "compressed", "dense rollouts leave no ledger to replay"
         assert not self.distill or self.learner == "shadow", "distillation needs the shadow view as its teacher"
+        assert (self.rollout == "dense") == (self.name == DENSE_ARM), "a sweep of policies trains one arm once"
 
 
 _ALL = (
