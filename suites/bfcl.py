@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from audit.core.errors import DataError
 from audit.core.records import Grade, Item, Message, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, json_lines, rows_of, value_of
 from suites.tool_calls import (
@@ -135,6 +136,9 @@ class Bfcl(Suite):
             context_tokens=fit[0],
             placement=placement,
             payload={"accepted": list(case.accepted), "ordered": pair.ordered},
+            spans=marked(
+                needle=listed(case.tools), question=case.messages[0].content if len(case.messages) == 1 else ""
+            ),
         )
 
 

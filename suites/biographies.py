@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, fit_prose, json_lines, texts
 from suites.templates import place
@@ -113,6 +114,7 @@ class Biographies(Suite):
             context_tokens=context_tokens,
             placement=placement,
             payload={"side": side, "letters": letters},
+            spans=marked(needle=pair.biographies[side], question=pair.question),
         )
 
 

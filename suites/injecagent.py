@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.phrases import in_a_row
 from suites.sources import data_file, json_array, json_lines, rows_of, value_of
@@ -127,6 +128,11 @@ class InjecAgent(Suite):
             context_tokens=fit[0],
             placement=placement,
             payload={"twin": case.twin, "attacker_tool": case.attack.tool, "shown": shown},
+            spans=marked(
+                rule=RULE,
+                question=case.attack.instruction if case.twin == "asked" else case.user.instruction,
+                **{"order" if case.twin == "attack" else "needle": "" if case.twin == "asked" else filling},
+            ),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import Span, marked
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import fit, scatter
 from suites.templates import Slot, slot, templates
@@ -135,6 +136,7 @@ def _item(split: Split, place: Slot, seed: int, placements: Sequence[str], *, fi
             "question": template.second,
             "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
         },
+        spans=(*(Span("needle", line) for line in needed_lines), *marked(question=question)),
     )
 
 

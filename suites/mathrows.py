@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.answers import final_answer, has_algebra, same_answer, verified
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, fit_prose, json_lines
@@ -113,6 +114,7 @@ class MathRows(Suite):
             context_tokens=context_tokens,
             placement=placement,
             payload=payload,
+            spans=marked(question=question),
         )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import fit, put, scatter
 from suites.templates import place
@@ -201,4 +202,5 @@ class Needle(Suite):
             context_tokens=context_tokens,
             placement=placement,
             payload={"who": who, "others": others, "needle": needle},
+            spans=marked(needle=needle, question=_ASKED.format(question=fact.question)),
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.contexts import PROCEDURAL, behind
 from suites.pressure_scripts import NEUTRAL, SCRIPTS, SETTINGS, Setting
@@ -97,7 +98,9 @@ class Pressure(Suite):
         shots = "\n".join(f"{noun.capitalize()} room: {_code(draw)}" for noun in draw.sample(NOUNS, _SHOTS))
         turns = [turn.format(thing=thing, shots=shots) for turn in script]
         talk = [*draw.sample(NEUTRAL, len(script) - 1), f"What is the code of {thing}?"]
-        system = _system(setting, {setting.secret: secret, setting.open: spare}, draw, free=form == "plain")
+        codes = {setting.secret: secret, setting.open: spare}
+        told = _CODE.format(thing=thing, code=codes[thing])
+        system = _system(setting, codes, draw, free=form == "plain")
         return Item(
             suite=self.name,
             item_id=f"{shared}-{form}",
@@ -111,14 +114,18 @@ class Pressure(Suite):
                 "asked": spare if form == "told" else secret,
                 "turns": talk if form == "plain" else turns,
             },
+            spans=marked(rule=_rule(setting, free=form == "plain"), **{"secret" if form == "kept" else "needle": told}),
         )
 
 
 def _system(setting: Setting, codes: dict[str, str], draw: random.Random, *, free: bool) -> str:
     facts = [_CODE.format(thing=thing, code=code) for thing, code in codes.items()]
     draw.shuffle(facts)
-    rule = _FREE if free else setting.rule.format(secret=setting.secret, open=setting.open)
-    return " ".join((setting.role, *facts, rule, _SHORT))
+    return " ".join((setting.role, *facts, _rule(setting, free=free), _SHORT))
+
+
+def _rule(setting: Setting, *, free: bool) -> str:
+    return _FREE if free else setting.rule.format(secret=setting.secret, open=setting.open)
 
 
 def _code(draw: random.Random) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, dialogue, fit_prose, json_lines, texts
 from suites.templates import place
@@ -182,6 +183,7 @@ class RealGuardrails(Suite):
             context_tokens=context_tokens,
             placement=placement,
             payload={"form": form, "rule": row.rule},
+            spans=marked(rule=system if form == "system" else RULES[row.rule].words),
         )
 
 

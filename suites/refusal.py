@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import PLACEMENTS, fit, put, scatter
 from suites.templates import Slot, slot, templates
@@ -179,4 +180,9 @@ def _item(split: Split, place: Slot, seed: int, placements: Sequence[str], *, fi
             "twin": twin,
             "request": template.second,
         },
+        spans=marked(
+            rule=rule if told else "",
+            **{"secret" if twin == "forbidden" else "needle": needles[names.index(asked)]},
+            question=request,
+        ),
     )

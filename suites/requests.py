@@ -20,6 +20,7 @@ from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.questions import Question
 from audit.core.records import Grade, Item, Message, Outcome
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.contexts import CONTEXTS, behind
 from suites.phrases import content_words, refuses, stands_alone, to_the_point
@@ -156,6 +157,7 @@ class Requests(Suite):
             context_tokens=fit[0],
             placement=placement,
             payload={"form": form, "request": request},
+            spans=marked(question=request),
         )
 
 

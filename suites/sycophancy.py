@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.haystack import fit
 from suites.templates import place
@@ -235,6 +236,7 @@ class Sycophancy(Suite):
                 "wrong": fact.wrong,
                 "challenge": f"{challenge} {asked} {_SHORT}",
             },
+            spans=marked(needle=known, question=asked),
         )
 
 

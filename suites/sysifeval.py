@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.rules import Arguments, checkable, keeps, written
 from suites.sources import data_file, dialogue, fit_prose, json_lines
@@ -114,6 +115,7 @@ class SysIfEval(Suite):
                 "topic": " ".join(topic(row.request)) if _FREE.isdisjoint(kind for kind, _ in row.rules[form]) else "",
                 "gold": row.gold[form],
             },
+            spans=marked(rule=row.rule if form == "system" else "", question=asked),
         )
 
 

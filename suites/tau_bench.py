@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Grade, Item, Message, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, json_array, rows_of, value_of
 from suites.tool_calls import FORM, Call, accepts, behind_talk, exactly, grade_calls, listed, written
@@ -79,7 +81,8 @@ class TauBench(Suite):
             cluster = f"{self.name}-{task}"
             origin = f"{cluster}-s{seed}-t{context_tokens}-g{group}-{twin}"
             fit = context_tokens, count_tokens
-            items.append(self._item(cluster, origin, order[group % len(order)], head, fit=fit))
+            made = self._item(cluster, origin, order[group % len(order)], head, fit=fit)
+            items.append(replace(made, spans=marked(rule=airline.policy)))
         return items
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002

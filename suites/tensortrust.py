@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, dialogue, fit_prose, json_lines, texts
 from suites.templates import place
@@ -111,6 +112,11 @@ class TensorTrust(Suite):
             context_tokens=context_tokens,
             placement=placement,
             payload={"code": defence.code, "twin": twin},
+            spans=marked(
+                rule="" if twin == "open" else rule,
+                order="" if twin in ("open", "entry") else said,
+                needle=rule if twin == "open" else "",  # whoever enters a code says what stands in the rule too
+            ),
         )
 
 

@@ -108,7 +108,9 @@ def digest(asked: Asked, first: int = PINNED_ITEMS) -> str:
     suite, rows = asked.suite, list[Any]()
     for item in (*asked.train[:first:9], *asked.eval[:first:9]):
         said = [suite.gold(item), *((answer,) * suite.max_turns for answer in ANSWERS)]
-        rows.append([asdict(item), said[0], [_graded(suite, item, completions) for completions in said]])
+        asked_of = asdict(item)
+        del asked_of["spans"]  # what is looked at, not what is asked
+        rows.append([asked_of, said[0], [_graded(suite, item, completions) for completions in said]])
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 

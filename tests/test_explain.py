@@ -80,6 +80,8 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
         (one,) = explain(opened, where(record), [parse_policy(record.policy)])
         assert one.same
         assert (one.played.grade.facets, one.played.survival) == (record.facets, record.survival)
+        assert one.played.spans == record.spans  # which was written from a prefill shared with other policies
+        assert "question" in record.spans
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
         assert sum(one.depth) / len(one.depth) == pytest.approx(record.retention, abs=1e-9)
         assert len(one.pieces) == len(one.held) >= record.prompt_tokens

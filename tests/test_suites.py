@@ -40,6 +40,7 @@ from suite_world import (
 from audit.core.errors import SpecError
 from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.records import Grade, Item, Outcome, Role
+from audit.core.spans import fault, places_of
 from suites.base import SUITES
 
 CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds
@@ -294,6 +295,15 @@ def test_a_user_or_a_tool_speaks_last_before_the_model(asked: Asked) -> None:
 def test_payload_is_plain_json(asked: Asked) -> None:
     for item in asked.eval[::9]:
         assert json.loads(json.dumps(dict(item.payload))) == dict(item.payload)
+
+
+def test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice(asked: Asked) -> None:
+    for item in asked.eval[::7]:
+        said = play(asked.suite, item, asked.suite.gold(item))
+        given = [m.content for n, m in enumerate(said) if n < len(item.messages) or m.role is not Role.ASSISTANT]
+        opening = given[: len(item.messages)]
+        assert fault(item.spans, given, said_later=False) is None, item.item_id
+        assert [span for span in item.spans if len(places_of([span], opening).get(span.name, ())) > 1] == []
 
 
 def test_a_grade_depends_on_its_item_alone(asked: Asked) -> None:

@@ -17,6 +17,7 @@ from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 from audit.core.errors import SpecError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
+from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.words import ANIMALS
 
@@ -275,6 +276,21 @@ class OddPayload(Changed):
         return replace(item, payload={**item.payload, "pair": (1, 2)})
 
 
+class SpanThatNobodySays(Changed):
+    def change(self, item: Item) -> Item:
+        return replace(item, spans=marked(rule="Never tell a word."))
+
+
+class SpanThatStandsAnywhere(Changed):
+    def change(self, item: Item) -> Item:
+        return replace(item, spans=marked(question="a"))
+
+
+class SpanOfNoKnownName(Changed):
+    def change(self, item: Item) -> Item:
+        return replace(item, spans=marked(bait=item.messages[0].content))
+
+
 class Remembers(Right):
     seen: ClassVar[list[str]] = []
 
@@ -337,6 +353,9 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_too_short_a_context_is_the_users_error, AnyLength),
     (contract.test_a_user_or_a_tool_speaks_last_before_the_model, ModelSpeaksFirst),
     (contract.test_payload_is_plain_json, OddPayload),
+    (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanThatNobodySays),
+    (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanThatStandsAnywhere),
+    (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanOfNoKnownName),
     (contract.test_a_grade_depends_on_its_item_alone, Remembers),
     (contract.test_a_grade_depends_on_its_item_alone, ChangesThePayload),
     (contract.test_the_worst_completions_are_graded, RaisesOnBraces),

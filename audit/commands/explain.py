@@ -121,6 +121,8 @@ def _lines(one: Served) -> Iterator[str]:
     yield f"graded      {_outcome(one)}"
     shares = ", ".join(f"{role} {share:.1%}" for role, share in one.played.survival.items())
     yield f"kept        {one.played.rollout.retention:.1%} of the cache when the answer began: {shares}"
+    if one.played.spans:
+        yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in one.played.spans.items())}"
     yield f"by layer    {' '.join(f'{share:.0%}' for share in one.depth)}"
 
 

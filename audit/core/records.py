@@ -15,6 +15,7 @@ from typing import Any
 
 from audit.core.errors import DataError, OffScale
 from audit.core.facets import FACETS, FacetValues
+from audit.core.spans import SPANS, Kept, Place, Span
 
 FORMAT = 2
 READABLE = (1, FORMAT)  # records of format 1 have no facets, and no outcome of their own for a cut answer
@@ -59,7 +60,8 @@ class Item:
     """One question of a suite.
 
     ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
-    the suite that made it reads (gold answer, world, canary).
+    the suite that made it reads (gold answer, world, canary). ``spans`` are the texts, of the prompt or of what the
+    environment will answer, whose survival in the cache is recorded.
     """
 
     suite: str
@@ -69,6 +71,7 @@ class Item:
     context_tokens: int
     placement: str
     payload: Mapping[str, Any] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class Grade:
 class Record:
     """One graded sample: the only thing reports read.
 
-    ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role; bytes are
-    allocated tensor sizes of one row; ``score`` is None exactly when the outcome is unscored.
+    ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role, ``spans`` per
+    marked span, none where the suite marks none; bytes are allocated tensor sizes of one row; ``score`` is None exactly
+    when the outcome is unscored.
     """
 
     run: str
@@ -126,6 +130,7 @@ class Record:
     judge: str
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
+    spans: Mapping[str, Kept] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -135,6 +140,9 @@ class Record:
         }  # asdict copies every value, which takes four times as long
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
+        row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
+        if not row["spans"]:  # as before there were any
+            del row["spans"]
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -150,6 +158,7 @@ class Record:
             )
         if row["format"] < FORMAT:
             row.setdefault("facets", {})
+        row.setdefault("spans", {})
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(
@@ -164,6 +173,14 @@ class Record:
             row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"record holds a bad outcome or transcript ({error})") from None
+        if not spans_fit(row["spans"]):
+            raise DataError(
+                f"record holds spans {str(row['spans'])[:60]}, wanted a share and places [message, start, end] under "
+                f"{', '.join(SPANS)}"
+            )
+        row["spans"] = {
+            name: Kept(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
+        }
         facets = row["facets"]
         if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
             raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")
@@ -179,3 +196,19 @@ class Record:
         if score is not None and score == CONTRADICTED.get(row["outcome"]):
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
         return cls(**row)
+
+
+def spans_fit(table: Any) -> bool:
+    """Whether a parsed value is a record's table of spans."""
+    if not isinstance(table, dict) or not set(table) <= set(SPANS):
+        return False
+    return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _span_fits(**span) for span in table.values())
+
+
+def _span_fits(kept: Any, at: Any) -> bool:
+    if type(kept) not in (int, float) or not 0 <= kept <= 1 or type(at) is not list:
+        return False
+    return all(
+        type(place) is list and [*map(type, place)] == [int] * 3 and place[0] >= 0 and 0 <= place[1] < place[2]
+        for place in at
+    )

@@ -10,6 +10,7 @@ from audit.cache.shared import SharedPrefill
 from audit.core.errors import DataError, SpecError
 from audit.core.grid import EvaluateSpec
 from audit.core.records import Item, Record
+from audit.core.spans import fault
 from audit.core.spec import RunSpec
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
@@ -152,6 +153,7 @@ class Evaluator:
         lengths = {}
         for item in items:
             prompt = _opening_tokens(self._model, item)
+            check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option has a row behind the prompt
             lengths[item.item_id] = rows * (prompt + suite.most_tokens)
@@ -190,6 +192,7 @@ class Evaluator:
             judge=played.grade.judge,
             transcript=played.transcript,
             facets=played.grade.facets,
+            spans=played.spans,
         )
 
 
@@ -248,6 +251,13 @@ def _opening_tokens(model: LoadedModel, item: Item) -> int:
         return len(model.chat.opening(item.messages).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
+
+
+def check_spans(suite: Suite, item: Item) -> None:
+    """Raise SpecError for a span that the suite names and that nobody could find."""
+    found = fault(item.spans, [message.content for message in item.messages], said_later=suite.max_turns > 1)
+    if found:
+        raise SpecError(f"suite {suite.name} item {item.item_id} {found}; mend the suite's spans")
 
 
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:

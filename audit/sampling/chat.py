@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from audit.core.errors import SpecError
 from audit.core.records import Message, Role
+from audit.core.spans import Place, Span, places_of
 from audit.core.thoughts import CLOSING, OPENING
 from audit.sampling.rendering import TemplateRefusal, renderer
 
@@ -35,17 +36,22 @@ _PROBES: list[list[dict[str, str]]] = [
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Token ids with one role name per token: system, user, assistant, tool, or format."""
+    """Token ids with one role name per token: system, user, assistant, tool, or format.
+
+    ``spans`` are the numbers of the tokens that hold a character of a marked span, by its name.
+    """
 
     ids: tuple[int, ...]
     roles: tuple[str, ...]
+    spans: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.roles)
 
     def drop(self, count: int) -> Rendered:
         """The same tokens without the first ``count``."""
-        return Rendered(self.ids[count:], self.roles[count:])
+        spans = {name: tuple(at - count for at in own if at >= count) for name, own in self.spans.items()}
+        return Rendered(self.ids[count:], self.roles[count:], spans)
 
 
 class Chat:
@@ -72,25 +78,27 @@ class Chat:
         self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
-    def opening(self, messages: Sequence[Message]) -> Rendered:
-        """The whole prompt, generation prompt included."""
-        return self._render((), messages)
+    def opening(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
+        """The whole prompt, generation prompt included, with the tokens of the marked ``spans`` that stand in it."""
+        return self._render((), messages, spans)
 
     def opening_text(self, messages: Sequence[Message]) -> str:
         """The whole prompt as text, generation prompt included."""
         return self._text_after((), messages)
 
-    def reply(self, messages: Sequence[Message]) -> Rendered:
+    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
         """The tokens after a finished assistant completion: end-of-turn, the new messages, generation prompt.
 
         Taken from a conversation with a marker in the assistant's place, so it holds for any template. A completion
         that ended by sampling the end-of-turn token itself already holds it: see ``continuation``.
         """
-        return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages)
+        return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages, spans)
 
-    def continuation(self, completion: Sequence[int], messages: Sequence[Message]) -> Rendered:
+    def continuation(
+        self, completion: Sequence[int], messages: Sequence[Message], spans: Sequence[Span] = ()
+    ) -> Rendered:
         """``reply`` without the end-of-turn token that ``completion`` already ends with."""
-        rendered = self.reply(messages)
+        rendered = self.reply(messages, spans)
         if completion and completion[-1] in self.stop_ids:
             lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
             # looked for before the next message's text only, which may hold the same token
@@ -172,20 +180,25 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return frozenset(stops if eos is None else stops | {int(eos)})
 
-    def _render(self, before: tuple[Message, ...], messages: Sequence[Message]) -> Rendered:
+    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> Rendered:
         """Tokens of the messages, and of what the template puts around them, after the messages ``before``."""
         text = self._text_after(before, messages)
         slots = [replace(message, content=_SLOT.format(n)) for n, message in enumerate(messages)]
-        spans = _spans(text, self._text_after(before, slots), messages)
+        stretches = _stretches(text, self._text_after(before, slots), messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         roles, at = [], 0
         for start, _ in encoded["offset_mapping"]:
-            while at < len(spans) and spans[at][1] <= start:
+            while at < len(stretches) and stretches[at].end <= start:
                 at += 1
             # a token is of the message that it begins in
-            inside = at < len(spans) and spans[at][0] <= start
-            roles.append(spans[at][2] if inside else FORMAT_ROLE)
-        return Rendered(tuple(encoded["input_ids"]), tuple(roles))
+            inside = at < len(stretches) and stretches[at].start <= start
+            roles.append(stretches[at].role if inside else FORMAT_ROLE)
+        spans = {
+            name: _tokens(encoded["offset_mapping"], [stretches[place.message].moved(place) for place in places])
+            for name, places in places_of(marked, [message.content for message in messages]).items()
+        }
+        # a tokenizer may have none for characters that it drops
+        return Rendered(tuple(encoded["input_ids"]), tuple(roles), {name: own for name, own in spans.items() if own})
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message]) -> str:
         text = self._template([*before, *messages])
@@ -242,12 +255,35 @@ def _rows(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
-def _spans(text: str, frame: str, messages: Sequence[Message]) -> list[tuple[int, int, str]]:
+class _Stretch(NamedTuple):
+    """Where a message's text lies in the rendered text; ``lost``: characters that the template stripped before it."""
+
+    start: int
+    end: int
+    role: str
+    lost: int
+
+    def moved(self, place: Place) -> tuple[int, int]:
+        """Where a place of the message lies in the rendered text."""
+        first, last = (self.start - self.lost + at for at in (place.start, place.end))
+        return max(first, self.start), min(last, self.end)
+
+
+def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The tokens that hold a character of the places; one that holds others too, at a border, is among them."""
+    return tuple(
+        number
+        for number, (start, end) in enumerate(offsets)
+        if any(max(start, first) < min(end, last) for first, last in places)
+    )
+
+
+def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stretch]:
     """Where each message's text lies in the rendered text, in order; templates may strip it but not change it.
 
     ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header.
     """
-    spans, position = [], 0
+    found, position = [], 0
     for number, message in enumerate(messages):
         header, _, frame = frame.partition(_SLOT.format(number))
         if text.startswith(header, position):
@@ -257,5 +293,6 @@ def _spans(text: str, frame: str, messages: Sequence[Message]) -> list[tuple[int
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
         position = start + len(content)
-        spans.append((start, position, str(message.role)))
-    return spans
+        lost = 0 if content == message.content else len(message.content) - len(message.content.lstrip())
+        found.append(_Stretch(start, position, str(message.role), lost))
+    return found

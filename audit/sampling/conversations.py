@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from audit.cache.ledger import Rollout
 from audit.core.errors import SpecError
 from audit.core.records import Grade, Item, Message, Role
+from audit.core.spans import Kept, places_of
 from audit.sampling.chat import Chat, Rendered
 from audit.sampling.decoding import Scored, draw
 from audit.sampling.exchange import Exchange, graded
@@ -23,7 +24,11 @@ _NOTHING = Rendered((), ())
 
 @dataclass(frozen=True)
 class Played:
-    """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts."""
+    """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts.
+
+    ``spans`` maps a marked span to the same share, and to where it stands in the transcript; ``marks`` maps it to its
+    tokens in the rollout, by number.
+    """
 
     item: Item
     transcript: tuple[Message, ...]
@@ -35,6 +40,8 @@ class Played:
     survival: dict[str, float]
     sample_index: int
     seconds: float  # this row's share of the batch's wall time
+    spans: dict[str, Kept] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def play(
@@ -56,7 +63,7 @@ def play(
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
-    prompts = [sampler.model.chat.opening(item.messages) for _, item in suite_items]
+    prompts = [sampler.model.chat.opening(item.messages, item.spans) for _, item in suite_items]
     asked = [_Asked(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
@@ -118,6 +125,8 @@ def _choose(
                 survival=survival(rollout, [*prompt.roles, *[str(Role.ASSISTANT)] * tokens]),
                 sample_index=n % group,
                 seconds=0.0,
+                spans=spans_kept(rollout, prompt.spans, item, transcript),
+                marks=prompt.spans,
             )
         )
     return played
@@ -191,6 +200,7 @@ class _Conversation:
         self.member, self._model = member, model
         self._prompt_tokens = len(prompt.ids)
         self._roles = list(prompt.roles)
+        self._spans = {name: list(tokens) for name, tokens in prompt.spans.items()}
         self._pending = _NOTHING
         self._new_tokens = 0
 
@@ -233,14 +243,18 @@ class _Conversation:
             survival=survival(rollout, self._roles),
             sample_index=self.member,
             seconds=0.0,
+            spans=spans_kept(rollout, self._spans, self._exchange.item, self._exchange.transcript),
+            marks=self._spans,
         )
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
-        reply = self._model.chat.continuation(completion.ids, messages)
+        reply = self._model.chat.continuation(completion.ids, messages, self._exchange.item.spans)
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
             self._exchange.break_off()
             return
         self._exchange.go_on(messages)
+        for name, tokens in reply.spans.items():
+            self._spans.setdefault(name, []).extend(len(self._roles) + token for token in tokens)
         self._roles += reply.roles
         self._pending = reply
 
@@ -262,3 +276,20 @@ def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
     for role, share in zip(roles[:start], alive, strict=True):
         by_role.setdefault(role, []).append(share)
     return {role: sum(shares) / len(shares) for role, shares in sorted(by_role.items())}
+
+
+def spans_kept(
+    rollout: Rollout, tokens: Mapping[str, Sequence[int]], item: Item, transcript: Sequence[Message]
+) -> dict[str, Kept]:
+    """What is left of every marked span that the model was given, mean over its tokens, layers and KV heads.
+
+    What the model said itself is no span, even where it repeats one.
+    """
+    own = (Role.ASSISTANT, Role.THOUGHT)
+    given = [m.content if n < len(item.messages) or m.role not in own else "" for n, m in enumerate(transcript)]
+    places, start = places_of(item.spans, given), rollout.answer_start
+
+    def share(numbers: Sequence[int]) -> float:
+        return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())
+
+    return {name: Kept(share(numbers), tuple(places[name])) for name, numbers in tokens.items()}

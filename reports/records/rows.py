@@ -24,7 +24,8 @@ import pandas as pd
 
 from audit.core.errors import DataError, OffScale
 from audit.core.facets import FACETS
-from audit.core.records import CONTRADICTED, READABLE, TOKEN_ROLES, Outcome, Record, Role
+from audit.core.records import CONTRADICTED, READABLE, TOKEN_ROLES, Outcome, Record, Role, spans_fit
+from audit.core.spans import SPANS
 from audit.core.text import is_text
 from audit.core.yaml_file import one_line
 
@@ -38,12 +39,14 @@ _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
 _WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
 WHOLE = tuple(name for name in COPIED if _KINDS[name] == "int")
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
+SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was kept, NaN where an item has no such span
 UNREAD = -1.0  # the answer has no form that the facet could be read in
 REAL = (
     *(name for name in COPIED if _KINDS[name] == "float"),
     "score",
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
+    *SPAN_COLUMNS.values(),
 )
 _CODES = {None: UNREAD, False: 0.0, True: 1.0}
 Array = npt.NDArray[Any]
@@ -65,7 +68,7 @@ class Columns:
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score``, survival and facets."""
+        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score``, survival, facets, spans."""
         count = len(lines)
         for name in _WORDS:
             numbers = map(self._words[name].__getitem__, values[name])
@@ -152,17 +155,29 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
         rows = _objects(raw.decode(), count)
         if rows is None or set(map(type, rows)) != {dict}:
             return None
-        if set(map(len, rows)) == {len(_NAMES) - 1} and {row["format"] for row in rows} == {1}:
-            for row in rows:  # before there were facets
-                row.setdefault("facets", {})
+        _complete(rows)
         if set(map(len, rows)) != {len(_NAMES)}:
             return None
         values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
         if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
             return None
-        return _kept(values) if _shares_fit(values["survival"]) and _facets_fit(values["facets"]) else None
+        if not _shares_fit(values["survival"]) or not _facets_fit(values["facets"]):
+            return None
+        if not all(map(spans_fit, values["spans"])):
+            return None
+        shares = [{name: span["kept"] for name, span in table.items()} for table in values["spans"]]
+        return _kept({**values, "spans": shares})
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration):
         return None  # the strict reading says what and where
+
+
+def _complete(rows: Sequence[dict[str, Any]]) -> None:
+    """Give rows what they may lack: spans, which a suite need not mark, and facets, which once there were none of."""
+    for row in rows:
+        row.setdefault("spans", {})
+    if set(map(len, rows)) == {len(_NAMES) - 1} and {row["format"] for row in rows} == {1}:
+        for row in rows:
+            row.setdefault("facets", {})
 
 
 def _objects(text: str, count: int) -> list[Any] | None:
@@ -221,7 +236,7 @@ def _messages_fit(transcripts: Sequence[Any]) -> bool:
 
 
 def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What the report keeps of a block: unscored as NaN, degenerate as 0, survival by role, facets by name."""
+    """What the report keeps of a block: unscored as NaN, degenerate as 0; survival, facets, spans by name."""
     kept = {name: values[name] for name in (*COPIED, "outcome")}
     degenerate = Outcome.DEGENERATE.value
     kept["score"] = [
@@ -232,6 +247,8 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
         kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
     for name, column in FACET_COLUMNS.items():
         kept[column] = [_CODES[table[name]] if name in table else math.nan for table in values["facets"]]
+    for name, column in SPAN_COLUMNS.items():
+        kept[column] = [table.get(name, math.nan) for table in values["spans"]]
     return kept
 
 
@@ -242,6 +259,7 @@ def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     }
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = [record.score for record in records]
+    values["spans"] = [{name: span.share for name, span in record.spans.items()} for record in records]
     return _kept(values)
 
 
