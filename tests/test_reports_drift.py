@@ -49,7 +49,7 @@ def find(report, estimand, arm="naive", policy_text=SNAP, suite="refusal"):
     return found
 
 
-def test_the_four_estimands_of_a_hand_made_run():
+def test_the_estimands_of_a_hand_made_run():
     def score(arm, _seed, served, i):
         if served == "none":
             return i >= (2 if arm == "naive" else 0)  # naive loses 2 of 16
@@ -64,6 +64,8 @@ def test_the_four_estimands_of_a_hand_made_run():
     assert find(report, "E4", arm="dense").effect.estimate == pytest.approx(-4 / 16)
     assert find(report, "E5").effect.estimate == pytest.approx(-2 / 16)
     assert find(report, "E5").effect.method == "CR3-t"
+    assert find(report, "amplification").effect.estimate == pytest.approx(2 / 16)  # -2 of training, +4 of serving
+    assert (find(report, "amplification").effect.losses, find(report, "amplification").effect.gains) == (0, 2)
     assert find(report, "E1").effect.method == "ESS-Tango"
     assert (find(report, "E1").effect.losses, find(report, "E1").effect.gains) == (4, 0)
 

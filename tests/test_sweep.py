@@ -17,6 +17,7 @@ from audit.runs.evaluate import grid
 from audit.runs.names import NAMES
 from audit.training.config import TrainConfig
 from reports.drift.comparison import comparison_of
+from reports.drift.contrast import AMPLIFICATION
 from reports.drift.drift import sides
 
 INT8, SNAPKV = NAMES.policy("int8"), NAMES.policy("snapkv:budget=112")
@@ -123,4 +124,10 @@ def test_what_is_not_served_is_neither_missing_nor_contrasted() -> None:
     candidates = {(unit.arm, unit.policy) for unit in found.planned if unit.arm != "dense" and unit.policy != "none"}
     assert candidates == own
     assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == "E5"} == own
-    assert found.train_policy == f"{INT8} (naive_int8, smd_int8); {SNAPKV} (naive_snapkv-112, smd_snapkv-112)"
+    assert found.trained_under == {
+        "naive_int8": INT8,
+        "naive_snapkv-112": SNAPKV,
+        "smd_int8": INT8,
+        "smd_snapkv-112": SNAPKV,
+    }
+    assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == AMPLIFICATION} == own

@@ -171,7 +171,6 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
         contexts=tuple(sorted({length for own in lengths.values() for length in own})),
         lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
         capability=(),
-        train_policy=None,
         labels=short_names([DENSE_POLICY]),
         planned=(),
     )

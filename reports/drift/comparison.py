@@ -12,7 +12,7 @@ import pandas as pd
 from audit.core.facets import facet_of
 from audit.core.policy_names import DENSE_POLICY, match_policies, short_names
 from audit.core.provenance import REWARD_JUDGES
-from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.spec import BASE_ARM, DENSE_ARM, RunSpec
 from reports.records.panel import facets_of
 
 PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
@@ -49,11 +49,11 @@ class Comparison:
     contexts: tuple[int, ...]
     lengths: Mapping[str, tuple[int, ...]]  # of the suites, and of the facets: where each was asked
     capability: tuple[str, ...]  # the suites that measure it
-    train_policy: str | None
     labels: dict[str, str]  # canonical policy -> short name
     planned: tuple[PlannedUnit, ...]  # that the spec asks for
     judges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by suite: who graded its records
     unserved: frozenset[tuple[str, str]] = frozenset()  # arm and policy that no record is asked of
+    trained_under: Mapping[str, str] = field(default_factory=dict)  # arm -> policy of its compressed rollouts
     rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
 
     @property
@@ -99,7 +99,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         contexts=tuple(sorted({length for own in lengths.values() for length in own})),
         lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
         capability=_capability(suites, provenance),
-        train_policy=_trained_under(spec, policies),
+        trained_under=dict(_trained_under(spec, policies)),
         labels=short_names(policies),
         planned=tuple(_planned(spec, policies)),
         unserved=frozenset(_unserved(spec, policies)),
@@ -108,16 +108,11 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     )
 
 
-def _trained_under(spec: RunSpec, policies: Sequence[str]) -> str | None:
-    """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
-    if spec.train is None:
-        return None
-    if not spec.train.policies:
-        return match_policies([spec.train.policy], policies)[0]
-    arms = [arm for arm in spec.train.trained if arm.policy != DENSE_POLICY]
-    return "; ".join(
-        f"{policy} ({', '.join(arm.name for arm in arms if arm.policy == policy)})" for policy in spec.train.policies
-    )
+def _trained_under(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every arm whose rollouts were compressed, with the policy."""
+    for arm in () if spec.train is None else spec.train.trained:
+        if arm.recipe != DENSE_ARM and arm.policy != DENSE_POLICY:
+            yield arm.name, match_policies([arm.policy], policies)[0]
 
 
 def _judges(records: pd.DataFrame) -> dict[str, tuple[str, ...]]:

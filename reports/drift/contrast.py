@@ -22,6 +22,7 @@ from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
+AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 
@@ -56,11 +57,20 @@ def interaction(arm: str, reference: str, pair: SeedPair, policy: str) -> Weight
     return _add(*own.items(), *((cell, -weight) for cell, weight in other.items()))
 
 
+def amplification(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """What training under the policy did, minus what serving under it does to the reference; one paired difference.
+
+    (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
+    """
+    return _add((CellKey(arm, pair[0], DENSE_POLICY), 1.0), (CellKey(reference, pair[1], policy), -1.0))
+
+
 ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str], Weights]] = {
     "E1": checkpoint_drift,
     "E2": end_to_end_drift,
     "E4": serving_sensitivity,
     "E5": interaction,
+    AMPLIFICATION: amplification,
 }
 
 

@@ -2,7 +2,8 @@
 
 Estimands (statistics: weights over cells, seeds and samples averaged inside the item first):
 E1 candidate - reference under the same policy; E2 candidate as deployed - uncompressed reference;
-E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4.
+E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4;
+amplification candidate uncompressed - reference under the policy that the candidate was trained under.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pandas as pd
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import SeedPair, contrast
+from reports.drift.contrast import AMPLIFICATION, SeedPair, contrast
 from reports.drift.results import Cell, Contrast, Drift
 from reports.drift.validity import run_reasons
 from reports.records.load import RunData
@@ -92,6 +93,8 @@ def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
         yield from ((estimand, arm, policy) for estimand in ("E1", "E2") if trained)
         if policy != DENSE_POLICY and (trained or arm == comparison.reference):
             yield from ((estimand, arm, policy) for estimand in (("E4", "E5") if trained else ("E4",)))
+        if trained and policy == comparison.trained_under.get(arm):
+            yield AMPLIFICATION, arm, policy
 
 
 def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from audit.core.text import inline
+from reports.drift.contrast import AMPLIFICATION
 from reports.gate.rules import AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
 from reports.page.about import about, asides, number, sentence
@@ -172,6 +173,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
             notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
             finding=summaries.estimand(findings, "E5", gated_only=True),
         ),
+        *_amplification_section(findings),
         Section(
             "sensitivity",
             "Serving sensitivity",
@@ -187,6 +189,21 @@ def _detail_sections(findings: Findings) -> list[Section]:
         *([guards] if (guards := guards_section(findings)) else []),
         beside.displacement_section(findings),
         *beside.method_sections(findings),
+    ]
+
+
+def _amplification_section(findings: Findings) -> list[Section]:
+    if not any(c.estimand == AMPLIFICATION for c in findings.contrasts):
+        return []
+    return [
+        Section(
+            "amplification",
+            "Amplification",
+            "Did training under a policy cost more than serving under it? Candidate uncompressed minus the reference "
+            "served under the policy that the candidate was trained under: below zero, training cost more.",
+            tables=(tables.estimand(findings, AMPLIFICATION),),
+            finding=summaries.estimand(findings, AMPLIFICATION),
+        )
     ]
 
 

@@ -159,7 +159,7 @@ def compared(findings: Findings) -> Table:
         rows += [
             ("reference", f"{sides.reference} (pinned dense rollouts)"),
             ("candidates", ", ".join(sides.candidates)),
-            ("compression during rollouts", sides.train_policy or "-"),
+            ("compression during rollouts", _rollouts(sides) or "-"),
             ("seeds, paired", ", ".join(map(str, sides.seeds))),
         ]
     else:
@@ -226,6 +226,16 @@ def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> Tabl
         for c in found
     ]
     return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)
+
+
+def _rollouts(sides: Comparison) -> str:
+    """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
+    by_policy: dict[str, list[str]] = {}
+    for arm, policy in sides.trained_under.items():
+        by_policy.setdefault(policy, []).append(arm)
+    if len(by_policy) == 1:
+        return next(iter(by_policy))
+    return "; ".join(f"{policy} ({', '.join(arms)})" for policy, arms in by_policy.items())
 
 
 def _text(c: Contrast) -> str:

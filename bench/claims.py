@@ -1,0 +1,89 @@
+"""The trainer's claims as tables: what every correction cost and repaired, from the records of finished runs.
+
+    python -m bench.claims runs/claims-grpo runs/claims-ppo runs/claims-online-dpo
+
+Training: means over steps and seeds of the telemetry, whose names ``audit.training.telemetry`` explains; the reward is
+that of the second half of the steps, over the seeds and of the lowest and highest of them. Drift: points of unwanted
+behaviour more than the dense arm, both served uncompressed, with the 95 % interval over items at these seeds, and the
+interval that has seed variance in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from reports.drift.results import Contrast
+from reports.page.findings import Findings
+from reports.page.words import points
+from reports.records.load import RunData, load_run
+from reports.run import decided
+
+UNWANTED = ("refusal.unsafe", "agent.attack_success", "agent.leak")
+MEASURES = {
+    "overlap p5": ("mismatch/overlap_p5", ".2f"),
+    "k3 KL": ("mismatch/k3_kl", ".4f"),
+    "effective sample share": ("mismatch/ess", ".2f"),
+    "rejected sequences": ("mismatch/rejected_sequences", ".1%"),
+    "masked tokens": ("mismatch/masked_tokens", ".1%"),
+    "clipped": ("clip_fraction", ".2%"),
+    "gradient variance": ("grad_variance", ".2f"),
+    "KV tokens saved": ("token_savings", ".1%"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    for path in parser.parse_args().runs:
+        data = load_run(path)
+        print(f"\n{path.name}: loss {data.spec.train.loss if data.spec.train else 'none'}\n")
+        print("\n".join(table(["arm", *MEASURES, "reward, second half"], training(data))))
+        print()
+        print("\n".join(table(["arm, against dense", *UNWANTED], drift(decided(data)))))
+
+
+def training(data: RunData) -> Iterator[list[str]]:
+    """A row for every arm of a run."""
+    assert data.spec.train is not None
+    for arm in data.spec.train.arms:
+        runs = [rows for (name, _), rows in data.telemetry.items() if name == arm]
+        row = [format(mean([r.get(key) for rows in runs for r in rows]), form) for key, form in MEASURES.values()]
+        late = [np.mean([r["reward_mean"] for r in rows[len(rows) // 2 :]]) for rows in runs]
+        yield [arm, *row, f"{np.mean(late):.3f} ({min(late):.3f} to {max(late):.3f})"]
+
+
+def drift(findings: Findings) -> Iterator[list[str]]:
+    """A row for every arm but the reference: each unwanted facet's drift, in points."""
+    found = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "E1" and c.policy == "none"}
+    for arm in findings.drift.comparison.candidates:
+        yield [arm, *(cell(found[arm, facet]) for facet in UNWANTED)]
+
+
+def cell(contrast: Contrast) -> str:
+    """The drift of one facet, its sign that of the unwanted behaviour."""
+    effect, recipe = contrast.effect, contrast.recipe
+    if effect is None:
+        return "-"
+    seeds = "" if recipe is None else f"; seeds {points(-recipe.high)} to {points(-recipe.low)}"
+    return f"{points(-effect.estimate)} [{points(-effect.high)}, {points(-effect.low)}{seeds}]"
+
+
+def mean(values: list[float | None]) -> float:
+    """Over the steps that have the value; nan where none has."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else float("nan")
+
+
+def table(headers: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"| {' | '.join(headers)} |"
+    yield f"|{'---|' * len(headers)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
