@@ -494,7 +494,9 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     assert "fails on import: SystemExit: 0" in refused("list", "policies", "--plugin", tmp_path / "leaves.py")
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
-    assert "brings no policy, suite, judge or guard" in refused("list", "policies", "--plugin", tmp_path / "empty.py")
+    assert "brings no policy, suite, judge, guard or launcher" in refused(
+        "list", "policies", "--plugin", tmp_path / "empty.py"
+    )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from audit.runs.launchers import local
+from audit.runs.launchers.base import Job
 from audit.runs.launchers.local import Companion, companions, idle_cores
 
 TIED = "from audit.runs.launchers.local import tie; tie(); import sys, time; print('here', flush=True); time.sleep(600)"
@@ -18,8 +19,9 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from audit.runs.launchers import local
+from audit.runs.launchers.base import Job
 local.PROGRAM = (sys.executable, "-c", sys.argv[1])
-with local.companions(2, [], Path(sys.argv[2]), print) as started:
+with local.companions(2, Job([], Path(sys.argv[2]), Path()), print) as started:
     print(*(one.process.pid for one in started), flush=True)
     time.sleep(600)
 """
@@ -43,7 +45,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
     said: list[str] = []
-    with companions(1, ["join", "--no-such-option"], tmp_path / "logs", said.append) as started:
+    with companions(1, Job(["join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append) as started:
         started[0].process.wait()
     assert len(said) == 1
     assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")
@@ -55,7 +57,7 @@ def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) 
 )
 def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
     said: list[str] = []
-    with companions(2, [], tmp_path / "logs", said.append) as started:
+    with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-2.log")
         started[1].process.send_signal(number)
         while not said:
@@ -70,7 +72,7 @@ def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: Non
     started: list[Companion] = []
 
     def body() -> None:
-        with companions(2, [], tmp_path / "logs", said.append) as found:
+        with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:
             started.extend(found)
             wait_for(tmp_path / "logs" / "worker-1.log")
             raise KeyboardInterrupt
@@ -99,7 +101,7 @@ def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals
 
 def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
-    with companions(1, [], tmp_path / "logs", said.append) as started:
+    with companions(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-1.log")
         started[0].process.send_signal(signal.SIGINT)
         started[0].process.stdin.close()

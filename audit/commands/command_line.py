@@ -55,9 +55,17 @@ Workers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Processes of one thread each that share the work; default: idle cores if the model is embedded, else 1. "
-        "A run that began with more threads has one process.",
+        help="Processes of one thread each that share the work; default: idle cores if the model is embedded, else one "
+        "for each GPU. A run that began with more threads has one process.",
         show_default=False,
+    ),
+]
+LauncherText = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        help="Where the workers are: local, or NAME:option=value of those that `list launchers` shows. Only with local "
+        "does this process work too; others want --workers.",
     ),
 ]
 Takeover = Annotated[

@@ -92,6 +92,19 @@ def list_guards(plugin: Plugins = None) -> None:
         _print(["guard", "goes by", "options and defaults"], rows)
 
 
+@listing.command("launchers")
+def list_launchers(plugin: Plugins = None) -> None:
+    """Launchers: where the workers of a run are, and their options."""
+    with user_errors():
+        from audit.core.options import options
+        from audit.runs.launchers.base import LAUNCHERS
+        from audit.runs.names import load_plugins
+
+        load_plugins(plugin or ())
+        rows = [[name, cls.says, ", ".join(options(cls)), cls.trial] for name, cls in LAUNCHERS.all().items()]
+        _print(["launcher", "workers are", "options and defaults", "tried on one machine with"], rows)
+
+
 def _print_card(text: str, data: Path | None) -> None:
     from audit.judges.base import parse_judge
     from audit.judges.card import HEADINGS, card_rows

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from audit.commands.command_line import (
+    LauncherText,
     Limit,
     Out,
     Plugins,
@@ -23,7 +25,7 @@ from audit.commands.command_line import (
     set_data,
     user_errors,
 )
-from audit.core.errors import SpecError
+from audit.core.errors import DataError, SpecError
 from audit.core.provenance import PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Options:
     workers: int | None = None
     plugins: tuple[Path, ...] = ()
     takeover: bool = False
+    launcher: str = "local"
 
 
 def run(
@@ -52,12 +55,20 @@ def run(
     limit: Limit = None,
     threads: Threads = None,
     workers: Workers = None,
+    launcher: LauncherText = "local",
     plugin: Plugins = None,
     takeover: Takeover = False,
 ) -> None:
     """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides."""
     with user_errors(resume_hint("run", spec, out, limit)):
-        options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(plugin or ()), takeover=takeover)
+        options = Options(
+            limit=limit,
+            threads=threads,
+            workers=workers,
+            plugins=tuple(plugin or ()),
+            takeover=takeover,
+            launcher=launcher,
+        )
         _run(spec, out, options, resume=resume)
 
 
@@ -107,18 +118,24 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     from audit.commands.report import write_checked
     from audit.guards.base import parse_guard
     from audit.judges.base import parse_judge
-    from audit.runs.launchers.local import companions
+    from audit.runs.launchers.base import Job, parse_launcher
 
     asked = _asked(path, out, options)
-    workers, threads = share(options, asked.spec, _begun_with(asked.folder))
+    launcher = parse_launcher(options.launcher)
+    launcher.check()
+    workers, threads = share(options, asked.spec, _begun_with(asked.folder), here=launcher.here)
     for text in asked.spec.guard:
         parse_guard(text).check()
     for text in asked.spec.judge:
         parse_judge(text).check()
-    pipeline, run = _open(asked, options, threads, resume=resume)
+    pipeline, run = _open(asked, options, threads, resume=resume, works=launcher.here)
     words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
     words += ["--takeover"] if options.takeover else []
-    with companions(workers - 1, words, run.path / "logs", lambda line: say(Console(stderr=True), line)):
+    job = Job(words, run.path / "logs", Path.cwd(), any_gpu=asked.spec.device in ("auto", "cuda"))
+    with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
+        if not launcher.here:
+            crew.wait(lambda: pipeline.is_done)
+            pipeline.check_done()
         pipeline.train()
         pipeline.evaluate()
     guard_all(run, run.spec.guard)
@@ -126,20 +143,32 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     judge_all(run.path, run.spec.judge, asked.plugins)
 
 
-def share(options: Options, spec: RunSpec, begun: int | None) -> tuple[int, int | None]:
+def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
     """Number of processes, and threads of each, None for the idle cores; ``begun`` is what the run began with.
 
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
-    has more goes on with one process.
+    has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
     """
-    from audit.runs.launchers.local import idle_cores
-    from audit.sampling.model import EMBEDDED
-
     threads = options.threads or begun
     if threads is not None and threads > 1:
-        return 1, threads
-    workers = options.workers or (idle_cores() if spec.model == EMBEDDED else 1)
-    return workers, 1 if workers > 1 else threads
+        if here:
+            return 1, threads
+        raise SpecError(
+            f"launcher {options.launcher!r}: workers have one thread each, the run has {threads}; go on with it here, "
+            "or give another --out and no --threads"
+        )
+    workers = options.workers or (_places(spec) if here else 1)
+    return workers, 1 if workers > 1 or not here else threads
+
+
+def _places(spec: RunSpec) -> int:
+    """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
+    from audit.runs.launchers.local import gpus, idle_cores
+    from audit.sampling.model import EMBEDDED
+
+    if spec.model == EMBEDDED:
+        return idle_cores()
+    return max(len(gpus()), 1) if spec.device in ("auto", "cuda") else 1
 
 
 def _begun_with(folder: Path) -> int | None:
@@ -151,6 +180,11 @@ def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
     from audit.runs.folder import SPEC
 
+    if not os.path.exists(path / SPEC):
+        raise DataError(
+            f"{str(path)!r} holds no run that {socket.gethostname()!r} sees; begin one with: kvaudit run SPEC, or put "
+            "it where every machine sees it"
+        )
     pipeline, _ = _open(_asked(path / SPEC, path, options), options, options.threads, resume=True)
     pipeline.train()
     pipeline.evaluate()
@@ -198,8 +232,13 @@ def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     return _Asked(spec, out or Path("runs") / spec.name, plugins)
 
 
-def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool) -> tuple[Pipeline, RunFolder]:
-    """Whatever is wrong with a new run comes up before its folder is claimed."""
+def _open(
+    asked: _Asked, options: Options, threads: int | None, *, resume: bool, works: bool = True
+) -> tuple[Pipeline, RunFolder]:
+    """Whatever is wrong with a new run comes up before its folder is claimed.
+
+    A process that ``works`` no unit loads no model, so what is wrong with that comes up where units are worked on.
+    """
     from rich.console import Console
 
     from audit.runs.folder import check_folder, open_run
@@ -209,7 +248,7 @@ def _open(asked: _Asked, options: Options, threads: int | None, *, resume: bool)
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
-    prepared = None if begun else prepare(asked.spec)
+    prepared = None if begun or not works else prepare(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run

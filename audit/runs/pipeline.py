@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests,
 from audit.core.intact import check_checkpoints
 from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES
 from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.text import inline
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
 from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_training, grid, served
@@ -124,6 +126,21 @@ class Pipeline:
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every checkpoint is trained and every unit sealed, whoever did it."""
+        return all(map(self._is_trained, self._made)) and all(map(self._is_sealed, grid(self._spec)))
+
+    def check_done(self) -> None:
+        """Raise RunError where something is left and no worker is."""
+        if not self.is_done:
+            untrained = sum(not self._is_trained(pair) for pair in self._made)
+            unsealed = sum(not self._is_sealed(unit) for unit in grid(self._spec))
+            raise RunError(
+                f"no worker is left, but {untrained} checkpoints and {unsealed} units are; what is written stays: see "
+                f"{self._run.path / 'logs'}, mend what ended them and go on with --resume"
+            )
+
     def _train_all(self, name: str, pairs: list[Pair], steps: int) -> None:
         if not all(map(self._is_trained, pairs)):
             self._load_base()
@@ -175,7 +192,9 @@ class Pipeline:
                     meter.at(before, _unit_line(unit))
 
                 first = hand.units[0]
-                self._evaluator_of((first.arm, first.seed)).run_together(hand.units, self._run, progress, hand.keeps)
+                with _enough_memory(_unit_line(first), "evaluate.batch_tokens"):
+                    evaluator = self._evaluator_of((first.arm, first.seed))
+                    evaluator.run_together(hand.units, self._run, progress, hand.keeps)
 
             work_through_groups(
                 [list(group) for _, group in groupby(units, lambda unit: unit.asked)],
@@ -201,10 +220,11 @@ class Pipeline:
         def progress(done: int, _: int, row: Mapping[str, Any]) -> None:
             report(done, row)
 
-        if pair[0] == BASE_ARM:
-            warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
-        else:
-            train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress)
+        with _enough_memory(f"{pair[0]} seed {pair[1]}", "train.rollout_rows, train.microbatch_tokens"):
+            if pair[0] == BASE_ARM:
+                warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
+            else:
+                train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress)
 
     def _start(self, seed: int) -> LoadedModel:
         """What the arms of a seed begin from: the model, or its warm start."""
@@ -329,6 +349,19 @@ class Pipeline:
 def _reward_judge(suite: str) -> str:
     """Who grades a rollout: the suite itself, or the phrase rules where it leaves that to a judge."""
     return "phrases" if SUITES.get(suite).question is not Suite.question else "programmatic"
+
+
+@contextmanager
+def _enough_memory(work: str, less: str) -> Iterator[None]:
+    """Raise RunError where a GPU has too little memory, which no other worker's need be short of."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = inline(str(error).partition(". ")[0])
+        raise RunError(
+            f"the GPU's memory is too small for {work} ({said}); what is written stays: go on with it on a larger "
+            f"GPU, or begin another run with less: {less}"
+        ) from None
 
 
 def _unit_line(unit: Unit) -> str:

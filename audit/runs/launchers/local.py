@@ -1,16 +1,23 @@
-"""More processes on this machine: they claim units of the same run folder and leave when none is left."""
+"""More processes on this machine, each on the GPU whose turn it is: they claim units and leave when none is left.
+
+The workers of the other launchers, wherever they are, are such processes too (``attend``).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from audit.runs.launchers.base import Crew, Job, Launcher, Say
 
 GRACE_SECONDS = 10.0
 TERMINATED = 128 + signal.SIGTERM
@@ -20,7 +27,8 @@ PROGRAM = (
     "import sys; from audit.runs.launchers.local import tie; tie(); "
     "from audit.cli import main; sys.argv[0] = 'kvaudit'; main()",
 )
-SAMPLE_SECONDS = 0.3
+SAMPLE_SECONDS, POLL_SECONDS = 0.3, 1.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_TIMES = Path("/proc/stat")  # Linux
 
 
@@ -63,18 +71,36 @@ def tie() -> None:
     threading.Thread(target=watch, name="tie", daemon=True).start()
 
 
+def gpus() -> list[str]:
+    """The GPUs that a process started from here sees, by the names that CUDA_VISIBLE_DEVICES has for them."""
+    import torch
+
+    named = os.environ.get(VISIBLE)
+    return [name for name in named.split(",") if name] if named else [str(n) for n in range(torch.cuda.device_count())]
+
+
 class Companion:
     """One more process on the run; says by itself, from a thread, when it ends and should not have."""
 
-    def __init__(self, number: int, words: Sequence[str], logs: Path, say: Callable[[str], None]) -> None:
-        self._number, self._log, self._say = number, logs / f"worker-{number}.log", say
+    def __init__(self, number: int, job: Job, say: Say, gpu: str | None = None) -> None:
+        self._number, self._log, self._say = number, job.logs / f"worker-{number}.log", say
         self._is_stopped = False
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*PROGRAM, *words], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT
+                [*PROGRAM, *job.words],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=job.folder,
+                env=os.environ | ({} if gpu is None else {VISIBLE: gpu}),
             )
         self._watch = threading.Thread(target=self._wait, name=self._log.stem, daemon=True)
         self._watch.start()
+
+    def wait(self, patience: float | None = None) -> bool:
+        """Whether it has ended by itself, after ``patience`` seconds at most."""
+        self._watch.join(patience)
+        return not self._watch.is_alive()
 
     def stop(self, patience: float) -> None:
         """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for."""
@@ -102,17 +128,37 @@ def _signal(number: int) -> str:
     return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
+def attend(job: Job, number: int) -> str:
+    """Work on a job in one more process on this machine, to its end; what there is to say of that end.
+
+    A launcher has a cluster call this; the process it starts ends with the one that called.
+    """
+    if not job.logs.is_dir():
+        return (
+            f"worker {number}: {socket.gethostname()!r} sees no {str(job.logs)!r}; what others computed stays; put the "
+            "run on a file system that every node sees, under one path"
+        )
+    said: list[str] = []
+    companion = Companion(number, job, said.append)
+    try:
+        companion.wait()
+    finally:
+        companion.stop(0.0)
+    return "".join(said)
+
+
 @contextmanager
-def companions(
-    count: int, words: Sequence[str], logs: Path, say: Callable[[str], None]
-) -> Iterator[Sequence[Companion]]:
-    """Run ``kvaudit WORDS`` in ``count`` more processes while the body works; what they print goes to ``logs``.
+def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[Companion]]:
+    """Work on a job in ``count`` more processes while the body works too.
 
     Whatever a companion leaves undone, a failed or killed one included, the body's own claims pick up; ``say`` hears of
     it at once. They end when the body is done or fails, and with this process.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    started = [Companion(number, words, logs, say) for number in range(1, count + 1)]
+    job.logs.mkdir(parents=True, exist_ok=True)
+    turns = gpus() if count and job.any_gpu else []
+    # the body is number 0 and takes the first
+    of = [turns[number % len(turns)] if turns else None for number in range(count + 1)]
+    started = [Companion(number, job, say, of[number]) for number in range(1, count + 1)]
     patience = 0.0
     try:
         yield started
@@ -120,3 +166,25 @@ def companions(
     finally:
         for companion in started:
             companion.stop(patience)
+
+
+class _Companions(list[Companion]):
+    def wait(self, done: Callable[[], bool]) -> None:
+        while not all(companion.wait(POLL_SECONDS) for companion in self) and not done():
+            continue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Launcher):
+    """Processes on this machine, of which the one that starts them is the first."""
+
+    name = "local"
+    says = "processes on this machine, on its GPUs in turn"
+    here = True
+    trial = "local"
+
+    @contextmanager
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+        """``count`` companions; see ``companions``."""
+        with companions(count, job, say) as started:
+            yield _Companions(started)

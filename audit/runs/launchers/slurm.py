@@ -1,0 +1,153 @@
+"""Workers as jobs of a slurm cluster, one job each, through submitit.
+
+A job that slurm preempts or ends for its time is queued again under its number and joins the run anew: records go on
+at the last whole batch, training at its last saved step. The jobs go on when the process that queued them ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from audit.core.errors import RunError
+from audit.core.text import inline
+from audit.runs.launchers.base import Crew, Job, Launcher, Say
+from audit.runs.launchers.local import TERMINATED, attend
+
+if TYPE_CHECKING:
+    from submitit import Job as Queued
+    from submitit.helpers import DelayedSubmission
+
+POLL_SECONDS = 2.0
+KILL_SECONDS = 120.0  # slurm's KillWait is 30 s where nobody changed it
+MOST_TIMEOUTS = 1000  # a job that ran out of time goes on in another: what is done is done
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What a job calls; submitit asks it for ``checkpoint`` when the job has to go, and queues what that returns."""
+
+    job: Job
+    number: int
+
+    def __call__(self) -> str:
+        """Work to the end; what there is to say of it."""
+        said = attend(self.job, self.number)
+        if f"exit code {TERMINATED}" in said:  # as slurm ends a job: one that is to run again must not look finished
+            time.sleep(KILL_SECONDS)
+        return said
+
+    def checkpoint(self) -> DelayedSubmission:
+        """The same again: where the run stands is in its folder."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Launcher):
+    """Jobs on the nodes of a cluster, queued from a machine that has ``sbatch``.
+
+    ``memory`` is in GB, 0 for the cluster's default; ``cluster`` is submitit's word: ``local`` tries it all out on this
+    machine.
+    """
+
+    name = "slurm"
+    says = "jobs of a slurm cluster (pip install 'kvaudit[slurm]')"
+    trial = "slurm:cluster=local,gpus=0"
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    gpus: int = 1
+    cpus: int = 2
+    memory: int = 0
+    hours: float = 24.0
+    cluster: str = "slurm"
+
+    def check(self) -> None:
+        """Raise RunError without submitit, and without sbatch where a cluster is asked for."""
+        try:
+            import submitit  # noqa: F401
+        except ImportError:
+            raise RunError("launcher slurm needs another package: pip install 'kvaudit[slurm]'") from None
+        if self.cluster not in ("slurm", "local"):
+            raise RunError(f"launcher slurm: cluster is {self.cluster!r}, wanted slurm, or local to try it out here")
+        if self.cluster == "slurm" and (shutil.which("sbatch") is None or shutil.which("srun") is None):
+            raise RunError(
+                "launcher slurm finds no sbatch and srun here; start from a login node, or try it out with "
+                f"--launcher {self.trial}"
+            )
+
+    @contextmanager
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+        """Queue the jobs; they outlive the body where it is interrupted, and are named then."""
+        job.logs.mkdir(parents=True, exist_ok=True)
+        queued = self._queued(count, job)
+        ids = " ".join(one.job_id for one in queued)
+        say(f"{count} slurm jobs: {ids}; what they print goes to {job.logs}")
+        try:
+            yield _Jobs(queued, say)
+        except BaseException:
+            if self.cluster == "slurm":
+                say(f"slurm's jobs go on; end them with: scancel {ids}")
+            raise
+        finally:
+            if self.cluster == "local":
+                for one in queued:
+                    one.cancel()
+
+    def _queued(self, count: int, job: Job) -> list[Queued[str]]:
+        from submitit import AutoExecutor
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        executor = AutoExecutor(job.logs / "slurm", cluster=self.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)
+        executor.update_parameters(name="kvaudit", **self._parameters())
+        try:
+            return list(executor.submit_array([Attendance(job, number) for number in range(1, count + 1)]))
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise RunError(f"slurm takes no job: {inline(' '.join(str(error).split()))}") from None
+
+    def _parameters(self) -> dict[str, Any]:
+        own = {"partition": self.partition, "account": self.account, "qos": self.qos, "constraint": self.constraint}
+        return {
+            "timeout_min": max(round(self.hours * 60), 1),
+            "gpus_per_node": self.gpus,
+            "cpus_per_task": self.cpus,
+            "mem_gb": self.memory or None,
+            **{f"slurm_{key}": value for key, value in own.items() if value},
+        }
+
+
+class _Jobs:
+    """Jobs that were queued, and which of them have ended."""
+
+    def __init__(self, queued: list[Queued[str]], say: Say) -> None:
+        self._left, self._say = dict(enumerate(queued, 1)), say
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        while self._left and not done():
+            for number in [number for number, job in self._left.items() if job.done()]:
+                if said := _end(number, self._left.pop(number)):
+                    self._say(said)
+            time.sleep(POLL_SECONDS if self._left else 0.0)
+
+
+def _end(number: int, job: Queued[str]) -> str:
+    """What there is to say of a job that has ended."""
+    from submitit.core.utils import FailedJobError, UncompletedJobError
+
+    try:
+        return str(job.result())
+    except (FailedJobError, UncompletedJobError):
+        logs = [path for path in (job.paths.stderr, job.paths.stdout) if path.exists()]
+        where = f"see {logs[0]}" if logs else f"it left no log: does every node see {str(job.paths.folder)!r}?"
+        return (
+            f"worker {number}, slurm job {job.job_id}, ended as {job.state} without a result; what it held goes back "
+            f"to the others; {where}"
+        )

@@ -1,0 +1,242 @@
+"""Every launcher of the registry: its workers do the run's words, and each that fails is one line that says where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import SPEC, refused
+
+from audit.core.errors import RunError, SpecError
+from audit.runs import pipeline
+from audit.runs.launchers import local
+from audit.runs.launchers.base import LAUNCHERS, Crew, Job, Launcher, Say, parse_launcher
+from audit.runs.launchers.local import Local, attend, companions
+from audit.runs.launchers.slurm import Slurm
+
+NEEDS = {"slurm": "submitit", "ray": "ray"}
+Check = Callable[[Launcher, Path], None]
+
+
+def trial(name: str) -> Launcher:
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    return parse_launcher(LAUNCHERS.get(name).trial)
+
+
+@pytest.fixture(params=sorted(LAUNCHERS.all()))
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    """Every launcher of the registry, as it works on one machine."""
+    return trial(request.param)
+
+
+def worked(launcher: Launcher, count: int, job: Job) -> list[str]:
+    """What is said while a crew works to its end."""
+    said: list[str] = []
+    launcher.check()
+    with launcher.crew(count, job, said.append) as crew:
+        crew.wait(lambda: False)
+    return said
+
+
+def check_it_says_what_it_is_and_how_to_try_it(launcher: Launcher, _: Path) -> None:
+    assert launcher.says
+    assert launcher.trial.partition(":")[0] == launcher.name
+
+
+def check_every_worker_does_the_words_and_says_what_ended_it(launcher: Launcher, folder: Path) -> None:
+    said = worked(launcher, 2, Job(["join", "--nowhere"], folder / "logs", folder))
+    failed = sorted(line for line in said if line.startswith("worker "))
+    assert len(failed) == 2
+    for number, line in enumerate(failed, 1):
+        assert line.startswith(f"worker {number} stopped with exit code 2; what it held goes back to the others; see ")
+        assert "No such option" in (folder / "logs" / f"worker-{number}.log").read_text()
+
+
+def check_nothing_is_said_of_a_good_end(launcher: Launcher, folder: Path) -> None:
+    said = worked(launcher, 1, Job(["--version"], folder / "logs", folder))
+    assert not [line for line in said if line.startswith("worker ")]
+    assert "kvaudit" in (folder / "logs" / "worker-1.log").read_text()
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_every_launcher_keeps_the_contract(launcher: Launcher, check: Check, tmp_path: Path) -> None:
+    check(launcher, tmp_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mute(Launcher):
+    """Says nothing of a worker that failed."""
+
+    trial = "mute"
+
+    @contextmanager
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+        with parse_launcher("local").crew(count, job, lambda _: None) as crew:
+            yield crew
+
+
+def test_a_wrong_launcher_breaks_the_contract(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_every_worker_does_the_words_and_says_what_ended_it(Mute(), tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_a_missing_package_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, NEEDS[name], None)
+    with pytest.raises(RunError, match=rf"pip install 'kvaudit\[{name}\]'"):
+        parse_launcher(name).check()
+
+
+def test_a_machine_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial("slurm")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RunError, match=r"finds no sbatch and srun here; .* --launcher slurm:cluster=local,gpus=0"):
+        parse_launcher("slurm:partition=gpu").check()
+    with pytest.raises(RunError, match="cluster is 'lsf', wanted slurm, or local"):
+        parse_launcher("slurm:cluster=lsf").check()
+
+
+def test_a_wrong_option_is_one_line() -> None:
+    with pytest.raises(SpecError, match=r"unknown option of launcher slurm 'partitions'. Did you mean 'partition'"):
+        parse_launcher("slurm:partitions=gpu")
+
+
+def test_what_slurm_is_asked_for_is_what_the_options_say() -> None:
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    slurm = Slurm(partition="gpu", account="lab", gpus=2, cpus=8, memory=64, hours=1.5)
+    asked = slurm._parameters()
+    own = {key.removeprefix("slurm_"): value for key, value in asked.items() if key.startswith("slurm_")}
+    assert own == {"partition": "gpu", "account": "lab"}
+    assert (asked["timeout_min"], asked["gpus_per_node"], asked["cpus_per_task"], asked["mem_gb"]) == (90, 2, 8, 64)
+    assert "#SBATCH --partition=gpu" in _make_sbatch_string("true", "logs", **own)
+
+
+def child_of(pid: int) -> int:
+    return int(subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, check=True).stdout)
+
+
+SLEEPS_ONCE = """
+import os, sys, time
+if "-c" in sys.orig_argv and not os.path.exists("begun"):
+    open("begun", "w").close()
+    time.sleep(600)
+"""
+
+
+def test_a_job_that_is_preempted_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = trial("slurm")
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    said: list[str] = []
+    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(child_of(crew._left[1]._process.pid), signal.SIGUSR2)
+        crew.wait(lambda: False)
+    assert "kvaudit" in (tmp_path / "logs" / "worker-1.log").read_text()
+    assert not [line for line in said if line.startswith("worker ")]
+
+
+def test_a_job_that_ends_without_a_word_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = trial("slurm")
+    from submitit import LocalJob
+
+    monkeypatch.setattr(LocalJob, "_results_timeout_s", 0)
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    said: list[str] = []
+    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        crew._left[1]._process.kill()
+        crew.wait(lambda: False)
+    assert len(said) == 2
+    assert said[1].startswith("worker 1, slurm job ")
+    assert "without a result; what it held goes back to the others; " in said[1]
+
+
+def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
+    said = attend(Job(["--version"], tmp_path / "run" / "logs", tmp_path), 3)
+    assert said.startswith(f"worker 3: {socket.gethostname()!r} sees no {str(tmp_path / 'run' / 'logs')!r}; ")
+    assert "put the run on a file system that every node sees" in said
+
+
+@pytest.mark.parametrize(("visible", "turns"), [("3,5", ["5", "3", "5"]), (None, [None] * 3)])
+def test_companions_take_the_gpus_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, turns: list[str | None]
+) -> None:
+    if visible is None:
+        monkeypatch.delenv(local.VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(local.VISIBLE, visible)
+    monkeypatch.setattr(
+        local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
+    )
+    with companions(3, Job([], tmp_path / "logs", tmp_path), print) as started:
+        assert all(one.wait() for one in started)
+    found = [(tmp_path / "logs" / f"worker-{number}.log").read_text().strip() for number in (1, 2, 3)]
+    assert found == [str(turn) for turn in turns]
+
+
+def test_a_run_that_names_its_gpu_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(local.VISIBLE, "3,5")
+    monkeypatch.setattr(
+        local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    )
+    with companions(1, Job([], tmp_path / "logs", tmp_path, any_gpu=False), print) as started:
+        assert started[0].wait()
+    assert (tmp_path / "logs" / "worker-1.log").read_text().strip() == "3,5"
+
+
+def test_a_run_without_workers_left_says_what_is_open(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launching process works nothing itself, and loads no model."""
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC.format(model=tiny_folder))
+    monkeypatch.setattr(LAUNCHERS, "get", lambda _: Idle)
+    line = refused("run", spec, "--out", tmp_path / "run", "--launcher", "idle", "--workers", 2)
+    assert "no worker is left, but 2 checkpoints and 4 units are; what is written stays" in line
+
+
+def test_a_gpu_that_is_too_small_is_one_line(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC.format(model=tiny_folder))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(pipeline, "train", full)
+    line = refused("run", spec, "--out", tmp_path / "run", "--threads", 1)
+    assert line.startswith(
+        "error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); what is written"
+    )
+
+
+class Idle(Launcher):
+    """No worker at all."""
+
+    @contextmanager
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+        assert (count, job.words[0]) == (2, "join")
+        with Local().crew(0, job, say) as crew:
+            yield crew
