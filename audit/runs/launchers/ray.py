@@ -64,10 +64,10 @@ class Ray(Launcher):
 
         try:
             ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
+        except Exception as error:  # ray raises nothing narrower where its own processes do not start
             raise RunError(
-                f"no ray cluster at address {self.address!r} ({inline(' '.join(str(error).split()))[:200]}); begin one "
-                f"with 'ray start --head', or try it out with --launcher {self.trial}"
+                f"ray has no cluster at address {self.address!r} ({inline(' '.join(str(error).split()))[:200]}); begin "
+                f"one with 'ray start --head', or try it out with --launcher {self.trial}"
             ) from None
 
 

@@ -1,0 +1,184 @@
+"""A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
+
+Run: KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS]; without the variable, the embedded model. A step
+samples, rewards, takes the gradient and updates. Every side has a process of its own, so that its peak is its own.
+TRL's settings are its defaults but for bfloat16 weights, as the model has them, and microbatches of one group, since 32
+rows at once would not fit a small machine. Both sides checkpoint gradients, as TRL does by default.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+import audit
+
+PROMPTS, GROUP, PROMPT, NEW, RATE = 4, 8, 512, 32, 1e-6
+DTYPE = "bfloat16"
+POLICY = "snapkv:budget=256,window=16,interval=16"
+EMBEDDED = Path(audit.__file__).parent / "embedded"
+WORDS = ("the", "of", "and", "to", "in", "is", "for", "on", "with", "as", "by", "from")
+
+
+class Step(NamedTuple):
+    """Seconds on the wall and of the processor."""
+
+    wall: float
+    cpu: float
+
+
+class Found(NamedTuple):
+    """What one side took: every step, and the peak of its process in bytes."""
+
+    steps: list[Step]
+    peak: int
+
+
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    folder = os.environ.get("KVAUDIT_REAL_MODEL", str(EMBEDDED))
+    sides: dict[str, Callable[[str, int], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
+    print(f"{PROMPTS} prompts x {GROUP}, {PROMPT} + {NEW} tokens, {DTYPE}, one thread, {steps} step(s)", flush=True)
+    found = {}
+    for name, side in sides.items():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            own = found[name] = alone.submit(side, folder, steps).result()
+        print(f"  {name:5} CPU {cpu(own):.1f} s   wall {wall(own):.1f} s   peak {own.peak / 1e9:.2f} GB", flush=True)
+    theirs = found.pop("TRL")
+    for name, own in found.items():
+        print(
+            f"  TRL / {name:5}  CPU {cpu(theirs) / cpu(own):.2f}   wall {wall(theirs) / wall(own):.2f}   "
+            f"peak {theirs.peak / own.peak:.2f}"
+        )
+
+
+def cpu(found: Found) -> float:
+    return median(step.cpu for step in found.steps)
+
+
+def wall(found: Found) -> float:
+    return median(step.wall for step in found.steps)
+
+
+def measured(step: Callable[[], object], steps: int) -> Found:
+    torch.set_num_threads(1)
+    rows = []
+    for _ in range(steps):
+        started, used = time.perf_counter(), time.process_time()
+        step()
+        rows.append(Step(time.perf_counter() - started, time.process_time() - used))
+    return Found(rows, peak())
+
+
+def peak() -> int:
+    """Of this process so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def texts(tokenizer: Any) -> list[str]:
+    """Prompts of exactly as many tokens as asked, no two alike."""
+    words = [f" {word}" for word in WORDS if len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1]
+    found = ["".join(words[(n * (n + row)) % len(words)] for n in range(PROMPT)) for row in range(PROMPTS)]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in found]
+    assert lengths == [PROMPT] * PROMPTS, lengths
+    assert len(set(found)) == PROMPTS
+    return found
+
+
+def reward(ids: list[int]) -> float:
+    """Differs within a group, costs nothing."""
+    return sum(ids) % 97 / 97
+
+
+def dense(folder: str, steps: int) -> Found:
+    return ours(folder, steps, "dense")
+
+
+def smd(folder: str, steps: int) -> Found:
+    return ours(folder, steps, "smd")
+
+
+def ours(folder: str, steps: int, arm: str) -> Found:
+    """This project's step, without a suite's conversation around it."""
+    from audit.cache.ledger import Rollout
+    from audit.sampling.model import load_model
+    from audit.sampling.sampler import Decoding, Sampler
+    from audit.training.adapters import checkpoint_layers
+    from audit.training.batch import collect
+    from audit.training.config import TrainConfig
+    from audit.training.grpo import learn
+    from audit.training.student import Student
+
+    torch.set_num_threads(1)
+    loaded = load_model(folder, dtype=DTYPE, device="cpu")
+    prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer)]
+    loaded.chat = SimpleNamespace(stop_ids=frozenset())  # neither side stops early
+    checkpoint_layers(loaded.model)
+    config = TrainConfig(
+        arm=arm, seed=1, policy=POLICY, suites=("math",), prompts_per_step=PROMPTS, group=GROUP, learning_rate=RATE
+    )
+    student, sampler = Student(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
+
+    def step() -> None:
+        number = student.updates
+        episode = sampler.open(prompts, [number * 1000 + row for row in range(PROMPTS * GROUP)], group=GROUP)
+        episode.decode(Decoding(NEW))
+        rows: list[Rollout] = episode.rollouts()
+        assert {len(row.ids) for row in rows} == {PROMPT + NEW}
+        rewards = [reward(row.ids[PROMPT:].tolist()) for row in rows]
+        learned = learn(student, collect(rows, rewards, GROUP, loaded.device), step=number, max_tokens=NEW)
+        assert learned.grad_norm
+
+    return measured(step, steps)
+
+
+def trl(folder: str, steps: int) -> Found:
+    """TRL's step: plain ``generate``, its own loss, its own trainer."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    rows: list[Step] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rows.append(Step(time.perf_counter() - self.started[0], time.process_time() - self.started[1]))
+
+    def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        assert {len(ids) for ids in completion_ids} == {NEW}
+        return [reward(ids) for ids in completion_ids]
+
+    with tempfile.TemporaryDirectory() as out:
+        settings = GRPOConfig(
+            output_dir=out, max_steps=steps, per_device_train_batch_size=GROUP, gradient_accumulation_steps=PROMPTS,
+            num_generations=GROUP, max_completion_length=NEW, temperature=1.0, learning_rate=RATE, bf16=False,
+            report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1, use_cpu=True,
+            generation_kwargs={"min_new_tokens": NEW},
+        )  # fmt: skip
+        GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+            processing_class=tokenizer, reward_funcs=rewards, args=settings, callbacks=[Watch()],
+            train_dataset=Dataset.from_list([{"prompt": text} for text in texts(tokenizer)]),
+        ).train()  # fmt: skip
+    return Found(rows, peak())
+
+
+if __name__ == "__main__":
+    main()
