@@ -119,7 +119,7 @@ def test_an_option_is_in_rollouts_and_evaluation_alike(tiny_folder: Path, tmp_pa
     tokens = {}
     for name, more in (("plain", ""), ("option", "chat: {enable_thinking: false}")):
         run(asked(model, more), tmp_path / name)
-        rollout = checkpoint_rollouts(tmp_path / name / "checkpoints" / "dense" / "seed-1").rollouts[0]
+        rollout = checkpoint_rollouts(tmp_path / name / "checkpoints" / "dense" / "seed-1")[0].rollouts[0]
         records = [
             Record.from_json(line)
             for path in (tmp_path / name / "records").glob("*.jsonl")

@@ -18,7 +18,7 @@ from audit.core.records import Grade, Outcome
 from audit.sampling.conversations import play
 from audit.sampling.model import LoadedModel, load_model, locate
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo
+from audit.training import grpo, rollouts
 from audit.training.arms import ARMS
 from audit.training.batch import gradient_steps, rewarded, slots, training_items
 from audit.training.learner import read_tokens
@@ -48,7 +48,7 @@ def runs(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Trained
             return play_for_parity(sampler, questions, decoding, seeds, group=group)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grpo, "play", watch)
+            patch.setattr(rollouts, "play", watch)
             return grpo.train(short(arm=arm, steps=2), base, out / arm, silent)
 
     return Trained({arm: train(arm) for arm in ARMS}, asked)
@@ -127,7 +127,7 @@ def test_ungraded_rollouts_are_counted(base: LoadedModel, tmp_path: Path, monkey
     def refuse(*args: Any, **options: Any) -> Any:
         return [replace(row, grade=Grade(Outcome.UNSCORED, None)) for row in play(*args, **options)]
 
-    monkeypatch.setattr(grpo, "play", refuse)
+    monkeypatch.setattr(rollouts, "play", refuse)
     (row,) = rows(grpo.train(short(steps=1), base, tmp_path, silent))
     assert (row["frac_unscored"], row["reward_mean"], row["reward/refusal"], row["entropy"]) == (1.0, None, None, None)
 
@@ -135,7 +135,7 @@ def test_ungraded_rollouts_are_counted(base: LoadedModel, tmp_path: Path, monkey
 def test_a_group_that_earns_nothing_is_not_distilled(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "play", play)  # a random model earns nothing from the suite's own grader
+    monkeypatch.setattr(rollouts, "play", play)  # a random model earns nothing from the suite's own grader
     (row,) = rows(grpo.train(short(steps=1, arm="smd-distill"), base, tmp_path / "1", silent))
     assert (row["reward_mean"], row["distill_kl"], row["grad_norm"]) == (0.0, 0.0, 0.0)
     settings = short(steps=1, arm="smd-distill", distill_where="everywhere")
@@ -161,7 +161,7 @@ def test_either_view_can_be_the_teacher(base: LoadedModel) -> None:
 def test_several_updates_keep_the_old_policy_and_meet_the_clip(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
     settings = short(steps=1, updates_per_batch=3, learning_rate=0.05, warmup_steps=0)
     (row,) = rows(grpo.train(settings, base, tmp_path, silent))
     assert row["clip_fraction"] > 0
@@ -172,7 +172,7 @@ def test_several_updates_keep_the_old_policy_and_meet_the_clip(
 def test_minibatches_are_gradient_steps_of_their_own_and_meet_the_clip(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
     settings = short(steps=1, arm="naive-ratio", minibatches=2, learning_rate=0.05, warmup_steps=0)
     (row,) = rows(grpo.train(settings, base, tmp_path, silent))
     assert row["clip_fraction"] > 0
@@ -199,7 +199,7 @@ def test_a_group_whose_rewards_are_all_alike_is_sampled_again_with_other_seeds(
             found[0] = replace(found[0], grade=Grade(Outcome.DESIRED, 1.0))
         return found
 
-    monkeypatch.setattr(grpo, "play", watch)
+    monkeypatch.setattr(rollouts, "play", watch)
     (row,) = rows(grpo.train(short(steps=1, resample=2, ledger_every=0), base, tmp_path, silent))
     assert row["groups_sampled_again"] == 2  # the second group, twice; the first had one reward
     assert [len(seeds) for seeds in asked] == [8, 4, 4]
@@ -226,7 +226,7 @@ def test_length_costs_by_what_the_rollouts_own_suite_allows(
 def test_the_reference_is_the_base_model_under_the_learners_view(
     base: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
     first, second = rows(grpo.train(short(steps=2, beta=0.1), base, tmp_path, silent))
     assert first["kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert second["kl_ref"] > 1e-6
@@ -279,7 +279,7 @@ def test_dense_arms_keep_final_rollouts_of_an_uncompressed_cache(trained: dict[s
 def test_final_rollouts_change_no_weight(
     base: LoadedModel, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
     without = grpo.train(short(steps=2, ledger_every=0), base, tmp_path, silent)
     assert not (without / "ledgers").exists()
     assert sha256(without / "model.safetensors") == sha256(trained["smd"] / "model.safetensors")

@@ -20,7 +20,7 @@ from training_world import play_for_parity, rows, sha256, sharp, short, silent
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError
 from audit.sampling.model import LoadedModel
-from audit.training import checkpoint, files, grpo
+from audit.training import checkpoint, files, grpo, rollouts
 from audit.training.files import TelemetryLog
 from audit.training.losses import LOSSES
 
@@ -36,7 +36,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def graded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def kept(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(folder / "whole", folder / str(done))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "play", play_for_parity)
+        patch.setattr(rollouts, "play", play_for_parity)
         grpo.train(short(), base, folder / "whole", keep)
     return folder
 

@@ -30,7 +30,7 @@ from audit.replay.schedule_check import breach, quantisation_breach
 from audit.runs.verify import checkpoint_rollouts, verify
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo
+from audit.training import grpo, rollouts
 
 FINAL = Path("ledgers", "final.safetensors")
 
@@ -46,7 +46,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """A compressed and a dense arm after one step; weights so sharp that one entry moves a log-prob."""
     out, base = tmp_path_factory.mktemp("verify"), sharp(tiny_folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "play", play_for_parity)
+        patch.setattr(rollouts, "play", play_for_parity)
         return {
             arm: grpo.train(config(arm=arm, steps=1, ledger_every=1, context_tokens=360), base, out / arm, silent)
             for arm in ("smd", "dense")
@@ -98,7 +98,7 @@ def test_a_checkpoint_explains_its_own_final_rollouts(arm: str, trained: dict[st
 
 
 def test_the_ledger_explains_what_the_dense_view_does_not(trained: dict[str, Path]) -> None:
-    found = verify(load_model(str(trained["smd"])), checkpoint_rollouts(trained["smd"]))
+    found = verify(load_model(str(trained["smd"])), checkpoint_rollouts(trained["smd"])[0])
     assert found.shadow.largest < 2e-4
     assert abs(found.shadow.kl) < 1e-5
     assert 0 <= found.shadow.k3 < 1e-8
@@ -108,7 +108,7 @@ def test_the_ledger_explains_what_the_dense_view_does_not(trained: dict[str, Pat
 
 def test_the_numbers_are_those_of_their_definitions(trained: dict[str, Path]) -> None:
     """Rollout by rollout, token by token, from one plain forward of the dense arm's model."""
-    loaded, recorded = load_model(str(trained["dense"])), checkpoint_rollouts(trained["dense"])
+    loaded, recorded = load_model(str(trained["dense"])), checkpoint_rollouts(trained["dense"])[0]
     shifted = [replace(r, sampler_logprobs=r.sampler_logprobs - 0.5 * r.sampled) for r in recorded.rollouts]
     found = verify(loaded, replace(recorded, rollouts=tuple(shifted)))
     gaps = []
@@ -299,7 +299,7 @@ QUANTISED = f"streaming:budget=96,sink=4,window=8+{CODES}"
 def coded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose rollouts were evicted from and quantised."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "play", play_for_parity)
+        patch.setattr(rollouts, "play", play_for_parity)
         settings = config(arm="smd", policy=QUANTISED, steps=1, context_tokens=360)
         return grpo.train(settings, sharp(tiny_folder), tmp_path_factory.mktemp("coded") / "smd", silent)
 
@@ -307,7 +307,7 @@ def coded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quantised_rollouts_are_explained(coded: Path) -> None:
     done = verified(coded)
     assert done.exit_code == 0, done.output
-    found = verify(load_model(str(coded)), checkpoint_rollouts(coded))
+    found = verify(load_model(str(coded)), checkpoint_rollouts(coded)[0])
     assert found.dense.largest > 0.5 > 1000 * found.shadow.largest
 
 
@@ -353,8 +353,8 @@ def test_a_forged_code_is_named_and_moves_nothing(coded: Path, tmp_path: Path) -
         rollouts[2] = replace(rollouts[2], hints=pack_hints(*more))
 
     folder = rewritten(shutil.copytree(coded, tmp_path / "copy"), forged)
-    found = verify(load_model(str(folder)), checkpoint_rollouts(folder))
-    assert found.shadow == verify(load_model(str(coded)), checkpoint_rollouts(coded)).shadow
+    found = verify(load_model(str(folder)), checkpoint_rollouts(folder)[0])
+    assert found.shadow == verify(load_model(str(coded)), checkpoint_rollouts(coded)[0]).shadow
     done = verified(folder)
     assert done.exit_code == 3
     assert re.search(r"not explained: rollout 2, layer \d: a recorded code is at no border in the replay;", done.stdout)

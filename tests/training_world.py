@@ -19,14 +19,14 @@ from audit.core.records import Grade, Outcome
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel, load_model
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo
+from audit.training import grpo, rollouts
 from audit.training.batch import Batch, collect, row_seeds, training_items
 from audit.training.config import TrainConfig
 from audit.training.optimiser import Optimiser
 from audit.training.student import Student
 
 POLICY = "streaming:budget=96,sink=4,window=8"
-_play = grpo.play
+_play = rollouts.play
 
 
 def config(**options: Any) -> TrainConfig:
@@ -124,7 +124,7 @@ def silent(_: int, __: int, ___: Any) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Train ``model`` into ``out`` and kill this very process with signal 9 after ``step``."""
     torch.set_num_threads(1)
-    grpo.play = play_for_parity
+    rollouts.play = play_for_parity
     model, out, step = arguments
 
     def stop(done: int, _: int, __: Any) -> None:

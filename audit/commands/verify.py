@@ -79,11 +79,14 @@ def _verify(asked: Asked) -> int:
         raise SpecError(f"--temperature is {asked.temperature:g}, wanted {HEATS}")
     load_plugins(asked.plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
-    recorded, name = _sources(asked)
+    sources, name = _sources(asked)
     model = load_named(name, dtype=asked.dtype)  # type: ignore[arg-type]  # checked above
-    found = replay.verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
-    _print(recorded, model, found)
-    return 0 if found.explained else NOT_EXPLAINED
+    explained = True
+    for recorded in sources:
+        found = replay.verify(model, recorded, tolerance=asked.tolerance, temperature=asked.temperature)
+        _print(recorded, model, found)
+        explained = explained and found.explained
+    return 0 if explained else NOT_EXPLAINED
 
 
 def check_reading(dtype: str, temperature: float | None) -> None:
@@ -97,8 +100,8 @@ def check_reading(dtype: str, temperature: float | None) -> None:
         raise SpecError(f"--temperature is {temperature:g}, wanted {HEATS}")
 
 
-def _sources(asked: Asked) -> tuple[Recorded, str]:
-    """The rollouts, and the name of the model that is to explain them."""
+def _sources(asked: Asked) -> tuple[list[Recorded], str]:
+    """The rollouts by their files, and the name of the model that is to explain them."""
     from audit.replay.interchange import read_rollouts
     from audit.runs.verify import checkpoint_rollouts
 
@@ -108,21 +111,25 @@ def _sources(asked: Asked) -> tuple[Recorded, str]:
                 "a checkpoint is verified by its own weights and rollouts; give CHECKPOINT [--rollouts COUNT], "
                 "or --rollouts FILE --model MODEL"
             )
-        recorded = checkpoint_rollouts(asked.checkpoint)
-        return _first(recorded, asked.rollouts), str(asked.checkpoint)
+        return _first(checkpoint_rollouts(asked.checkpoint), asked.rollouts), str(asked.checkpoint)
     if asked.model is None or asked.rollouts is None or asked.rollouts.isdecimal():
         raise SpecError(
             "what to verify is missing; give CHECKPOINT [--rollouts COUNT], or --rollouts FILE --model MODEL"
         )
-    return read_rollouts(Path(asked.rollouts)), asked.model
+    return [read_rollouts(Path(asked.rollouts))], asked.model
 
 
-def _first(recorded: Recorded, count: str | None) -> Recorded:
+def _first(sources: list[Recorded], count: str | None) -> list[Recorded]:
     if count is None:
-        return recorded
-    if not 1 <= int(count) <= len(recorded.rollouts):
-        raise SpecError(f"--rollouts is {count}, the checkpoint keeps {len(recorded.rollouts)}; give 1 to that many")
-    return replace(recorded, rollouts=recorded.rollouts[: int(count)])
+        return sources
+    left, kept = int(count), sum(len(recorded.rollouts) for recorded in sources)
+    if not 1 <= left <= kept:
+        raise SpecError(f"--rollouts is {count}, the checkpoint keeps {kept}; give 1 to that many")
+    found = list[Recorded]()
+    for recorded in sources:
+        found += [replace(recorded, rollouts=recorded.rollouts[:left])] if left > 0 else []
+        left -= len(recorded.rollouts)
+    return found
 
 
 def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:

@@ -53,6 +53,11 @@ class Policy:
         """Roles whose tokens never leave."""
         return ()
 
+    @property
+    def draws(self) -> tuple[Policy, ...]:
+        """What a request may be served under: itself, unless it is a mixture."""
+        return (self,)
+
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
         """The policy of the request with this key: itself, unless it is a mixture."""
         return self

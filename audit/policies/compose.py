@@ -92,6 +92,10 @@ class Mixture(Policy):
         raise SpecError(f"policy {self.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
 
     @property
+    def draws(self) -> tuple[Policy, ...]:
+        return self.parts
+
+    @property
     def replayable(self) -> bool:
         """Each rollout is, but a group's prompt has one ledger only where its members share a policy."""
         return False

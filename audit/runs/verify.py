@@ -32,6 +32,7 @@ from audit.sampling.model import LoadedModel
 from audit.training.arms import get_arm
 from audit.training.batch import microbatches
 from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE
+from audit.training.rollouts import ledger_stem
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
 # (docs/verify-rollouts.md), so that a longer context or another kernel is no alarm.
@@ -114,10 +115,11 @@ class Verification:
         return self.tolerance / MEAN_SHARE
 
 
-def checkpoint_rollouts(folder: Path) -> Recorded:
-    """The rollouts a finished checkpoint was left with; raises DataError where files are changed or there are none.
+def checkpoint_rollouts(folder: Path) -> list[Recorded]:
+    """The rollouts a finished checkpoint was left with, by the policies that a mixture drew.
 
-    Intermediate ledgers came from weights that are not kept: they are held to their hashes alone.
+    Raises DataError where files are changed or there are none. Intermediate ledgers came from weights that are not
+    kept: they are held to their hashes alone.
     """
     if not (folder / PROVENANCE).is_file():
         raise DataError(
@@ -126,19 +128,23 @@ def checkpoint_rollouts(folder: Path) -> Recorded:
         )
     check_checkpoint(folder)
     story = read_json(folder / PROVENANCE)
-    name = f"{FINAL_LEDGER}.safetensors"
-    if name not in story["ledgers"]:
-        raise DataError(
-            f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{name}; train it again with ledger_every above 0"
-        )
     try:
         config = story["config"]
         trained = parse_policy(str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none")
         temperature = float(config["temperature"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
-    found = read_rollouts(folder / LEDGERS / name)
-    return replace(found, temperature=temperature, trained_policy=trained)
+    mixed = len(trained.draws) > 1
+    names = {f"{ledger_stem(FINAL_LEDGER, own, mixed=mixed)}.safetensors": own for own in trained.draws}
+    kept = {name: own for name, own in names.items() if name in story["ledgers"]}
+    if not kept:
+        raise DataError(
+            f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(names)}; train it again with ledger_every above 0"
+        )
+    return [
+        replace(read_rollouts(folder / LEDGERS / name), temperature=temperature, trained_policy=own)
+        for name, own in kept.items()
+    ]
 
 
 def verify(

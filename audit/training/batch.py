@@ -221,21 +221,31 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: 
     """Rows of each microbatch: whole groups, like lengths together, ``limit`` padded tokens at most.
 
     A group that alone has more is split, each part with the prompt, down to single rows; it makes a microbatch of its
-    own where it must stay ``whole``.
+    own where it must stay ``whole``. What was stored or chosen in different ways is passed apart.
     """
     sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
+    kinds = _kinds(rollouts[::group])
     split: list[list[int]] = []
-    taken, prompt, suffix = 0, 0, 0
+    taken, prompt, suffix, kind = 0, 0, 0, -1
     # by size, so that little is padded; the index breaks ties, so that a batch splits in one way
-    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index], index)):
+    for index in sorted(range(len(sizes)), key=lambda index: (kinds[index], sizes[index], index)):
         wider = max(prompt, sizes[index][0]), max(suffix, sizes[index][1])
         # every group is padded to the widest prompt and suffix of its microbatch
-        if not split or (taken + 1) * (wider[0] + group * wider[1]) > limit:
+        if kinds[index] != kind or (taken + 1) * (wider[0] + group * wider[1]) > limit:
             split.append([])
-            taken, wider = 0, sizes[index]
+            taken, wider, kind = 0, sizes[index], kinds[index]
         split[-1].extend(range(index * group, (index + 1) * group))
         taken, (prompt, suffix) = taken + 1, wider
     return split if whole else [part for rows in split for part in _parts(rollouts, rows, group, limit)]
+
+
+def _kinds(leaders: Sequence[Rollout]) -> list[int]:
+    """A number for each, the same where one pass can replay them: one codec, and one way of choosing keys."""
+    chose = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
+    several = len(set(chose) - {None}) > 1  # without a choice a row goes with any
+    found = [(r.codec, way if several else None) for r, way in zip(leaders, chose, strict=True)]
+    order = list(dict.fromkeys(found))
+    return [order.index(kind) for kind in found]
 
 
 def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int) -> list[list[int]]:

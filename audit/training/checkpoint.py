@@ -4,7 +4,7 @@ training.json              what this folder is of: configuration and base weight
 state/step-000020/         weights and moments after that step; replaced by the next one, gone when finished
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
-ledgers/final.safetensors  rollouts of the finished weights
+ledgers/final.safetensors  rollouts of the finished weights; of a mixture final--HASH.safetensors of every policy drawn
 config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance last; of an
                             adapter adapter_config.json and adapter_model.safetensors instead
 """
@@ -142,7 +142,7 @@ class CheckpointFolder:
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def save_ledgers(self, stem: str, rollouts: Sequence[Rollout], policy: Policy) -> tuple[str, str]:
+    def save_ledgers(self, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
         """Write rollouts to ``ledgers/<stem>.safetensors``; returns the file's name and sha256."""
         name = f"{stem}.safetensors"
         path = self.path / LEDGERS / name

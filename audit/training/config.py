@@ -92,7 +92,8 @@ class TrainConfig(Training):
     @classmethod
     def _canonical(cls, value: Any, _: ValidationInfo) -> Any:
         policy = parse_policy(value)
-        if not policy.replayable:
+        # of a mixture every group draws one, so that its prompt has one ledger
+        if not all(drawn.replayable for drawn in policy.draws):
             raise SpecError(
                 f"training option 'policy' is {policy.canonical!r}, wanted a policy that can be replayed "
                 "(see: kvaudit list policies)"

@@ -17,24 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 
 import torch
 
-from audit.cache.ledger import Rollout
-from audit.policies import Policy
-from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import learner_of
-from audit.training.advantages import alike
-from audit.training.batch import Batch, Question, collect, gradient_steps, rewarded, row_seeds, training_items
+from audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
-from audit.training.config import REWARD, TrainConfig
+from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from audit.training.losses import LOSSES, LossInputs, Whole
 from audit.training.optimiser import Halves
-from audit.training.rewards import REWARDS
+from audit.training.rollouts import Questioner, Taken, ledgers_of
 from audit.training.student import Seen, Student
 from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
 
@@ -55,85 +51,46 @@ def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress
     run = _Run(config, model)
     position = folder.resume(run.student)
     while position.step < config.steps:
-        row, rollouts = run.step(position.step)
+        row, taken = run.step(position.step)
         done = position.step + 1
         folder.telemetry.append(row)
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += (folder.save_ledgers(f"step-{done}", rollouts, run.policy),)
+            ledgers += tuple(starmap(folder.save_ledgers, ledgers_of(f"step-{done}", taken, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.student.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps:
             folder.save_state(position, run.student)
         progress(done, config.steps, row)
     if config.ledger_every:
-        final = folder.save_ledgers(FINAL_LEDGER, run.last_rollouts(), run.policy)
-        position = replace(position, ledgers=(*position.ledgers, final))
+        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.questioner.last(), config))
+        position = replace(position, ledgers=(*position.ledgers, *final))
     folder.finish(run.model, position)
     return out
 
 
 class _Run:
-    """One arm under way: the learner's model, its optimiser, its sampler and the questions of every step."""
+    """One arm under way: the learner's model, its optimiser, and what asks the questions of every step."""
 
     def __init__(self, config: TrainConfig, base: LoadedModel) -> None:
         self.config = config
         self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
-        self.policy: Policy = config.rollout_policy
         self.student = Student(self.model.model, config, base.model if config.beta > 0 else None)
-        self._sampler = Sampler(self.model, self.policy)
-        self._questions = training_items(config, base.chat.count_tokens)
-        self._reward = REWARDS.get(REWARD)()
-        # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
-        self._max_tokens = max(suite.most_tokens for step in self._questions for suite, _ in step)
+        self.questioner = Questioner(config, self.model, training_items(config, base.chat.count_tokens))
 
-    def step(self, step: int) -> tuple[Row, Sequence[Rollout]]:
+    def step(self, step: int) -> tuple[Row, Taken]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
         config, clock = self.config, Clock()
-        played, rewards, again = self._played(step)
+        taken = self.questioner.take(step)
         clock.lap("rollout")
-        batch = collect([row.rollout for row in played], rewards, config.group, self.model.device)
+        batch = collect(taken.rollouts, taken.rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
         replayed = self.student.replayed(batch) if config.keeps_ledger(step + 1) else None
         clock.lap("shadow_check")
-        allowed = [suite.most_tokens for suite, _ in self._questions[step] for _ in range(config.group)]
-        learned = learn(self.student, batch, step=step, max_tokens=self._max_tokens, allowed=allowed)
+        most, allowed = self.questioner.max_tokens, self.questioner.allowed(step)
+        learned = learn(self.student, batch, step=step, max_tokens=most, allowed=allowed)
         clock.lap("learner")
-        row = step_row(step + 1, config, played, rewards, batch, learned, replayed)
-        return row | {"groups_sampled_again": again} | clock.laps, batch.rollouts
-
-    def last_rollouts(self) -> Sequence[Rollout]:
-        """The last step's questions sampled anew by the finished weights, from which no gradient is taken.
-
-        They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
-        """
-        seeds = row_seeds(self.config, self.config.steps)
-        return [row.rollout for row in self._sample(self._questions[-1], seeds)]
-
-    def _played(self, step: int) -> tuple[list[Played], list[float | None], int]:
-        """A step's rollouts, what they earned, and how many groups were sampled again since all rewards were alike."""
-        group, questions, again = self.config.group, self._questions[step], 0
-        played = self._sample(questions, row_seeds(self.config, step))
-        rewards = [self._reward(row) for row in played]
-        for attempt in range(1, (self.config.resample or 0) + 1):
-            flat = [start for start in range(0, len(played), group) if alike(rewards[start : start + group])]
-            if not flat:
-                break
-            seeds = row_seeds(self.config, step, attempt)
-            rows = [row for start in flat for row in range(start, start + group)]
-            fresh = self._sample([questions[start // group] for start in flat], [seeds[row] for row in rows])
-            for row, found in zip(rows, fresh, strict=True):
-                played[row], rewards[row] = found, self._reward(found)
-            again += len(flat)
-        return played, rewards, again
-
-    def _sample(self, questions: Sequence[Question], seeds: Sequence[int]) -> list[Played]:
-        decoding, group = Decoding(self._max_tokens, temperature=self.config.temperature), self.config.group
-        at_once, found = self.config.rollout_rows // group or len(questions), list[Played]()
-        for n in range(0, len(questions), at_once):
-            own = list(seeds[n * group : (n + at_once) * group])
-            found += play(self._sampler, list(questions[n : n + at_once]), decoding, own, group=group)
-        return found
+        return step_row(step + 1, config, taken, batch, learned, replayed) | clock.laps, taken
 
 
 def learn(

@@ -1,4 +1,4 @@
-"""Telemetry: what a step says of itself, as one flat row of numbers.
+"""Telemetry: what a step says of itself, as one flat row of numbers (of a mixture, and the draws of its groups).
 
 A row is the union of the numbers below and of ``seconds_*``, the only keys in which two identical runs may differ.
 None stands where nothing supports a number. Names follow verl's rollout_corr metrics where those exist.
@@ -23,6 +23,7 @@ from audit.training.batch import Batch
 from audit.training.config import TrainConfig
 from audit.training.mismatch import mismatch_panel
 from audit.training.optimiser import HALVES
+from audit.training.rollouts import Taken
 
 Row = dict[str, Any]
 CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")
@@ -77,8 +78,7 @@ class Learned(NamedTuple):
 def step_row(
     step: int,
     config: TrainConfig,
-    played: Sequence[Played],
-    rewards: Sequence[float | None],
+    taken: Taken,
     batch: Batch,
     learned: Learned,
     replayed: Tensor | None,
@@ -87,10 +87,12 @@ def step_row(
 
     ``replayed`` [B, R] are the learner's log-probs of what the sampler saw, None at steps that keep no ledger.
     """
+    played, rewards = taken.played, taken.rewards
     row: Row = {"step": step}
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
-    return row | certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
+    row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
+    return row | {"groups_sampled_again": taken.again} | drawn_policies(taken, config)
 
 
 def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> Row:
@@ -157,6 +159,12 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     own = before[:-1]  # of each entry: it is seen from its own query on
     kept = (before[rollout.evicted_at.long().clamp(max=length)] - own).double().mean((0, 1)).sum()
     return float(kept), float((before[-1] - own).sum())
+
+
+def drawn_policies(taken: Taken, config: TrainConfig) -> Row:
+    """Of a mixture, which of its policies every group drew, by their places in it; nothing else."""
+    draws = config.rollout_policy.draws
+    return {"group_policies": [draws.index(policy) for policy in taken.policies]} if len(draws) > 1 else {}
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> Row:

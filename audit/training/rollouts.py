@@ -1,0 +1,122 @@
+"""What a step samples: its questions by groups, the policy that each group draws, and what its rollouts earned.
+
+All draws are functions of (seed, step, group, row): a resumed run, and two arms, meet the same policies and the same
+uniform numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from audit.cache.ledger import Rollout
+from audit.policies import Policy
+from audit.policies.draws import derive_seed
+from audit.sampling.conversations import Played, play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
+from audit.training.advantages import alike
+from audit.training.batch import Question, row_seeds
+from audit.training.config import REWARD, TrainConfig
+from audit.training.rewards import REWARDS
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Rollouts, groups of one question consecutive: what they earned, and the policy of each group.
+
+    ``again`` counts groups that were sampled again since all their rewards were alike.
+    """
+
+    played: list[Played]
+    rewards: list[float | None]
+    policies: list[Policy]
+    again: int = 0
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """In their order."""
+        return [row.rollout for row in self.played]
+
+
+class Questioner:
+    """Asks the questions of every step of a run; ``max_tokens`` bounds what one rollout can sample."""
+
+    def __init__(self, config: TrainConfig, model: LoadedModel, questions: Sequence[Sequence[Question]]) -> None:
+        self._config, self._model, self._questions = config, model, questions
+        self._reward = REWARDS.get(REWARD)()
+        # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
+        self.max_tokens = max(suite.most_tokens for step in questions for suite, _ in step)
+
+    def allowed(self, step: int) -> list[int]:
+        """The most tokens that each rollout of a step can sample."""
+        return [suite.most_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
+
+    def take(self, step: int) -> Taken:
+        """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so."""
+        group, questions, again = self._config.group, self._questions[step], 0
+        policies = group_policies(self._config, step)
+        played = self._sample(questions, policies, row_seeds(self._config, step))
+        rewards = [self._reward(row) for row in played]
+        for attempt in range(1, (self._config.resample or 0) + 1):
+            flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
+            if not flat:
+                break
+            seeds = row_seeds(self._config, step, attempt)
+            rows = [row for n in flat for row in range(n * group, (n + 1) * group)]
+            # each under the policy it drew: a new draw would favour policies whose rewards differ
+            fresh = self._sample(
+                [questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows]
+            )
+            for row, found in zip(rows, fresh, strict=True):
+                played[row], rewards[row] = found, self._reward(found)
+            again += len(flat)
+        return Taken(played, rewards, policies, again)
+
+    def last(self) -> Taken:
+        """The last step's questions sampled anew by the finished weights, from which no gradient is taken.
+
+        They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
+        """
+        steps = self._config.steps
+        policies = group_policies(self._config, steps)
+        played = self._sample(self._questions[-1], policies, row_seeds(self._config, steps))
+        return Taken(played, [None] * len(played), policies)
+
+    def _sample(self, questions: Sequence[Question], policies: Sequence[Policy], seeds: Sequence[int]) -> list[Played]:
+        """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
+        config, group, found = self._config, self._config.group, dict[int, list[Played]]()
+        decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows // group
+        for policy in dict.fromkeys(policies):
+            sampler = Sampler(self._model, policy)
+            own = [n for n, drawn in enumerate(policies) if drawn == policy]
+            for some in _parts(own, at_once or len(own)):
+                rows = [seeds[n * group + member] for n in some for member in range(group)]
+                played = play(sampler, [questions[n] for n in some], decoding, rows, group=group)
+                found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(some)}
+        return [row for n in range(len(questions)) for row in found[n]]
+
+
+def group_policies(config: TrainConfig, step: int) -> list[Policy]:
+    """The policy of every group of a step, the same in every arm that compresses: of a mixture each draws its own."""
+    policy, groups = config.rollout_policy, range(config.prompts_per_step)
+    return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
+
+
+def ledgers_of(stem: str, taken: Taken, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
+    """The rollouts by the policy they were sampled under, each with the stem of its file: a ledger is of one policy."""
+    group, mixed = config.group, len(config.rollout_policy.draws) > 1
+    for policy in dict.fromkeys(taken.policies):
+        own = [n for n, drawn in enumerate(taken.policies) if drawn == policy]
+        rows = [taken.played[n * group + member].rollout for n in own for member in range(group)]
+        yield ledger_stem(stem, policy, mixed=mixed), policy, rows
+
+
+def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
+    """The name of a ledger, without its ending: a mixture leaves one of every policy that was drawn."""
+    return f"{stem}--{policy.hash}" if mixed else stem
+
+
+def _parts(numbers: list[int], most: int) -> Iterator[list[int]]:
+    for start in range(0, len(numbers), most):
+        yield numbers[start : start + most]

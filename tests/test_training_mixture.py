@@ -1,0 +1,87 @@
+"""Training under a mixture: every group draws one policy, the same in every arm, and is replayed under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_world import POLICY, play_for_parity, rows, sha256, sharp, short, silent
+
+from audit.cache.ledger import load_ledgers
+from audit.core.errors import SpecError
+from audit.policies import parse_policy
+from audit.runs.verify import checkpoint_rollouts, verify
+from audit.sampling.model import LoadedModel, load_model
+from audit.training import grpo, rollouts
+from audit.training.config import TrainConfig
+from audit.training.rollouts import group_policies
+
+MIXTURE = f"{POLICY}@2|int8|none"
+
+
+def mixed(**more: Any) -> TrainConfig:
+    plain = {"policy": MIXTURE, "steps": 2, "prompts_per_step": 4, "group": 2, "save_every": 1, "ledger_every": 1}
+    return short(**(plain | more))
+
+
+class Killed(BaseException):
+    """Stands for the process ending here."""
+
+
+@pytest.fixture(scope="module")
+def base(tiny_folder: Path) -> LoadedModel:
+    return sharp(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def trained(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "play", play_for_parity)
+        return grpo.train(mixed(), base, tmp_path_factory.mktemp("mixed"), silent)
+
+
+def test_groups_draw_by_seed_step_and_place_in_the_shares_of_the_mixture() -> None:
+    draws = [policy for step in range(200) for policy in group_policies(mixed(), step)]
+    shares = [draws.count(part) / len(draws) for part in parse_policy(MIXTURE).draws]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.05)  # three standard errors of 800 draws
+    assert group_policies(mixed(), 3) == group_policies(mixed(arm="naive"), 3)
+    assert draws[:8] != [policy for step in (0, 1) for policy in group_policies(mixed(seed=2), step)]
+
+
+def test_telemetry_and_ledgers_say_what_every_group_drew(trained: Path) -> None:
+    policy = mixed().rollout_policy
+    wanted = [group_policies(mixed(), step) for step in (0, 1)]
+    assert [row["group_policies"] for row in rows(trained)] == [
+        [policy.draws.index(p) for p in step] for step in wanted
+    ]
+    kept = [load_ledgers(path) for path in sorted((trained / "ledgers").glob("step-2--*"))]
+    assert {named: len(own) // 2 for own, named in kept} == {p: wanted[1].count(p) for p in wanted[1]}
+    assert len(kept) > 1
+
+
+def test_every_group_is_replayed_under_the_policy_it_drew(trained: Path) -> None:
+    assert max(row["shadow/max_abs_gap"] for row in rows(trained)) < 1e-3
+    found = [verify(load_model(str(trained)), recorded) for recorded in checkpoint_rollouts(trained)]
+    assert [one.explained for one in found] == [True] * len(found)
+    assert {one.policy for one in found} == {policy.canonical for policy in group_policies(mixed(), 2)}
+
+
+def test_a_run_under_a_mixture_that_was_killed_ends_with_the_same_bits(
+    base: LoadedModel, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
+
+    def die(done: int, _: int, __: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        grpo.train(mixed(), base, tmp_path / "killed", die)
+    killed = grpo.train(mixed(), base, tmp_path / "killed", silent)
+    assert rows(killed) == rows(trained)
+    assert sha256(killed / "model.safetensors") == sha256(trained / "model.safetensors")
+
+
+def test_a_mixture_with_a_policy_that_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(SpecError, match="wanted a policy that can be replayed"):
+        mixed(policy="none|streaming:budget=96,sink=4,window=8,reposition=true")
