@@ -14,12 +14,13 @@ import torch
 from typer.testing import CliRunner, Result
 
 from audit.cli import app
+from audit.core.alarms import MISMATCH
 from audit.core.errors import DataError, SpecError
 from audit.replay.stacks import imported
 from audit.runs import mismatch as command
 from audit.runs.mismatch import Survey, measure, survey
 from audit.sampling.model import LoadedModel, load_model
-from audit.training.mismatch import BOUNDS, Panel, Spread, alarms, mismatch_panel
+from audit.training.mismatch import Panel, Spread, alarms, mismatch_panel
 
 Line = dict[str, Any]
 
@@ -288,7 +289,7 @@ def test_alarms_are_rung_beyond_their_bounds_and_not_at_them() -> None:
     assert alarms(quiet) == []
     for name, value in (("overlap_p5", 0.85), ("ess", 0.29), ("frac_sequences_vetoed", 0.21), ("frac_not_finite", 0.1)):
         assert [bound.name for bound in alarms(quiet | {name: value})] == [name]
-    assert alarms(dict.fromkeys((bound.name for bound in BOUNDS), None)) == []
+    assert alarms(dict.fromkeys((bound.name for bound in MISMATCH), None)) == []
 
 
 def test_the_panel_counts_what_truncation_and_rejection_would_touch() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
+from reports.analysis.curves import curves
 from reports.gate.verdict import Status
 from reports.page.about import asides, to_do
+from reports.page.remarks import remarks
 from reports.run import decided
 
 CLUSTERS = 80
@@ -47,3 +51,14 @@ def test_what_to_do_about_an_invalid_run_clears_nobody():
     found = run_with(lambda *_: True, clusters=4)
     assert found.verdict.status is Status.INVALID
     assert to_do(found) == "What to do: mend the records or the comparison; nothing is decided."
+
+
+def test_alarms_of_training_and_a_declared_stop_stand_under_the_banner():
+    told = {"stopped": {"11": {"step": 20, "of": 60, "alarms": {"naive": "ess"}}, "12": "nonsense"}}
+    rung = {("naive", 1): [{"step": 1, "alarm/ess": 1}, {"step": 2, "alarm/ess": 0}], ("dense", 1): [{"step": 1}]}
+    found = replace(run_with(lambda *_: True, clusters=20), curves=curves(rung, ("dense", "naive")), provenance=told)
+    lines = [line for line in remarks(found) if "training" in line]
+    assert lines == [
+        "ALARM in training: naive: ess below 0.3 in 50.0 % of the steps.",
+        "STOPPED in training: all arms of seed 11 end at step 20 of 60, as declared: naive rang ess.",
+    ]

@@ -9,12 +9,12 @@ import typer
 
 from audit.commands.command_line import Plugins, say, user_errors, wide_console
 from audit.commands.verify import check_reading
+from audit.core.alarms import MISMATCH
 from audit.core.text import inline
 
 if TYPE_CHECKING:
     from audit.runs.mismatch import Mismatch, Survey
     from audit.sampling.model import LoadedModel
-    from audit.training.mismatch import Bound
 
 ALARM = 3
 FORMAT, VERSION = "kvaudit.mismatch", 1
@@ -87,7 +87,6 @@ def _json(found: Survey, model: LoadedModel, made: Mismatch) -> str:
 def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
     from rich.table import Table
 
-    from audit.training.mismatch import BOUNDS
     from reports.page.words import scientific
 
     console = wide_console()
@@ -100,18 +99,14 @@ def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
         f"model       {inline(model.name)} {model.sha256[:12]}, {_dtype(model)}, temperature {made.temperature:g}",
     )
     table = Table("number", "value", "alarm")
-    bounds = {bound.name: _bound(bound) for bound in BOUNDS}
+    bounds = {bound.name: bound.words for bound in MISMATCH}
     for name, value in made.panel.items():
         table.add_row(name, scientific(value), bounds.get(name, ""))
     console.print(table, markup=False)
     for bound in made.alarms:
-        say(console, f"alarm: {bound.name} is {scientific(made.panel[bound.name])}, {_bound(bound)}: {bound.meaning}")
+        say(console, f"alarm: {bound.name} is {scientific(made.panel[bound.name])}, {bound.words}: {bound.meaning}")
     if not made.alarms:
         say(console, "no alarm: the numbers keep within the bounds above")
-
-
-def _bound(bound: Bound) -> str:
-    return f"below {bound.least:g}" if bound.least is not None else f"above {bound.most:g}"
 
 
 def _dtype(model: LoadedModel) -> str:

@@ -125,7 +125,7 @@ def _first(sources: list[Recorded], count: str | None) -> list[Recorded]:
     left, kept = int(count), sum(len(recorded.rollouts) for recorded in sources)
     if not 1 <= left <= kept:
         raise SpecError(f"--rollouts is {count}, the checkpoint keeps {kept}; give 1 to that many")
-    found = list[Recorded]()
+    found: list[Recorded] = []
     for recorded in sources:
         found += [replace(recorded, rollouts=recorded.rollouts[:left])] if left > 0 else []
         left -= len(recorded.rollouts)

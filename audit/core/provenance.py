@@ -19,11 +19,12 @@ JUDGED = "judged"  # what a run was judged from, where its answers were graded a
 ENDPOINT = "endpoint"  # of a probe: its address, and the model as it names it itself
 ASKED = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
 REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases
+STOPPED = "stopped"  # seed -> the step at which all its arms ended before their last, and whose alarm that was
 MOST_THREADS = 1024  # of one process
 _TEXTS = ("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype")
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ASKED, ENDPOINT),
+    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED),
 )
 
 

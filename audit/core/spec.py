@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from audit.core.alarms import ALARMS
 from audit.core.errors import SpecError, UnknownName
 from audit.core.facets import FACETS
 from audit.core.grid import EvaluateSpec, ProbeSpec, check_probed, probed
@@ -77,6 +78,7 @@ _LATER = (
     "distill_where",
     "policies",
     "only",
+    "watch",
 )
 
 
@@ -124,6 +126,26 @@ class CriticSpec(Part):
     learning_rate: Rate = 1e-3
 
 
+class WatchSpec(Part):
+    """Validation every so many steps, on ``items`` of each suite that training does not meet; () are its own suites.
+
+    An alarm of ``stop_on`` that rang in the last ``patience`` steps before a validation ends all arms of its seed.
+    """
+
+    every: Count
+    items: Count = 16
+    suites: tuple[Text, ...] = ()
+    stop_on: tuple[Text, ...] = ()
+    patience: Count = 3
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in unique("train.watch.stop_on", self.stop_on):
+            if name not in ALARMS:
+                raise UnknownName("alarm in train.watch.stop_on", name, ALARMS)
+        return self
+
+
 class Training(Part):
     """How a policy is trained with, whatever the arm and the seed.
 
@@ -163,11 +185,22 @@ class Training(Part):
     critic: CriticSpec = CriticSpec()
     distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
+    watch: WatchSpec | None = None
 
     @property
     def updates_per_step(self) -> int:
         """Gradient steps on one batch of rollouts."""
         return self.updates_per_batch * self.minibatches
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The suites that validation asks; none without."""
+        return () if self.watch is None else self.watch.suites or self.suites
+
+    @property
+    def stops(self) -> bool:
+        """Whether an alarm may end training."""
+        return self.watch is not None and bool(self.watch.stop_on)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Take what was not given from ``defaults``; only while the section is in the making.
@@ -199,6 +232,7 @@ class Training(Part):
         _require("epsilon_low", self.epsilon_low, "less than 1", self.epsilon_low < 1)
         _require("group", self.group, one_group, self.group >= 2)
         _require("suites", list(self.suites), "at least one suite, each once", once)
+        unique("train.watch.suites", self.watched)
         whole_groups = f"0, or {self.group} or more: a group is sampled at once"
         _require(
             "rollout_rows", self.rollout_rows, whole_groups, self.rollout_rows == 0 or self.rollout_rows >= self.group

@@ -11,7 +11,7 @@ from audit.core.errors import DataError, SpecError
 from audit.core.grid import EvaluateSpec
 from audit.core.records import Item, Record
 from audit.core.spans import fault
-from audit.core.spec import RunSpec
+from audit.core.spec import RunSpec, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
@@ -52,12 +52,17 @@ def asked_suite(spec: RunSpec, name: str) -> Suite:
     return suite
 
 
+def asked_in_training(section: TrainSpec) -> tuple[str, ...]:
+    """The suites that training asks, validation's too."""
+    return tuple(dict.fromkeys((*section.suites, *section.watched)))
+
+
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
     """Raise SpecError when a context length of the spec, with an answer, exceeds the model's positions."""
     grid = spec.evaluate
     asked = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
     if spec.train is not None:
-        asked += [("train", suite, spec.train.context_tokens) for suite in spec.train.suites]
+        asked += [("train", suite, spec.train.context_tokens) for suite in asked_in_training(spec.train)]
     for section, suite, context in asked:
         made_suite = SUITES.get(suite)() if section == "train" else asked_suite(spec, suite)
         needed = context + made_suite.max_new_tokens
@@ -236,12 +241,12 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)
-        for name in spec.train.suites:
+        for name in asked_in_training(spec.train):
             number, context = spec.train.prompts_per_step, spec.train.context_tokens
             suite, seed = SUITES.get(name)(), spec.train.seeds[0]
             for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 _opening_tokens(model, item)
-                if spec.train.sft is not None:
+                if spec.train.sft is not None and name in spec.train.suites:
                     gold_rollout(model, suite, item)
 
 

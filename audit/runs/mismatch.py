@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from audit.cache.layers import kv_heads
 from audit.cache.ledger import NEVER, Rollout
+from audit.core.alarms import Bound
 from audit.core.errors import DataError, SpecError
 from audit.replay.recorded import beyond
 from audit.replay.stacks import Imported, imported
@@ -27,7 +28,7 @@ from audit.runs.verify import PASS_TOKENS
 from audit.sampling.model import LoadedModel
 from audit.training.batch import microbatches
 from audit.training.learner import read_tokens
-from audit.training.mismatch import Bound, Panel, alarms
+from audit.training.mismatch import Panel, alarms
 
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -14,12 +14,13 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from audit.cache.layers import governed_words
+from audit.core.alarms import ringing
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
-from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES
-from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES, STOPPED
+from audit.core.spec import BASE_ARM, RunSpec, TrainSpec
 from audit.core.text import inline
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
@@ -35,6 +36,7 @@ from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
 from audit.training.footprint import check_memory
 from audit.training.grpo import train
+from audit.training.halt import Halt, mark_of
 from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES, Suite
 from suites.sources import watched
@@ -122,6 +124,9 @@ class Pipeline:
             self._say(f"warm start: {len(starts)} seeds")
             self._train_all("warm start", starts, section.sft.steps)
         self._say(f"train: {len(section.trained)} arms x {len(section.seeds)} seeds")
+        if section.stops:
+            self._train_all("train", list(section.pairs), section.steps, self._has_ended)
+            self._note_stops(section)
         self._train_all("train", list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
@@ -141,27 +146,34 @@ class Pipeline:
                 f"{self._run.path / 'logs'}, mend what ended them and go on with --resume"
             )
 
-    def _train_all(self, name: str, pairs: list[Pair], steps: int) -> None:
-        if not all(map(self._is_trained, pairs)):
+    def _train_all(self, name: str, pairs: list[Pair], steps: int, done: Callable[[Pair], bool] | None = None) -> None:
+        is_done = done or self._is_trained
+        if not all(map(is_done, pairs)):
             self._load_base()
-        finished = sum(map(self._is_trained, pairs))
+        finished = sum(map(is_done, pairs))
         with Meter(self._console, name, len(pairs) * steps, finished * steps) as meter:
             before: list[Pair] = []
+            rung: set[tuple[str, str]] = set()  # arm and alarm: said once, telemetry has every step
 
             def work(pair: Pair, mine: Claim) -> None:
                 def progress(done: int, row: Mapping[str, Any]) -> None:
                     mine.check()
+                    for bound in ringing(row):
+                        if (pair[0], bound.name) not in rung:
+                            rung.add((pair[0], bound.name))
+                            self._say(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
                     meter.at(len(before) * steps + done, _training_line(pair, row))
 
                 self._train_one(pair, progress)
 
             def finished_one(pair: Pair) -> None:
                 before.append(pair)
-                drop_state(self._run.checkpoint(*pair))
+                if self._is_trained(pair):
+                    drop_state(self._run.checkpoint(*pair))
 
             work_through(
                 pairs,
-                done=self._is_trained,
+                done=is_done,
                 lock=self._train_lock,
                 work=work,
                 finished=finished_one,
@@ -224,7 +236,25 @@ class Pipeline:
             if pair[0] == BASE_ARM:
                 warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
             else:
-                train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress)
+                watch = section.watch if section.stops else None
+                halt = None if watch is None else Halt(watch, section.steps, out, self._arms_of(pair[1]))
+                train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress, halt=halt)
+
+    def _arms_of(self, seed: int) -> list[Path]:
+        """The folders of all arms of a seed."""
+        section = self._spec.train
+        return [] if section is None else [self._run.checkpoint(arm.name, seed) for arm in section.trained]
+
+    def _note_stops(self, section: TrainSpec) -> None:
+        """Note and say where the arms of a seed end before their last step, and whose alarm that was."""
+        for seed in section.seeds:
+            marks = {folder.parent.name: mark_of(folder) for folder in self._arms_of(seed)}
+            step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
+            if step < section.steps:
+                rang = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.alarm and mark.step == step}
+                self._run.note(**{STOPPED: {str(seed): {"step": step, "of": section.steps, "alarms": rang}}})
+                why = ", ".join(f"{arm} rang {alarm}" for arm, alarm in rang.items())
+                self._say(f"seed {seed} ends at step {step} of {section.steps} in every arm: {why}")
 
     def _start(self, seed: int) -> LoadedModel:
         """What the arms of a seed begin from: the model, or its warm start."""
@@ -315,6 +345,9 @@ class Pipeline:
         """Every checkpoint that the run trains, warm starts first."""
         section = self._spec.train
         return [*self._spec.starts, *(() if section is None else section.pairs)]
+
+    def _has_ended(self, pair: Pair) -> bool:
+        return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
 
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()

@@ -109,18 +109,18 @@ class CheckpointFolder:
         verify_folder(self.path)
         return True
 
-    def resume(self, learner: Learns) -> Position:
-        """Put the last saved state back, cut telemetry to it, and say where it stands."""
-        states = self._states()
+    def resume(self, learner: Learns, step: int | None = None) -> Position:
+        """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
+        states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
         self._check_ledgers(position)
         self.telemetry.truncate(position.telemetry_bytes)
         self.telemetry.check_steps(position.step)
         return position
 
-    def save_state(self, position: Position, learner: Learns) -> None:
-        """Save everything that the next step needs, then drop the state before it."""
-        older = self._states()
+    def save_state(self, position: Position, learner: Learns, *, keep_older: bool = False) -> None:
+        """Save everything that the next step needs, then drop the state before it unless it is kept too."""
+        older = [] if keep_older else self._states()
         target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
@@ -141,6 +141,13 @@ class CheckpointFolder:
         # not before: until the new state stands, a kill goes back to the older one
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def drop_ledgers_beyond(self, position: Position) -> None:
+        """Forget the ledgers of steps that were taken back."""
+        kept = {name for name, _ in position.ledgers}
+        for path in (self.path / LEDGERS).glob("*.safetensors"):
+            if path.name not in kept:
+                path.unlink()
 
     def save_ledgers(self, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
         """Write rollouts to ``ledgers/<stem>.safetensors``; returns the file's name and sha256."""

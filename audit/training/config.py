@@ -103,7 +103,7 @@ class TrainConfig(Training):
     @model_validator(mode="after")
     def _known(self) -> Self:
         get_arm(self.arm)
-        for suite in self.suites:
+        for suite in (*self.suites, *self.watched):
             SUITES.get(suite)
         loss = LOSSES.get(self.loss)
         self.fill(loss.defaults)

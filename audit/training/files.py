@@ -68,6 +68,10 @@ class TelemetryLog:
         """Bytes on disk, 0 before the first line."""
         return self.path.stat().st_size if self.path.exists() else 0
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every row so far; raises DataError where one is damaged."""
+        return _rows(self.path) if self.size else []
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one line and sync it."""
         line = json.dumps(_clean(row), allow_nan=False) + "\n"

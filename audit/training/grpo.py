@@ -22,51 +22,67 @@ from pathlib import Path
 
 import torch
 
+from audit.core.alarms import alarm_numbers
 from audit.sampling.model import LoadedModel
 from audit.training.adapters import learner_of
 from audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
 from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
 from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
+from audit.training.halt import Halt
 from audit.training.losses import LOSSES, LossInputs, Whole
 from audit.training.optimiser import Halves
 from audit.training.rollouts import Questioner, Taken, ledgers_of
 from audit.training.student import Seen, Student
 from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
+from audit.training.watch import Watch
 
 Progress = Callable[[int, int, Row], None]
 
 
-def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress) -> Path:
+def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress, *, halt: Halt | None = None) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
-    steps done, steps in all and the telemetry row. Raises RunError (another run's folder, full disk) and DataError
-    (a changed state, ledger or checkpoint).
+    steps done, steps in all and the telemetry row. With ``halt`` an arm that has come to its end is left unfinished
+    until all arms of its seed have. Raises RunError (another run's folder, full disk) and DataError (a changed state,
+    ledger or checkpoint).
     """
-    folder = CheckpointFolder(out, config, model.sha256)
+    folder, end = CheckpointFolder(out, config, model.sha256), None if halt is None else halt.step
     if folder.finished:
         drop_state(out)
         return out
     run = _Run(config, model)
-    position = folder.resume(run.student)
-    while position.step < config.steps:
+    position = folder.resume(run.student, end)
+    rows, has_ended = folder.telemetry.rows(), _goes_on if halt is None or end is not None else halt.ends
+    # asked at the top: a kill may have come between a saved state and its mark
+    while not (ended := has_ended(position.step, rows)) and position.step < (end or config.steps):
         row, taken = run.step(position.step)
         done = position.step + 1
-        folder.telemetry.append(row)
+        rows.append(row | alarm_numbers(row, (rows or [row])[0]))
+        folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
             ledgers += tuple(starmap(folder.save_ledgers, ledgers_of(f"step-{done}", taken, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.student.updates, folder.telemetry.size, ledgers)
-        if done % config.save_every == 0 or done == config.steps:
-            folder.save_state(position, run.student)
-        progress(done, config.steps, row)
+        if done % config.save_every == 0 or done == config.steps or (halt is not None and halt.due(done)):
+            folder.save_state(position, run.student, keep_older=halt is not None)
+        progress(done, config.steps, rows[-1])
+    if ended:
+        return out
+    if halt is not None:
+        folder.drop_ledgers_beyond(position)
     if config.ledger_every:
-        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.questioner.last(), config))
+        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.questioner.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
     folder.finish(run.model, position)
     return out
+
+
+def _goes_on(step: int, rows: Sequence[Row]) -> bool:  # noqa: ARG001
+    """What ends a run that nothing but the number of its steps ends."""
+    return False
 
 
 class _Run:
@@ -76,7 +92,9 @@ class _Run:
         self.config = config
         self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
         self.student = Student(self.model.model, config, base.model if config.beta > 0 else None)
-        self.questioner = Questioner(config, self.model, training_items(config, base.chat.count_tokens))
+        questions = training_items(config, base.chat.count_tokens)
+        self.questioner = Questioner(config, self.model, questions)
+        self._watch = None if config.watch is None else Watch(config, config.watch, self.model, questions)
 
     def step(self, step: int) -> tuple[Row, Taken]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
@@ -90,7 +108,11 @@ class _Run:
         most, allowed = self.questioner.max_tokens, self.questioner.allowed(step)
         learned = learn(self.student, batch, step=step, max_tokens=most, allowed=allowed)
         clock.lap("learner")
-        return step_row(step + 1, config, taken, batch, learned, replayed) | clock.laps, taken
+        row = step_row(step + 1, config, taken, batch, learned, replayed)
+        if self._watch is not None:
+            row |= self._watch.numbers(step + 1)
+            clock.lap("validation")
+        return row | clock.laps, taken
 
 
 def learn(

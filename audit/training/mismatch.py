@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from audit.core.alarms import MISMATCH, Bound
 from audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
 
 THIRDS = ("first_third", "middle_third", "last_third")
@@ -152,32 +152,9 @@ class Spread:
         return float(torch.quantile(torch.cat(self._values), share)) if self._held else None
 
 
-class Bound(NamedTuple):
-    """What a number of the panel must not pass, and what it means if it does."""
-
-    name: str
-    least: float | None
-    most: float | None
-    meaning: str
-
-    def rings(self, value: float | None) -> bool:
-        """Whether the number has passed it; what no token supports rings no alarm."""
-        if value is None:
-            return False
-        return (self.least is not None and value < self.least) or (self.most is not None and value > self.most)
-
-
-BOUNDS = (
-    Bound("overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn"),
-    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing"),
-    Bound("frac_sequences_vetoed", None, 0.2, "so many rollouts hold a token that the learner gives next to no chance"),
-    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers"),
-)
-
-
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
     """The declared bounds that a panel passes."""
-    return [bound for bound in BOUNDS if bound.rings(panel[bound.name])]
+    return [bound for bound in MISMATCH if bound.rings(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:

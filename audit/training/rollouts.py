@@ -73,14 +73,13 @@ class Questioner:
             again += len(flat)
         return Taken(played, rewards, policies, again)
 
-    def last(self) -> Taken:
-        """The last step's questions sampled anew by the finished weights, from which no gradient is taken.
+    def last(self, steps: int) -> Taken:
+        """The questions of the last of so many steps sampled anew by the finished weights; no gradient is taken.
 
         They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
         """
-        steps = self._config.steps
         policies = group_policies(self._config, steps)
-        played = self._sample(self._questions[-1], policies, row_seeds(self._config, steps))
+        played = self._sample(self._questions[steps - 1], policies, row_seeds(self._config, steps))
         return Taken(played, [None] * len(played), policies)
 
     def _sample(self, questions: Sequence[Question], policies: Sequence[Policy], seeds: Sequence[int]) -> list[Played]:

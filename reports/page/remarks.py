@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from audit.core.alarms import ALARMS, alarm_key
 from audit.core.inputs import WORKED_WITH
+from audit.core.provenance import STOPPED, table_of
 from reports.drift.results import Reason
 from reports.gate.family import gated_cells
 from reports.gate.release import is_apart, suite_of
 from reports.gate.rules import AFTER_RUN, WARN, Rules
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings
+from reports.page.words import percent
 
 _NAMED = 3  # cells that a line spells out
 
@@ -29,6 +32,8 @@ def remarks(findings: Findings) -> Iterator[str]:
     yield from _judges(findings)
     yield from _waivers(findings)
     yield from _labels(findings)
+    yield from _alarms(findings)
+    yield from _stopped(findings)
     yield from _versions(findings)
     if findings.verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
@@ -71,6 +76,31 @@ def _judges(findings: Findings) -> Iterator[str]:
     gated = {suite_of(d.suite, sides) for d in findings.verdict.decisions if d.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
         yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
+
+
+def _alarms(findings: Findings) -> Iterator[str]:
+    """What rang while the arms were trained, by share of their steps over all seeds."""
+    said = []
+    for curve in findings.curves:
+        rung = [(bound, curve.mean.get(alarm_key(bound.name), 0.0)) for bound in ALARMS.values()]
+        if own := [
+            f"{bound.name} {bound.words} in {percent(share)} of the steps" for bound, share in rung if share > 0
+        ]:
+            said.append(f"{curve.arm}: {', '.join(own)}")
+    if said:
+        more = f"; {len(said) - _NAMED} more arms" if len(said) > _NAMED else ""
+        yield f"ALARM in training: {'; '.join(said[:_NAMED])}{more}."
+
+
+def _stopped(findings: Findings) -> Iterator[str]:
+    """Seeds whose arms were not trained to the last step."""
+    for seed, told in table_of(findings.provenance, STOPPED).items():
+        if isinstance(told, Mapping):
+            alarms = ", ".join(f"{arm} rang {name}" for arm, name in table_of(told, "alarms").items())
+            yield (
+                f"STOPPED in training: all arms of seed {seed} end at step {told.get('step')} of {told.get('of')}, "
+                f"as declared: {alarms}."
+            )
 
 
 def _labels(findings: Findings) -> Iterator[str]:

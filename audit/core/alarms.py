@@ -1,0 +1,66 @@
+"""The declared alarms: bounds that numbers of training must not pass, for telemetry, terminal and report alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Bound(NamedTuple):
+    """What a number must not pass, and what it means if it does."""
+
+    name: str
+    least: float | None
+    most: float | None
+    meaning: str
+
+    def rings(self, value: float | None) -> bool:
+        """Whether the number has passed it; what nothing supports rings no alarm."""
+        if value is None:
+            return False
+        return (self.least is not None and value < self.least) or (self.most is not None and value > self.most)
+
+    @property
+    def words(self) -> str:
+        """``below 0.86``."""
+        return f"below {self.least:g}" if self.least is not None else f"above {self.most:g}"
+
+    @property
+    def sentence(self) -> str:
+        """What rings, and what it means."""
+        return f"{self.name} is {self.words}: {self.meaning}"
+
+
+# of a mismatch panel (``audit.training.mismatch``)
+MISMATCH = (
+    Bound("overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn"),
+    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing"),
+    Bound("frac_sequences_vetoed", None, 0.2, "so many rollouts hold a token that the learner gives next to no chance"),
+    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers"),
+)
+# of a step besides
+FLAT = Bound("flat_rewards", None, 0.5, "a share of groups that earned the same in every rollout and teach nothing")
+ENTROPY = Bound("entropy", 0.1, None, "a share of the first step's, so that rollouts of a group grow alike")
+ALARMS = {bound.name: bound for bound in (*MISMATCH, FLAT, ENTROPY)}
+_PREFIX = "alarm/"
+
+
+def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
+    """``alarm/*`` of a telemetry row, 1 where one rings; ``first`` is the run's first row."""
+    values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH}
+    values |= {FLAT.name: row["frac_reward_zero_std"], ENTROPY.name: _share(row["entropy"], first["entropy"])}
+    return {_PREFIX + name: int(ALARMS[name].rings(value)) for name, value in values.items()}
+
+
+def alarm_key(name: str) -> str:
+    """Where telemetry says whether an alarm rings."""
+    return _PREFIX + name
+
+
+def ringing(row: Mapping[str, Any]) -> list[Bound]:
+    """The alarms that ring in a telemetry row."""
+    return [bound for name, bound in ALARMS.items() if row.get(_PREFIX + name) == 1]
+
+
+def _share(value: float | None, of: float | None) -> float | None:
+    return None if value is None or not of else value / of

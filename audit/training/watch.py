@@ -1,0 +1,92 @@
+"""Validation every k steps on held-out items, uncompressed and under the policy that the run names, in every arm.
+
+Nothing of it reaches the training: no draw, no gradient and no weight depends on whether it takes place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from audit.core.errors import SpecError
+from audit.core.records import Outcome
+from audit.core.spec import WatchSpec
+from audit.policies import Dense, Policy, parse_policy
+from audit.policies.draws import derive_seed
+from audit.sampling.conversations import Played, play
+from audit.sampling.model import LoadedModel
+from audit.sampling.sampler import Decoding, Sampler
+from audit.training.batch import Question, collect
+from audit.training.config import TrainConfig
+from audit.training.learner import pass_logprobs
+from audit.training.mismatch import mismatch_panel
+from audit.training.telemetry import Row
+from suites.base import SUITES, CountTokens
+
+_APART = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
+
+
+class Watch:
+    """Asks a run's held-out items of its learner; ``met`` are the questions that the run trains on."""
+
+    def __init__(
+        self, config: TrainConfig, spec: WatchSpec, model: LoadedModel, met: Sequence[Sequence[Question]]
+    ) -> None:
+        self._config, self._spec, self._model = config, spec, model
+        self._questions = held_out(config, spec, model.chat.count_tokens, met)
+
+    def numbers(self, done: int) -> Row:
+        """``validation/*`` after so many steps; nothing where none is due."""
+        if done % self._spec.every and done != self._config.steps:
+            return {}
+        named = parse_policy(self._config.policy)
+        row = self._scores("dense", self._played(Dense()))
+        if named == Dense():
+            return row
+        played = self._played(named)
+        return row | self._scores("compressed", played) | self._apart(played)
+
+    def _played(self, policy: Policy) -> list[Played]:
+        """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
+        config, sampler, found = self._config, Sampler(self._model, policy), list[Played]()
+        decoding = Decoding(max(suite.most_tokens for suite, _ in self._questions), temperature=config.temperature)
+        at_once = config.rollout_rows or config.prompts_per_step * config.group
+        for start in range(0, len(self._questions), at_once):
+            part = self._questions[start : start + at_once]
+            seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in part]
+            found += play(sampler, part, decoding, seeds)
+        return found
+
+    def _scores(self, view: str, played: Sequence[Played]) -> Row:
+        """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
+        row: Row = {}
+        for name in self._config.watched:
+            scores = [one.grade.score for one in played if one.item.suite == name and one.grade.score is not None]
+            row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
+        lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
+        return row | {f"validation/{view}/degenerate": lost / len(played)}
+
+    def _apart(self, played: Sequence[Played]) -> Row:
+        """How far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from."""
+        batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
+        dense = pass_logprobs(self._model.model, batch, "dense", self._config)
+        panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
+        return {f"validation/{name}": panel[f"mismatch/{name}"] for name in _APART}
+
+
+def held_out(
+    config: TrainConfig, spec: WatchSpec, count: CountTokens, met: Sequence[Sequence[Question]]
+) -> list[Question]:
+    """Items of the training split that the run does not train on: what evaluation asks is kept for the end.
+
+    Raises SpecError for a suite of which none is left.
+    """
+    known = {item.messages for step in met for _, item in step}
+    questions: list[Question] = []
+    for name in config.watched:
+        suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
+        items = suite.items("train", spec.items, seed, config.context_tokens, count)
+        own = [(suite, item) for item in items if item.messages not in known]
+        if not own:
+            raise SpecError(f"train.watch: the run trains on every item of suite {name}; name other suites to watch")
+        questions += own
+    return questions
