@@ -94,7 +94,7 @@ def test_names_of_folders_differ_wherever_policies_do_and_say_little_else() -> N
         ({"policies": []}, "train.policies is empty; give one policy at least, or policy: alone"),
         ({"policies": ["int8", "int8:residual=0"]}, "train.policies names int8:residual=0,chunk=1024 twice"),
         ({"policies": ["int8"], "policy": "int8"}, "train has policy and policies; give policies alone"),
-        ({"policies": ["quest:budget=64|none"]}, "wanted a policy that can be replayed"),
+        ({"policies": ["streaming:budget=64,reposition=true"]}, "wanted a policy that can be replayed"),
         ({"policies": ["int8"], "only": {"tis": ["int8"]}}, "unknown arm in train.only 'tis'. Known: naive, smd"),
         ({"policies": ["int8"], "only": {"dense": ["int8"]}}, "unknown arm in train.only 'dense'"),
         ({"policies": ["int8"], "only": {"smd": ["fp8"]}}, "unknown policy in train.only.smd 'fp8"),
