@@ -196,6 +196,14 @@ def find(verdict, estimand, **place):
     ]
 
 
+def test_only_the_named_arms_decide_and_the_others_stand_beside(tmp_path):
+    report = report_of(tmp_path, drops={("naive", "refusal"): 0.3})
+    verdict = reruled(report, arms=("smd",), estimands=("E1", "E3", "parity", "selectivity")).verdict
+    assert (report.verdict.status, verdict.status) == (Status.FAIL, Status.PASS)
+    assert {d.arm for d in verdict.decisions if d.gated} == {"smd"}
+    assert {(d.arm, d.estimand) for d in verdict.decisions if not d.gated} >= {("naive", "E1"), ("naive", "E2")}
+
+
 def test_worst_policy_is_one_cell_per_arm_and_suite_and_fails_with_its_worst(tmp_path):
     drop = {"drops": {("naive", "refusal"): 0.0}, "policies": ("none", SNAP, STREAM)}
     report = report_of(tmp_path, estimands=("E3",), primary=("none",), **drop)

@@ -54,6 +54,7 @@ _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
 # left out of the written spec where nothing is declared, so that specs from before they existed keep their hash
 _OPTIONAL = (
     "profile",
+    "arms",
     "estimand_margins",
     "contexts",
     "deployable",
@@ -351,6 +352,7 @@ class GateSpec(Part):
     """
 
     reference: str | None = None
+    arms: tuple[str, ...] = ()  # the candidates that decide; all of them where none is named
     profile: Literal["pr", "release"] | None = None
     alpha: Alpha | None = None  # the profile's, or .05
     margins: dict[str, Points] = Field(default_factory=dict)
@@ -542,6 +544,9 @@ class RunSpec(Part):
             "alpha": _alpha(gate),
         }
         _check_lengths(gate.contexts, self.evaluate)
+        for arm in unique("gate.arms", gate.arms):
+            if arm in (reference, BASE_ARM) or arm not in arms:
+                raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 

@@ -90,10 +90,12 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     if c.policy not in rules.primary or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
         return False
     if c.estimand == SELECTIVITY:
-        return SELECTIVITY in rules.estimands
+        return SELECTIVITY in rules.estimands and _is_chosen(c, rules)
     if sides.mode == "serving":
         return is_base(c, sides, rules) and any(name in rules.estimands for name in DEFAULT_ESTIMANDS)
-    return c.estimand in rules.estimands and c.arm in sides.candidates and not _is_twin(c, rules)
+    return (
+        c.estimand in rules.estimands and c.arm in sides.candidates and _is_chosen(c, rules) and not _is_twin(c, rules)
+    )
 
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
@@ -109,7 +111,12 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
         return False
     if sides.mode == "serving":
         return c.arm == sides.reference and c.policy != DENSE_POLICY
-    return c.arm in sides.candidates
+    return c.arm in sides.candidates and _is_chosen(c, rules)
+
+
+def _is_chosen(c: Contrast, rules: Rules) -> bool:
+    """Whether the contrast is of an arm that decides."""
+    return not rules.arms or c.arm in rules.arms
 
 
 def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:

@@ -47,6 +47,7 @@ class Rules:
     margins: dict[str, float]  # by suite, and by SUITE.FACET
     primary: tuple[str, ...]  # the policies that are gated
     contexts: tuple[int, ...]  # the lengths that are gated
+    arms: tuple[str, ...] = ()  # the candidates that are gated, all where none is named
     deployable: tuple[str, ...] = ()  # the policies among which E3 looks for the worst
     estimands: tuple[str, ...] = DEFAULT_ESTIMANDS  # that decide, in mode "training"
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
@@ -77,6 +78,7 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
         },
         primary=primary,
         contexts=gate.contexts or comparison.contexts,
+        arms=gate.arms,
         deployable=deployable or primary,
         estimands=_estimands(gate, comparison),
         estimand_margins={
@@ -182,6 +184,7 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
         ("alpha", before.alpha, rules.alpha),
         ("reference", own.reference, comparison.reference),
         ("estimands", before.estimands, rules.estimands),
+        ("gated arms", before.arms or own.candidates, rules.arms or comparison.candidates),
         ("gated policies", _short(own, before.primary), _short(comparison, rules.primary)),
         ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
         ("gated lengths", before.contexts, rules.contexts),
