@@ -99,6 +99,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
     A file of these that cannot be used decides nothing, so it is named among the problems and left out.
     """
     from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
+    from reports.analysis.mechanism import mechanism
 
     problems = list(found.problems)
     return replace(
@@ -106,6 +107,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
         curves=curves(data.telemetry, found.comparison.arms),
         examples=largest_losses(data, found.drift, found.verdict),
         analysis=analyse(found.drift, found.rules, found.verdict, data.panels),
+        mechanism=mechanism(found.drift, data.panels, data.records),
         displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
         guards=_or_problem(lambda: guard_effects(data, found.drift, found.rules), (), problems),
         calibration=stamp(),

@@ -12,6 +12,7 @@ import yaml
 from audit.core.facets import FACETS, readable, unreadable
 from audit.core.inputs import inputs_sha256
 from audit.core.records import Message, Outcome, Record, Role
+from audit.core.spans import Kept, Place
 from audit.core.spec import RunSpec
 from reports.gate.decide import decide
 from reports.records.rows import Columns, columns_of
@@ -130,6 +131,7 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     judge="programmatic",
                     transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),
                     facets=_facets(design.facets.get(suite, ()), i, outcome),
+                    spans={"rule": Kept(kept if i % 3 else kept**2, (Place(0, 0, 4),))} if design.facets else {},
                 )
             )
     return rows

@@ -109,7 +109,8 @@ def test_json_carries_report_and_verdict(written):
             "weights",
             "unclustered",
         ),
-        *("rules", "analysis", "calibration", "verdict", "guards", "waivers", "curves", "examples", "displacement"),
+        *("rules", "analysis", "mechanism", "calibration", "verdict", "guards", "waivers", "curves", "examples"),
+        "displacement",
         *("problems", "provenance"),
     ]
 

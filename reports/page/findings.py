@@ -10,6 +10,7 @@ from reports.analysis.curves import Curve
 from reports.analysis.displacement import Displacement
 from reports.analysis.examples import Example
 from reports.analysis.guarded import GuardEffect
+from reports.analysis.mechanism import Mechanism
 from reports.analysis.results import Analysis
 from reports.calibration.stamp import Stamp
 from reports.drift.comparison import Comparison
@@ -30,6 +31,7 @@ class Findings:
     verdict: Verdict
     waivers: tuple[Waiver, ...] = ()
     analysis: Analysis = field(default_factory=Analysis)
+    mechanism: Mechanism = field(default_factory=Mechanism)  # what goes with spans that the cache lost
     curves: tuple[Curve, ...] = ()
     examples: tuple[Example, ...] = ()
     displacement: tuple[Displacement, ...] = ()

@@ -13,6 +13,7 @@ from reports.page.gate_table import beside_notes, gate_notes, gate_table
 from reports.page.guard_tables import guards_section
 from reports.page.judge_tables import judges_section
 from reports.page.limits import cautions, limits
+from reports.page.mechanism_tables import mechanism_section
 from reports.page.page import Banner, Page, Section
 from reports.page.remarks import late, remarks
 
@@ -183,6 +184,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
         ),
         *beside.dose_sections(findings),
         *beside.loss_sections(findings),
+        *([mechanism] if (mechanism := mechanism_section(findings)) else []),
         beside.seed_section(findings),
         *([judge] if (judge := beside.judge_section(findings)) else []),
         *([judges] if (judges := judges_section(findings)) else []),

@@ -32,8 +32,8 @@ from audit.core.yaml_file import one_line
 ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 COPIED = (
     *("checkpoint", "arm", "train_seed", "policy", "policy_hash", "suite", "suite_version", "item_id", "cluster_id"),
-    *("context_tokens", "sample_index", "finish_reason", "new_tokens", "retention", "kv_bytes_peak", "kv_bytes_dense"),
-    *("seconds", "judge"),
+    *("context_tokens", "placement", "sample_index", "finish_reason", "new_tokens", "retention"),
+    *("kv_bytes_peak", "kv_bytes_dense", "seconds", "judge"),
 )
 _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
 _WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")

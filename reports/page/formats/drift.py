@@ -19,8 +19,8 @@ def render(page: Page) -> str:
     found = page.findings
     body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=()))}
     body["contrasts"] = [_contrast(c) for c in found.drift.contrasts]
-    beside = (found.rules, found.analysis, found.calibration, found.verdict)
-    body |= dict(zip(("rules", "analysis", "calibration", "verdict"), map(_plain, beside), strict=True))
+    beside = ("rules", "analysis", "mechanism", "calibration", "verdict")
+    body |= {name: _plain(getattr(found, name)) for name in beside}
     body["guards"] = [_guard(guard) for guard in found.guards]
     for name in ("waivers", "curves", "examples", "displacement"):
         body[name] = [asdict(entry) for entry in getattr(found, name)]

@@ -1,0 +1,315 @@
+"""Whether behaviour is lost where the span that decides it is lost: flips beside what the cache still held.
+
+A flip is an answer of one checkpoint under a policy minus its own uncompressed answer (E4), by item and training seed,
+where both could be read. A span counts as lost where less than half of its entries (over tokens, layers and KV heads)
+were held when the last answer began; the regression takes the share itself. What was lost with a span is not told apart
+from it, so all of this is association: the cause is what an intervention shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy import special
+
+from audit.core.facets import facet_of
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.spans import SPANS
+from reports.analysis.dose import shown_arms
+from reports.drift.drift import CELL, seed_pairs
+from reports.drift.results import Drift
+from reports.records.panel import CellKey, Panel
+from reports.records.rows import SPAN_COLUMNS
+from reports.stats.clustered import cr3_effect
+from reports.stats.effect import LEVEL, Effect
+from reports.stats.regression import jackknife_variance, regression_effect, telling_clusters
+from reports.stats.signflip import FEWEST_CLUSTERS
+from reports.stats.tango import rate_lower
+
+WIDEST = 2.0  # of an interval of a change that cannot be beyond -1 or 1
+HALF = 0.5  # of a span's entries; below, it counts as lost
+_ASKED: list[Hashable] = [*CELL, "train_seed"]
+UNMOVED = "no answer is another than uncompressed"
+Array = npt.NDArray[np.float64]
+_Mask = npt.NDArray[np.bool_]
+Tables = Mapping[tuple[str, int], Panel]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers whose span was lost, or kept: how often a facet was as wanted, with its 95 % interval.
+
+    ``uncompressed`` is the rate of the same items without compression.
+    """
+
+    answers: int
+    templates: int
+    rate: float
+    low: float
+    high: float
+    uncompressed: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """What part of a facet's drift fell on answers whose span was lost, with its 95 % interval.
+
+    None where every template says the same: no spread to go by is no certainty.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class SpanRates:
+    """One facet of one cell beside one span. ``difference`` is the drift where it was lost minus where it was kept.
+
+    None where the span did not vary enough (``reason``). ``share`` is None where no drift is shown to divide.
+    ``unknown`` answers have no such span on record.
+    """
+
+    arm: str
+    policy: str
+    metric: str  # SUITE.FACET
+    context_tokens: int
+    span: str
+    lost: Group | None
+    kept: Group | None
+    difference: Effect | None
+    share: Share | None
+    unknown: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SpanSlope:
+    """The change of a facet's flips where a whole span is lost, by regression over policies and lengths together.
+
+    Between answers that are alike in what ``equal`` names. None where nothing is left to compare (``reason``).
+    """
+
+    arm: str
+    metric: str
+    span: str
+    policies: tuple[str, ...]  # under which the span's survival varied
+    equal: tuple[str, ...]
+    effect: Effect | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Every safety facet beside every span that its items have; empty where no span is on record."""
+
+    rates: tuple[SpanRates, ...] = ()
+    slopes: tuple[SpanSlope, ...] = ()
+
+
+def mechanism(drift: Drift, tables: Tables, records: pd.DataFrame) -> Mechanism:
+    """Safety facets of the reference and the candidates under every policy that compresses."""
+    held = _held(records)
+    metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if held else []
+    rates: list[SpanRates] = []
+    slopes: list[SpanSlope] = []
+    for arm in shown_arms(drift):
+        for metric in metrics:
+            cells = list(_cells(drift, tables, held, metric, arm))
+            for span in SPANS:
+                known = [(cell, rows) for cell in cells if (rows := cell.rows_of(span)) is not None]
+                rates += [_rates(cell, span, rows) for cell, rows in known]
+                slopes += [_slope(arm, metric, span, known, drift.alpha)] if known else []
+    return Mechanism(tuple(rates), tuple(slopes))
+
+
+Held = Mapping[tuple[object, ...], pd.DataFrame]  # by _ASKED: shares of the spans and placement of every item
+
+
+def _held(records: pd.DataFrame) -> Held:
+    columns = [name for name in SPAN_COLUMNS.values() if records[name].notna().any()]
+    if not columns:
+        return {}
+    grouped = records.groupby([*_ASKED, "item_id"], observed=True)
+    table = grouped[columns].mean()
+    table["placement"] = grouped["placement"].first()
+    parts = table.groupby(level=_ASKED, observed=True)
+    return {key: part.droplevel(_ASKED) for key, part in parts}
+
+
+class _Rows(NamedTuple):
+    """Answers [N] with a span on record: lost share of the span, rates under the policy and without, what they are."""
+
+    lost: Array
+    rate: Array
+    dense: Array
+    clusters: npt.NDArray[np.str_]
+    placement: npt.NDArray[np.str_]
+
+    @property
+    def flips(self) -> Array:
+        return self.rate - self.dense
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The readable answers of one arm under one policy to one facet's items at one length, and their spans."""
+
+    arm: str
+    policy: str
+    panel: Panel
+    answers: pd.DataFrame
+
+    def rows_of(self, span: str) -> _Rows | None:
+        """The answers beside a span; None where none has it."""
+        column = SPAN_COLUMNS[span]
+        if column not in self.answers or not (known := self.answers[column].notna()).any():
+            return None
+        part = self.answers[known]
+        rate, dense, share = (part[name].to_numpy(dtype=np.float64) for name in ("rate", "dense", column))
+        clusters, placement = (part[name].to_numpy(dtype=str) for name in ("cluster", "placement"))
+        return _Rows(1 - share, rate, dense, clusters, placement)
+
+
+def _cells(drift: Drift, tables: Tables, held: Held, metric: str, arm: str) -> Iterator[_Cell]:
+    suite, _ = facet_of(metric)
+    for policy in drift.comparison.policies:
+        for context in drift.comparison.lengths[suite]:
+            panel = tables.get((metric, context))
+            if panel is None or policy == DENSE_POLICY:
+                continue
+            seeds = [own for own, _ in seed_pairs(drift.comparison, panel, arm)]
+            parts = [_answers(panel, held, suite, CellKey(arm, seed, policy)) for seed in seeds]
+            if found := [part for part in parts if part is not None and len(part)]:
+                yield _Cell(arm, policy, panel, pd.concat(found))
+
+
+def _answers(panel: Panel, held: Held, suite: str, cell: CellKey) -> pd.DataFrame | None:
+    """The items that both sides could be read of; None where a side was not asked."""
+    dense = cell._replace(policy=DENSE_POLICY)
+    spans = held.get(_place(cell, suite, panel.context_tokens))
+    if cell not in panel.scores or dense not in panel.scores or spans is None:
+        return None
+    names = [panel.cluster_names[code] for code in panel.clusters]
+    columns = {"rate": panel.scores[cell], "dense": panel.scores[dense], "cluster": names}
+    table = pd.DataFrame(columns, index=pd.Index(panel.items, dtype=object))
+    return table.join(spans).dropna(subset=["rate", "dense"])
+
+
+def _place(cell: CellKey, suite: str, context: int) -> tuple[object, ...]:
+    known: dict[Hashable, object] = {
+        "arm": cell.arm,
+        "train_seed": cell.seed,
+        "policy": cell.policy,
+        "suite": suite,
+        "context_tokens": context,
+    }
+    return tuple(known[name] for name in _ASKED)
+
+
+def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
+    gone = rows.lost > HALF
+    groups = [_group(cell.panel, rows, mask) for mask in (gone, ~gone)]
+    reason = _one_sided(rows, gone)
+    difference = None if reason else _moved(rows, gone.astype(np.float64), np.zeros((len(gone), 0)))
+    return SpanRates(
+        arm=cell.arm,
+        policy=cell.policy,
+        metric=cell.panel.suite,
+        context_tokens=cell.panel.context_tokens,
+        span=span,
+        lost=groups[0],
+        kept=groups[1],
+        difference=difference,
+        share=None if difference is None else _share(rows, gone),
+        unknown=len(cell.answers) - len(gone),
+        reason=reason or ("" if difference else UNMOVED),
+    )
+
+
+def _group(panel: Panel, rows: _Rows, mask: _Mask) -> Group | None:
+    """None where a single template has no interval."""
+    clusters, rate = rows.clusters[mask], rows.rate[mask]
+    templates = len(np.unique(clusters))
+    if templates < 2:
+        return None
+    tail = (1 - LEVEL) / 2
+    return Group(
+        answers=len(rate),
+        templates=templates,
+        rate=float(rate.mean()),
+        low=rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
+        high=1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
+        uncompressed=float(rows.dense[mask].mean()),
+    )
+
+
+def _one_sided(rows: _Rows, gone: _Mask) -> str:
+    """Why the two groups cannot be held against each other; empty where they can."""
+    if gone.all() or not gone.any():
+        return f"{'lost' if gone.all() else 'kept'} in every answer"
+    for mask, word in ((gone, "lost"), (~gone, "kept")):
+        if len(np.unique(rows.clusters[mask])) < FEWEST_CLUSTERS:
+            return f"{word} in fewer than {FEWEST_CLUSTERS} templates"
+    return ""
+
+
+def _moved(rows: _Rows, lost: Array, controls: Array, alpha: float = 1 - LEVEL) -> Effect | None:
+    """The regression of flips; None where none is left to explain."""
+    if not np.abs(rows.flips).max() > 0:
+        return None
+    effect = regression_effect(rows.flips, lost, controls, rows.clusters, alpha=alpha)
+    return effect if effect.high > effect.low else None
+
+
+def _share(rows: _Rows, gone: _Mask) -> Share | None:
+    """A ratio of sums over templates with its jackknife; None where the drift's own interval holds 0."""
+    whole = cr3_effect(rows.flips, rows.clusters)
+    if whole.low <= 0 <= whole.high:
+        return None
+    _, codes = np.unique(rows.clusters, return_inverse=True)
+    total, own = (np.bincount(codes, weights=rows.flips * weight) for weight in (1.0, gone))
+    left = total.sum() - total
+    if np.sign(left).min() != np.sign(left).max() or not left.all():
+        return None  # without one template nothing is left to divide
+    estimate = float(own.sum() / total.sum())
+    error = float(np.sqrt(jackknife_variance((own.sum() - own) / left, estimate)))
+    if not error > 0:
+        return Share(estimate, None, None)
+    reach = float(special.stdtrit(len(total) - 1, 0.5 + LEVEL / 2)) * error
+    return Share(estimate, estimate - reach, estimate + reach)
+
+
+def _slope(arm: str, metric: str, span: str, known: Sequence[tuple[_Cell, _Rows]], alpha: float) -> SpanSlope:
+    varied = [(cell, rows) for cell, rows in known if np.ptp(rows.lost) > 0]
+    policies = tuple(dict.fromkeys(cell.policy for cell, _ in varied))
+    if not varied:
+        return SpanSlope(arm, metric, span, (), (), None, "the same in every answer under each policy")
+    rows = _Rows._make(np.concatenate(parts) for parts in zip(*(own for _, own in varied), strict=True))
+    factors = {
+        "policy": [cell.policy for cell, own in varied for _ in own.lost],
+        "placement": rows.placement.tolist(),
+        "length": [str(cell.panel.context_tokens) for cell, own in varied for _ in own.lost],
+    }
+    equal = tuple(name for name, values in factors.items() if len(set(values)) > 1)
+    controls = np.column_stack([np.zeros((len(rows.lost), 0)), *(_indicators(factors[name]) for name in equal)])
+    templates = telling_clusters(rows.lost, controls, rows.clusters)
+    effect = _moved(rows, rows.lost, controls, alpha) if templates >= FEWEST_CLUSTERS else None
+    reason = "" if effect else UNMOVED
+    if templates < FEWEST_CLUSTERS:
+        beyond = f" beyond {' and '.join(equal)}" if equal else ""
+        reason = f"varies too little{beyond}: worth {templates:.1f} templates, {FEWEST_CLUSTERS} make an interval"
+    elif effect and effect.high - effect.low > WIDEST:
+        effect, reason = None, "varies too little for an interval that rules anything out"
+    return SpanSlope(arm, metric, span, policies, equal, effect, reason)
+
+
+def _indicators(values: Sequence[str]) -> Array:
+    """A column for every value but the first, [N, K - 1]: lengths may follow any curve."""
+    _, codes = np.unique(np.array(values), return_inverse=True)
+    return np.eye(codes.max() + 1)[codes][:, 1:]

@@ -1,0 +1,125 @@
+"""Lost spans beside lost behaviour: planted associations come out as they were planted, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
+
+from audit.core.facets import readable
+from audit.core.records import Outcome, Record
+from audit.core.spans import Kept
+from reports.analysis.mechanism import Mechanism, mechanism
+from reports.page.findings import Findings
+from reports.page.formats import markdown
+from reports.page.mechanism_tables import mechanism_section
+from reports.page.story import page_of
+from reports.records.load import RunData
+from reports.run import decided
+
+SNAP = policy("snapkv", 96)
+Told = Callable[[int], tuple[float, bool]]  # item -> share of the rule that was kept, whether the answer is unsafe
+
+
+def findings(told: Told, *, spans: bool = True, templates: int = 30, placements: int = 1) -> Findings:
+    """120 items, safe without compression; under snapkv as ``told``. Of three templates in a row items stand alike."""
+    design = Design(
+        arms=("base",), train=False, policies=("none", SNAP), suites=("refusal",), items=120, clusters=templates
+    )
+    rows = [_told(row, told, spans=spans, placements=placements) for _, unit in records_of(design) for row in unit]
+    frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(rows, 1))
+    data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec_of(design)), provenance=pins(rows, "base"))
+    found = decided(data)
+    return replace(found, mechanism=mechanism(found.drift, data.panels, data.records))
+
+
+def _told(row: Record, told: Told, *, spans: bool, placements: int) -> Record:
+    item = int(row.item_id[-4:])
+    kept, unsafe = (1.0, False) if row.policy == "none" else told(item)
+    return replace(
+        row,
+        outcome=Outcome.UNDESIRED if unsafe else Outcome.DESIRED,
+        score=float(not unsafe),
+        placement=f"place {item % placements}",
+        facets=readable({"unsafe": unsafe}),
+        spans={"rule": Kept(kept, ()), "question": Kept(1.0, ())} if spans else {},
+    )
+
+
+def half(item: int) -> tuple[float, bool]:
+    """Every second item loses most of its rule, and every second one of these is unsafe."""
+    return (0.2, item % 4 == 1) if item % 2 else (0.9, False)
+
+
+def of_rule(found: Mechanism) -> tuple[object, object]:
+    return found.rates[0], found.slopes[0]
+
+
+def test_rates_difference_and_share_are_those_that_were_planted() -> None:
+    rates, slope = of_rule(findings(half).mechanism)
+    assert (rates.metric, rates.policy, rates.span, rates.reason) == ("refusal.unsafe", SNAP, "rule", "")
+    assert (rates.lost.answers, rates.lost.rate, rates.lost.uncompressed) == (60, 0.5, 1.0)  # of what is wanted
+    assert (rates.kept.answers, rates.kept.rate, rates.kept.high) == (60, 1.0, 1.0)
+    assert rates.lost.low < 0.5 < rates.lost.high
+    assert rates.difference.estimate == pytest.approx(-0.5)
+    assert rates.difference.high < 0
+    assert (rates.share.estimate, rates.share.low) == (pytest.approx(1.0), None)  # of every template the same
+    assert slope.effect.estimate == pytest.approx(-0.5 / 0.7)  # from .1 lost to .8 lost
+    assert (slope.equal, slope.policies) == ((), (SNAP,))
+
+
+def test_flips_that_have_nothing_to_do_with_the_span_are_not_laid_on_it() -> None:
+    rates, _ = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, item % 8 < 2)).mechanism)
+    assert rates.difference.low < 0 < rates.difference.high
+    assert rates.share.estimate == pytest.approx(0.5)  # beside lost in half of the answers
+
+
+def test_a_span_without_variation_is_a_line_and_no_estimate() -> None:
+    for kept, word in ((1.0, "kept"), (0.1, "lost")):
+        found = findings(lambda item, kept=kept: (kept, item % 3 == 0))
+        rates, slope = of_rule(found.mechanism)
+        assert (rates.difference, rates.share, rates.reason) == (None, None, f"{word} in every answer")
+        assert (slope.effect, slope.reason) == (None, "the same in every answer under each policy")
+        section = mechanism_section(found)
+        said = f"Nothing to compare, since the rule was {word} in every answer: refusal.unsafe base @ snapkv 96."
+        assert said in section.notes
+        assert "In none of 1 cell" in section.finding
+
+
+def test_too_few_templates_are_said_and_give_no_estimate() -> None:
+    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 30 < 3 else (1.0, False)).mechanism)
+    assert (rates.difference, rates.reason) == (None, "lost in fewer than 6 templates")
+    assert rates.lost.templates == 3
+    assert (slope.effect, slope.reason) == (None, "varies too little: worth 3.7 templates, 6 make an interval")
+
+
+def test_where_the_span_follows_from_its_place_the_regression_says_so() -> None:
+    found = findings(lambda item: (0.2, True) if item % 2 else (0.9, False), placements=2)
+    _, slope = of_rule(found.mechanism)
+    assert (slope.effect, slope.equal) == (None, ("placement",))
+    assert slope.reason == "varies too little beyond placement: worth 0.0 templates, 6 make an interval"
+
+
+def test_without_flips_nothing_is_estimated() -> None:
+    rates, slope = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, False)).mechanism)
+    assert (rates.difference, slope.effect) == (None, None)
+    assert rates.reason == slope.reason == "no answer is another than uncompressed"
+
+
+def test_a_run_without_spans_has_no_such_section() -> None:
+    found = findings(half, spans=False)
+    assert (found.mechanism, mechanism_section(found)) == (Mechanism(), None)
+
+
+def test_the_page_counts_what_happened_and_claims_no_cause() -> None:
+    found = findings(half)
+    text = markdown.render(page_of(found))
+    [row] = [line for line in text.splitlines() if line.startswith("| refusal.unsafe | base @ snapkv 96 |")]
+    assert "| rule | 60 of 120 (50.0 %) | 50.0 % \\[" in row
+    assert "uncompressed 0.0 %" in row
+    assert "| +50.0 pp \\[" in row
+    assert row.endswith("| 100 % |")
+    assert "An association, not a cause" in text
