@@ -97,6 +97,30 @@ def byte_tokenizer(template: str | None = CHATML) -> Any:
 
 
 @pytest.fixture(scope="session")
+def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random classifier of two labels over the byte tokenizer, which reads 64 tokens at a time."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("guards") / "classifier"
+    tokenizer = byte_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        id2label={0: "SAFE", 1: "ATTACK"},
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with the byte tokenizer, saved as an ordinary Hugging Face folder."""
     import torch

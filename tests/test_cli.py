@@ -433,6 +433,7 @@ def test_suites_are_listed_without_the_folder_of_public_rows(monkeypatch: pytest
         ("policies", ["none", "random", "streaming", "h2o", "snapkv"]),
         ("suites", ["refusal", "agent", "math"]),
         ("arms", ["dense", "naive", "sparse-rl", "smd", "smd-distill"]),
+        ("rewards", ["classifier", "function", "grade", "judge"]),
     ],
 )
 def test_list_names_every_plug_in(kind: str, names: list[str]) -> None:
@@ -494,7 +495,7 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     assert "fails on import: SystemExit: 0" in refused("list", "policies", "--plugin", tmp_path / "leaves.py")
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
-    assert "brings no policy, suite, judge, guard or launcher" in refused(
+    assert "brings no policy, suite, judge, guard, reward or launcher" in refused(
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")

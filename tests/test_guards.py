@@ -18,7 +18,6 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from conftest import byte_tokenizer
 from judge_world import endpoint, says, send
 from reports_synthetic import Design, build, policy
 from test_cli import kvaudit, refused
@@ -53,30 +52,6 @@ HOSTILE = [
     Passage("input", "\ud800 half a character"),
     Passage("output", "word " * 4000, "{request} %s"),
 ]
-
-
-@pytest.fixture(scope="session")
-def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random classifier of two labels over the byte tokenizer, which reads 64 tokens at a time."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("guards") / "classifier"
-    tokenizer = byte_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-        id2label={0: "SAFE", 1: "ATTACK"},
-    )
-    torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:

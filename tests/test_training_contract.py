@@ -6,9 +6,11 @@ fail, in ``test_training_wrong.py``.
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from audit.training.batch import Batch, halves
 from audit.training.corrections import Correction, CorrectionRule
 from audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, Whole
 from audit.training.rewards import REWARDS, Reward
+from audit.training.rewards.base import checked
 from suites.base import SUITES, Suite
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
@@ -273,10 +276,22 @@ def distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.fixture(params=REWARDS.all().values(), ids=REWARDS.all())
-def reward(request: pytest.FixtureRequest) -> Reward:
-    found: Reward = request.param()
-    return found
+@pytest.fixture(params=sorted(REWARDS.all()))
+def reward(request: pytest.FixtureRequest, classifier_folder: Path) -> Reward:
+    """Every reward of the registry; one that goes by something wants a value here, by the name of its first field."""
+    first = next((field.name for field in fields(REWARDS.get(request.param))), "")  # type: ignore[arg-type]
+    value, options = {
+        "": (None, {}),
+        "judge": ("phrases", {}),
+        "classifier": (str(classifier_folder), {"pays": "SAFE"}),
+        "function": (f"{__name__}:grades", {}),
+    }[first]
+    return REWARDS.get(request.param).of(value, options)
+
+
+def grades(played: Sequence[Played]) -> list[float | None]:
+    """A reward of somebody else's."""
+    return [row.grade.score for row in played]
 
 
 @pytest.fixture(scope="module")
@@ -302,18 +317,27 @@ NOTHING = Rollout(torch.zeros(9), 5, torch.zeros(9), torch.zeros(9), torch.zeros
 def test_a_reward_is_more_for_the_gold_answer_than_for_none(
     reward: Reward, answers: list[tuple[Played, Played]]
 ) -> None:
-    for gold, empty in answers:
-        most, least = reward(gold), reward(empty)
-        assert most is not None
-        assert least is not None
-        assert math.isfinite(most)
-        assert most > least >= 0, gold.item.item_id
+    most, least = (checked(reward, reward.rewards(list(rows)), len(rows)) for rows in zip(*answers, strict=True))
+    for (gold, _), high, low in zip(answers, most, least, strict=True):
+        assert high is not None, gold.item.item_id
+        assert low is not None, gold.item.item_id
+        assert high > low >= 0, gold.item.item_id
 
 
 def test_a_reward_is_none_where_nobody_could_grade(reward: Reward, answers: list[tuple[Played, Played]]) -> None:
-    assert reward(replace(answers[0][0], grade=Grade(Outcome.UNSCORED, None))) is None
+    lost = replace(answers[0][0], grade=Grade(Outcome.UNSCORED, None), finish_reason="error")
+    assert list(reward.rewards([lost])) == [None]
 
 
 def test_a_reward_depends_on_what_was_played_alone(reward: Reward, answers: list[tuple[Played, Played]]) -> None:
-    played = [row for pair in answers for row in pair]
-    assert [reward(row) for row in played] == [type(reward)()(row) for row in reversed(played)][::-1]
+    played = [row for pair in answers[::8] for row in pair]
+    together = reward.rewards(played)
+    assert together == pytest.approx(list(reward.rewards(played[::-1]))[::-1], rel=1e-5)
+    assert together == pytest.approx([score for row in played for score in reward.rewards([row])], rel=1e-5)
+
+
+def test_the_identity_of_a_reward_is_a_hash_that_stays(reward: Reward) -> None:
+    again = copy.deepcopy(reward)
+    assert re.fullmatch("[0-9a-f]{64}", reward.identity)
+    assert again.identity == reward.identity
+    assert reward.inputs == again.inputs

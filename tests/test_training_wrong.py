@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import test_training_contract as contract
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from training_world import sampled, sharp
 
+from audit.core.options import sha256_of
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
 from audit.training import arms, corrections, grpo
@@ -25,6 +26,7 @@ from audit.training.losses import Loss, LossInputs, LossOutputs
 from audit.training.losses.base import clipped_surrogate
 from audit.training.losses.grpo import Grpo
 from audit.training.rewards import Reward
+from audit.training.rewards.base import Scores
 from audit.training.rewards.grade import SuiteGrade
 
 Check = Callable[..., None]
@@ -95,24 +97,29 @@ def shared(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     return no_correction(learner, sampler, mask)._replace(weights=ratios * mask / ratios[mask].mean())
 
 
+@dataclass(frozen=True)
 class TurnedRound(SuiteGrade):
-    def __call__(self, played: Played) -> float | None:
-        score = super().__call__(played)
-        return None if score is None else 1.0 - score
+    def rewards(self, played: Sequence[Played]) -> Scores:
+        return [None if score is None else 1.0 - score for score in super().rewards(played)]
 
 
+@dataclass(frozen=True)
 class ZeroForUngraded(SuiteGrade):
-    def __call__(self, played: Played) -> float | None:
-        return super().__call__(played) or 0.0
+    def rewards(self, played: Sequence[Played]) -> Scores:
+        return [score or 0.0 for score in super().rewards(played)]
 
 
-class Tires(SuiteGrade):
-    seen: ClassVar[list[Played]] = []
+@dataclass(frozen=True)
+class AgainstTheOthers(SuiteGrade):
+    def rewards(self, played: Sequence[Played]) -> Scores:
+        return [(score or 0.0) / len(played) for score in super().rewards(played)]
 
-    def __call__(self, played: Played) -> float | None:
-        self.seen.append(played)
-        score = super().__call__(played)
-        return None if score is None else score / len(self.seen)
+
+@dataclass(frozen=True)
+class AnotherEveryTime(SuiteGrade):
+    @property
+    def identity(self) -> str:
+        return sha256_of(time.perf_counter_ns())
 
 
 LOSSES: list[tuple[Check, type[Loss]]] = [
@@ -141,7 +148,8 @@ WRONG_ARMS: list[tuple[Check, Arm]] = [
 REWARDS: list[tuple[Check, type[Reward]]] = [
     (contract.test_a_reward_is_more_for_the_gold_answer_than_for_none, TurnedRound),
     (contract.test_a_reward_is_none_where_nobody_could_grade, ZeroForUngraded),
-    (contract.test_a_reward_depends_on_what_was_played_alone, Tires),
+    (contract.test_a_reward_depends_on_what_was_played_alone, AgainstTheOthers),
+    (contract.test_the_identity_of_a_reward_is_a_hash_that_stays, AnotherEveryTime),
 ]
 answers = contract.answers
 

@@ -105,6 +105,19 @@ def list_launchers(plugin: Plugins = None) -> None:
         _print(["launcher", "workers are", "options and defaults", "tried on one machine with"], rows)
 
 
+@listing.command("rewards")
+def list_rewards(plugin: Plugins = None) -> None:
+    """Rewards: what each pays by, and its options; the first one is the value of its name in a spec."""
+    with user_errors():
+        from audit.core.options import options
+        from audit.runs.names import load_plugins
+        from audit.training.rewards import REWARDS
+
+        load_plugins(plugin or ())
+        rows = [[name, cls.says, ", ".join(cls.takes or options(cls))] for name, cls in REWARDS.all().items()]
+        _print(["reward", "pays by", "options and defaults"], rows)
+
+
 def _print_card(text: str, data: Path | None) -> None:
     from audit.judges.base import parse_judge
     from audit.judges.card import HEADINGS, card_rows

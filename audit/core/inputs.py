@@ -17,7 +17,7 @@ from audit.core.errors import DataError, RunError
 
 TABLE = "inputs"
 WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
-ROWS, MODEL, PLUGINS = "rows", "model files", "plug-ins"  # kinds: name -> sha256
+ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # kinds: name -> sha256
 _NAMED = 3  # changes that a refusal spells out
 
 Digests = Mapping[str, str]

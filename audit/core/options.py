@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.registry import Registry
+from audit.core.yaml_file import shown
 
 T = TypeVar("T")
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def parse_named(registry: Registry[T], text: str) -> T:
@@ -31,6 +33,23 @@ def parse_named(registry: Registry[T], text: str) -> T:
     if missing := list(_missing(known, given)):
         raise SpecError(f"{what} needs {missing[0]}: give {name}:{','.join(f'{key}=...' for key in missing)}")
     made: T = plugin(**given)
+    return made
+
+
+def made_of(plugin: type[T], what: str, given: Mapping[str, Any]) -> T:
+    """The plug-in ``what`` with the options of a mapping in YAML; raises SpecError for what it does not know."""
+    kind: Any = plugin
+    known, kinds = {option.name: option for option in fields(kind)}, get_type_hints(kind)
+    for key, value in given.items():
+        if key not in known:
+            raise UnknownName(f"option of {what}", key, known)
+        wanted = kinds[key]
+        # a whole number is a number too; true and false are none
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise SpecError(f"{what}: {key} is {shown(value)}, wanted {_WORDS[wanted]}")
+    if missing := list(_missing(known, dict(given))):
+        raise SpecError(f"{what} needs {missing[0]}; give {', '.join(f'{key}: ...' for key in missing)}")
+    made: T = kind(**given)
     return made
 
 

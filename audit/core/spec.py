@@ -80,6 +80,7 @@ _LATER = (
     "policies",
     "only",
     "watch",
+    "reward",
 )
 
 
@@ -147,6 +148,28 @@ class WatchSpec(Part):
         return self
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is text, a finite number or a truth value."""
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _plain(value: Any) -> Any:
+    """Text, a number or a truth value, as templates compare them."""
+    if not _is_plain(value):
+        raise PydanticCustomError("plain", "text, a number, true or false")
+    return value
+
+
+def _rewarded(value: Any) -> Any:
+    """The name of a reward, or a mapping with what it goes by; the reward's own file knows its options."""
+    named = value if isinstance(value, Mapping) else {"": value}
+    for key, option in named.items():
+        listed = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
+        if not isinstance(key, str) or not all(entry is None or _is_plain(entry) for entry in listed):
+            raise PydanticCustomError("reward", "a name, or a mapping such as {function: package.module:name}")
+    return value if isinstance(value, Mapping) else str(value)
+
+
 class Training(Part):
     """How a policy is trained with, whatever the arm and the seed.
 
@@ -187,6 +210,7 @@ class Training(Part):
     distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
     watch: WatchSpec | None = None
+    reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
 
     @property
     def updates_per_step(self) -> int:
@@ -411,14 +435,6 @@ _ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 def _listed(value: Any) -> Any:
     """A lone text is a list of one."""
     return [value] if isinstance(value, str) else value
-
-
-def _plain(value: Any) -> Any:
-    """Text, a number or a truth value, as templates compare them."""
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, bool | int | float | str) or not finite:
-        raise PydanticCustomError("plain", "text, a number, true or false")
-    return value
 
 
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]

@@ -53,15 +53,22 @@ class Classifier(Guard):
         return sha256_of(loaded.sha256, loaded.files, self._columns, self.threshold, _WINDOW)
 
     def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
+        found = self.chances([passage.text for passage in passages])
+        # a text without a window has nothing that could be blocked
+        worst = [math.nan if any(map(math.isnan, windows)) else max(windows, default=0.0) for windows in found]
+        return [None if math.isnan(chance) else chance >= self.threshold for chance in worst]
+
+    def chances(self, texts: Sequence[str]) -> list[list[float]]:
+        """The probability of the blocking labels in every window of each text; NaN where the model says none."""
         owners, windows = list[int](), list[list[int]]()
-        for number, passage in enumerate(passages):
-            for window in self._windows(passage.text):
+        for number, text in enumerate(texts):
+            for window in self._windows(text):
                 owners.append(number)
                 windows.append(window)
-        worst: list[float] = [0.0] * len(passages)
+        found: list[list[float]] = [[] for _ in texts]
         for number, chance in zip(owners, self._chances(windows), strict=True):
-            worst[number] = chance if math.isnan(chance) else max(worst[number], chance)
-        return [None if math.isnan(chance) else chance >= self.threshold for chance in worst]
+            found[number].append(chance)
+        return found
 
     def _windows(self, text: str) -> Iterator[list[int]]:
         """The token ids of a text, special tokens included, in windows."""

@@ -13,14 +13,13 @@ from audit.core.endpoint import Completion, Endpoint, Unanswered, ask_all, rows
 from audit.core.errors import RunError, SpecError
 from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge
-from audit.judges.rubric import RUBRIC, WORD_TOKENS, messages_of, verdict_of
+from audit.judges.rubric import WORD_TOKENS, Rubric, RubricJudge
 
 _WHO = "judge rubric-endpoint"
 
 
 @dataclass(frozen=True)
-class RubricEndpoint(Judge):
+class RubricEndpoint(RubricJudge):
     """``key`` names the environment variable that holds the key; empty where the endpoint wants none.
 
     ``timeout`` is in seconds for a whole reply, ``tries`` of one question, ``parallel`` questions at a time.
@@ -45,18 +44,18 @@ class RubricEndpoint(Judge):
     def check(self) -> None:
         self._endpoint.line(_WHO)
 
-    @property
-    def identity(self) -> str:
-        return sha256_of(RUBRIC, self.base_url.rstrip("/"), self.model)
+    def identity_under(self, rubric: Rubric) -> str:
+        return sha256_of(rubric.text, self.base_url.rstrip("/"), self.model)
 
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
+    def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
         line = self._endpoint.line(_WHO)  # before a thread starts: a missing key is the user's to mend
         options = {"model": self.model, "temperature": 0, "max_tokens": WORD_TOKENS}
+        bodies = [{**options, "messages": rows(rubric.messages(question))} for question in questions]
         try:
-            replies = ask_all(line, [{**options, "messages": rows(messages_of(q))} for q in questions], self.parallel)
+            replies = ask_all(line, bodies, self.parallel)
         except Unanswered as why:
             raise self._stopped(why) from None
-        return [verdict_of(reply.text) if isinstance(reply, Completion) else None for reply in replies]
+        return [reply.text if isinstance(reply, Completion) else None for reply in replies]
 
     @property
     def _endpoint(self) -> Endpoint:

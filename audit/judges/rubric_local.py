@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.base import Judge
-from audit.judges.rubric import RUBRIC, WORD_TOKENS, messages_of, verdict_of
+from audit.judges.rubric import WORD_TOKENS, Rubric, RubricJudge
 
 if TYPE_CHECKING:
     from audit.sampling.model import LoadedModel
@@ -19,7 +18,7 @@ _BATCH = 8  # questions of like length
 
 
 @dataclass(frozen=True)
-class RubricLocal(Judge):
+class RubricLocal(RubricJudge):
     """``model`` is a folder, a GGUF file or a hub id; what it says besides yes and no is a failure."""
 
     name = "rubric-local"
@@ -27,20 +26,19 @@ class RubricLocal(Judge):
 
     model: str
 
-    @property
-    def identity(self) -> str:
-        return sha256_of(RUBRIC, _loaded(self.model).sha256)
+    def identity_under(self, rubric: Rubric) -> str:
+        return sha256_of(rubric.text, _loaded(self.model).sha256)
 
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
+    def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
         model = _loaded(self.model)
-        prompts = [model.chat.opening(messages_of(question)).ids for question in questions]
+        prompts = [model.chat.opening(rubric.messages(question)).ids for question in questions]
         fitting = [n for n, ids in enumerate(prompts) if len(ids) + WORD_TOKENS <= model.max_positions]
         fitting.sort(key=lambda n: len(prompts[n]))
-        found: list[bool | None] = [None] * len(questions)
+        found: list[str | None] = [None] * len(questions)
         for start in range(0, len(fitting), _BATCH):
             batch = fitting[start : start + _BATCH]
             for n, reply in zip(batch, _replies(model, [prompts[n] for n in batch]), strict=True):
-                found[n] = verdict_of(reply)
+                found[n] = reply
         return found
 
 

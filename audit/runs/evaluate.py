@@ -20,7 +20,9 @@ from audit.sampling.conversations import Played, check_fits, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import check_adapter
+from audit.training.rewards import paying_of
 from audit.training.sft import gold_rollout
+from audit.training.tryout import try_out
 from suites.base import SUITES, CountTokens, Split, Suite
 
 Progress = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
@@ -248,6 +250,19 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
                 _opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:
                     gold_rollout(model, suite, item)
+
+
+def check_reward(section: TrainSpec, model: LoadedModel) -> None:
+    """Raise what a reward would raise in the first step: a file, module or key that is missing, or a broken number.
+
+    It pays for one ideal answer of every suite, which asks an endpoint as many questions.
+    """
+    paying = paying_of(section.reward, section.suites)
+    paying.check()
+    if not paying.plain:
+        suites = [SUITES.get(name)() for name in paying.paid]
+        given = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
+        try_out(paying, [(suite, made("train", suite, "train", *given)[0]) for suite in suites], model)
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

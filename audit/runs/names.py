@@ -17,6 +17,7 @@ from audit.runs.launchers.base import LAUNCHERS
 from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
 from audit.training.losses import LOSSES
+from audit.training.rewards import REWARDS
 from suites.base import SUITES
 
 
@@ -77,14 +78,15 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
 def _load(file: Path) -> str:
     try:
         names = POLICIES.load_file(file) + SUITES.load_file(file)
-        names += JUDGES.load_file(file) + GUARDS.load_file(file) + LAUNCHERS.load_file(file)
+        names += JUDGES.load_file(file) + GUARDS.load_file(file)
+        names += REWARDS.load_file(file) + LAUNCHERS.load_file(file)
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
         raise DataError(f"plug-in {str(file)!r} fails on import: {type(error).__name__}: {error}") from error
     if not names:
         raise SpecError(
-            f"plug-in {str(file)!r} brings no policy, suite, judge, guard or launcher; subclass Evictor, Quantiser, "
-            "Selector, Suite, Judge, Guard or Launcher with a name"
+            f"plug-in {str(file)!r} brings no policy, suite, judge, guard, reward or launcher; subclass Evictor, "
+            "Quantiser, Selector, Suite, Judge, Guard, Reward or Launcher with a name"
         )
     return hashlib.sha256(file.read_bytes()).hexdigest()

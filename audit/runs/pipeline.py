@@ -17,14 +17,14 @@ from audit.cache.layers import governed_words
 from audit.core.alarms import ringing
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
-from audit.core.inputs import MODEL, PLUGINS, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
+from audit.core.inputs import MODEL, PLUGINS, REWARD, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
 from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES, STOPPED
 from audit.core.spec import BASE_ARM, RunSpec, TrainSpec
 from audit.core.text import inline
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
-from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_training, grid, served
+from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_reward, check_training, grid, served
 from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
@@ -37,8 +37,9 @@ from audit.training.config import TrainConfig
 from audit.training.footprint import check_memory
 from audit.training.grpo import train
 from audit.training.halt import Halt, mark_of
+from audit.training.rewards import Paying
 from audit.training.sft import StartConfig, warm_start
-from suites.base import SUITES, Suite
+from suites.base import SUITES
 from suites.sources import watched
 
 Pair = tuple[str, int]  # arm, seed
@@ -68,6 +69,7 @@ def prepare(spec: RunSpec, *, trains: bool = True) -> Prepared:
         check_training(spec, model)
         if spec.train is not None and trains:
             check_memory(spec.train, model)
+            check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     return Prepared(model, batches, rows)
 
@@ -111,8 +113,6 @@ class Pipeline:
             suite_kinds={name: SUITES.get(name).kind for name in self._spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
         )
-        if self._spec.train is not None:
-            run.note(**{REWARD_JUDGES: {name: _reward_judge(name) for name in self._spec.train.suites}})
 
     def train(self) -> None:
         """Train every arm with every seed that has no finished checkpoint yet, each from the warm start of its seed."""
@@ -238,7 +238,9 @@ class Pipeline:
             else:
                 watch = section.watch if section.stops else None
                 halt = None if watch is None else Halt(watch, section.steps, out, self._arms_of(pair[1]))
-                train(TrainConfig.of(section, *pair), self._start(pair[1]), out, progress, halt=halt)
+                config = TrainConfig.of(section, *pair)
+                self._hold_reward(config.paying)
+                train(config, self._start(pair[1]), out, progress, kept=self._run.path, halt=halt)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""
@@ -302,6 +304,12 @@ class Pipeline:
     def _hold(self, kind: str, now: Digests) -> None:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
         check_same(kind, self._run.keep(TABLE, kind, dict(now)), now)
+
+    def _hold_reward(self, paying: Paying) -> None:
+        """Note what pays and by whose word; what was rewarded before must have been by the same."""
+        if not paying.plain:
+            self._hold(REWARD, paying.inputs)
+        self._run.note(**{REWARD_JUDGES: paying.judges})
 
     def _inputs(self) -> str:
         return inputs_sha256(self._run.provenance()[TABLE])
@@ -377,11 +385,6 @@ class Pipeline:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _reward_judge(suite: str) -> str:
-    """Who grades a rollout: the suite itself, or the phrase rules where it leaves that to a judge."""
-    return "phrases" if SUITES.get(suite).question is not Suite.question else "programmatic"
 
 
 @contextmanager

@@ -66,12 +66,12 @@ def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reaso
 
     ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader.
     """
-    return _said_nothing(suite, item, transcript, finish_reason) or suite.grade(item, heard(transcript))
+    return said_nothing(suite, item, transcript, finish_reason) or suite.grade(item, heard(transcript))
 
 
 def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
     """What a judge has to decide of a finished conversation; None where ``graded`` needs none."""
-    broken = _said_nothing(suite, item, transcript, finish_reason)
+    broken = said_nothing(suite, item, transcript, finish_reason)
     return None if broken else suite.question(item, heard(transcript))
 
 
@@ -82,7 +82,8 @@ def settled(suite: Suite, item: Item, transcript: Sequence[Message], *, refused:
     return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
 
 
-def _said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
+def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
+    """The grade of a conversation in which nothing was said that anybody could grade; None of any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
         return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))

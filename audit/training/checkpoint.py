@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,7 +81,8 @@ class Learns(Protocol):
 class CheckpointFolder:
     """The folder of one training run. Construction claims it, or raises RunError where it is another run's."""
 
-    def __init__(self, path: Path, config: Recipe, base_sha256: str) -> None:
+    def __init__(self, path: Path, config: Recipe, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
+        """``more`` is what the claim holds besides: sha256 of what the configuration only names."""
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / "telemetry.jsonl")
         self._claim = {
@@ -89,6 +90,7 @@ class CheckpointFolder:
             "config": config.to_json(),
             "config_hash": config.hash,
             "base_sha256": base_sha256,
+            **(more or {}),
         }
         with guarded(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -196,6 +198,9 @@ class CheckpointFolder:
             )
         theirs, ours = found["config"], self._config.to_json()
         names = sorted(key for key in set(theirs) | set(ours) if theirs.get(key) != ours.get(key))
+        names = names or sorted(
+            key for key in {*found, *self._claim} - {"base_sha256"} if found.get(key) != self._claim.get(key)
+        )
         what = f"with another {', '.join(names)}" if names else "from other base weights"
         raise RunError(f"folder {str(self.path)!r} was trained {what}; choose another folder or delete it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -15,9 +16,8 @@ from audit.core.spec import CriticSpec, Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES
+from audit.training.rewards import Paying, paying_of
 from suites.base import SUITES
-
-REWARD = "grade"  # the only one there is: a suite's own grader
 
 
 def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
@@ -62,8 +62,15 @@ class TrainConfig(Training):
             "correction": arm.correction,
             "distillation": arm.distill,
             "loss": self.loss,
-            "reward": REWARD,
+            "reward": self.paying.reward.name if self.paying.plain else self.reward,
+            "reward_sha256": self.paying.sha256,
+            "constitution": self.paying.constitution_sha256,
         }
+
+    @cached_property
+    def paying(self) -> Paying:
+        """What pays the rollouts."""
+        return paying_of(self.reward, self.suites)
 
     @property
     def whole_groups(self) -> bool:
@@ -105,6 +112,7 @@ class TrainConfig(Training):
         get_arm(self.arm)
         for suite in (*self.suites, *self.watched):
             SUITES.get(suite)
+        paying_of(self.reward, self.suites)
         loss = LOSSES.get(self.loss)
         self.fill(loss.defaults)
         if loss.reference and self.beta == 0:

@@ -40,19 +40,29 @@ from audit.training.watch import Watch
 Progress = Callable[[int, int, Row], None]
 
 
-def train(config: TrainConfig, model: LoadedModel, out: Path, progress: Progress, *, halt: Halt | None = None) -> Path:
+def train(
+    config: TrainConfig,
+    model: LoadedModel,
+    out: Path,
+    progress: Progress,
+    *,
+    kept: Path | None = None,
+    halt: Halt | None = None,
+) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
-    steps done, steps in all and the telemetry row. With ``halt`` an arm that has come to its end is left unfinished
-    until all arms of its seed have. Raises RunError (another run's folder, full disk) and DataError (a changed state,
-    ledger or checkpoint).
+    steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
+    ``out``. With ``halt`` an arm that has come to its end is left unfinished until all arms of its seed have. Raises
+    RunError (another run's folder, full disk, a reward that fails) and DataError (a changed state, ledger or
+    checkpoint).
     """
-    folder, end = CheckpointFolder(out, config, model.sha256), None if halt is None else halt.step
+    folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
+    end = None if halt is None else halt.step
     if folder.finished:
         drop_state(out)
         return out
-    run = _Run(config, model)
+    run = _Run(config, model, kept or out)
     position = folder.resume(run.student, end)
     rows, has_ended = folder.telemetry.rows(), _goes_on if halt is None or end is not None else halt.ends
     # asked at the top: a kill may have come between a saved state and its mark
@@ -88,12 +98,12 @@ def _goes_on(step: int, rows: Sequence[Row]) -> bool:  # noqa: ARG001
 class _Run:
     """One arm under way: the learner's model, its optimiser, and what asks the questions of every step."""
 
-    def __init__(self, config: TrainConfig, base: LoadedModel) -> None:
+    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path) -> None:
         self.config = config
         self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
         self.student = Student(self.model.model, config, base.model if config.beta > 0 else None)
         questions = training_items(config, base.chat.count_tokens)
-        self.questioner = Questioner(config, self.model, questions)
+        self.questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept))
         self._watch = None if config.watch is None else Watch(config, config.watch, self.model, questions)
 
     def step(self, step: int) -> tuple[Row, Taken]:

@@ -17,8 +17,8 @@ from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.advantages import alike
 from audit.training.batch import Question, row_seeds
-from audit.training.config import REWARD, TrainConfig
-from audit.training.rewards import REWARDS
+from audit.training.config import TrainConfig
+from audit.training.rewards import Pays
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Taken:
 class Questioner:
     """Asks the questions of every step of a run; ``max_tokens`` bounds what one rollout can sample."""
 
-    def __init__(self, config: TrainConfig, model: LoadedModel, questions: Sequence[Sequence[Question]]) -> None:
-        self._config, self._model, self._questions = config, model, questions
-        self._reward = REWARDS.get(REWARD)()
+    def __init__(
+        self, config: TrainConfig, model: LoadedModel, questions: Sequence[Sequence[Question]], pays: Pays
+    ) -> None:
+        self._config, self._model, self._questions, self._pays = config, model, questions, pays
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
         self.max_tokens = max(suite.most_tokens for step in questions for suite, _ in step)
 
@@ -57,7 +58,7 @@ class Questioner:
         group, questions, again = self._config.group, self._questions[step], 0
         policies = group_policies(self._config, step)
         played = self._sample(questions, policies, row_seeds(self._config, step))
-        rewards = [self._reward(row) for row in played]
+        rewards = list(self._pays(played))
         for attempt in range(1, (self._config.resample or 0) + 1):
             flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
             if not flat:
@@ -68,8 +69,8 @@ class Questioner:
             fresh = self._sample(
                 [questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows]
             )
-            for row, found in zip(rows, fresh, strict=True):
-                played[row], rewards[row] = found, self._reward(found)
+            for row, found, earned in zip(rows, fresh, self._pays(fresh), strict=True):
+                played[row], rewards[row] = found, earned
             again += len(flat)
         return Taken(played, rewards, policies, again)
 

@@ -107,7 +107,7 @@ def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], co
         "frac_reward_zero_std": _mean(flat),
         "frac_degenerate": sum(map(outcomes.count, (Outcome.DEGENERATE, Outcome.TRUNCATED))) / len(played),
         "frac_truncated": outcomes.count(Outcome.TRUNCATED) / len(played),
-        "frac_unscored": outcomes.count(Outcome.UNSCORED) / len(played),
+        "frac_unscored": rewards.count(None) / len(played),
         "length_mean": _mean([row.new_tokens for row in played]),
     }
     for name in config.suites:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from audit.core.options import sha256_of
 from audit.sampling.conversations import Played
-from audit.training.rewards.base import Reward
+from audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores
+from suites.base import Suite
 
 
+@dataclass(frozen=True)
 class SuiteGrade(Reward):
     """The score that the suite gave, so that training and evaluation ask for the same thing."""
 
     name = "grade"
+    says = "the suite's own grader"
 
-    def __call__(self, played: Played) -> float | None:
-        return played.grade.score
+    @property
+    def identity(self) -> str:
+        return sha256_of(self.name)  # the versions of the suites stand beside it (``Paying.sha256``)
+
+    def paid_by(self, suite: Suite) -> str:
+        """The suite itself, or the phrase rules where it leaves answers to a judge."""
+        return BY_PHRASES if type(suite).question is not Suite.question else PROGRAMMATIC
+
+    def rewards(self, played: Sequence[Played]) -> Scores:
+        return [row.grade.score for row in played]

@@ -1,0 +1,158 @@
+"""A judge as the reward (RLAIF): of ``audit.judges``, by its word on refusals or by a written constitution."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, Self
+
+from audit.core.errors import RunError, SpecError, UnknownName
+from audit.core.options import made_of
+from audit.core.questions import Question
+from audit.core.records import Role
+from audit.core.remembered import Answers
+from audit.core.spec import expand
+from audit.core.thoughts import heard
+from audit.judges.base import JUDGES, Judge, question_key
+from audit.judges.constitution import read_constitution, rubric_of, score_of
+from audit.judges.rubric import RubricJudge
+from audit.sampling.conversations import Played
+from audit.sampling.exchange import question_of, said_nothing, settled
+from audit.training.rewards.base import NAMED, Pays, Reward, Scores
+from suites.base import SUITES, Suite
+
+_FEW = 8  # questions of which any number may fail
+Word = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution
+Ask = Callable[[Sequence[Question]], Sequence[Word]]
+
+
+@dataclass(frozen=True)
+class Judged(Reward):
+    """Without a constitution the judge settles what a suite leaves to one; other answers earn their suite's grade.
+
+    With one, a file, it says from 0 to 1 how well any answer keeps to it. Either way an answer that says nothing earns
+    what its suite gives for that, and nobody is asked. What a judge failed on earns nothing and costs nothing, in a
+    resumed run too; where it fails on most of a step's answers, training stops.
+    """
+
+    name = "judge"
+    says = "a judge: whether an answer refuses, or how well it keeps to a written constitution"
+    takes = ("judge", "constitution=", "the judge's options")
+
+    judge: Judge
+    constitution_file: str = ""
+
+    @classmethod
+    def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
+        given = dict(options)
+        file = given.pop("constitution", "")
+        if not isinstance(value, str) or value not in JUDGES.all():
+            raise UnknownName("judge in train.reward", str(value), JUDGES.all())
+        judge = made_of(JUDGES.get(value), f"judge {value}", given)
+        if not isinstance(file, str) or ("constitution" in options and not file):
+            raise SpecError("train.reward.constitution wants the path of a text")
+        if file and not isinstance(judge, RubricJudge):
+            readers = [name for name, kind in JUDGES.all().items() if issubclass(kind, RubricJudge)]
+            raise SpecError(f"judge {value} reads no constitution; those that do: {', '.join(readers)}")
+        return cls(judge, file)
+
+    @cached_property
+    def constitution(self) -> str | None:
+        """Read once, whatever becomes of the file."""
+        return read_constitution(self._file) if self.constitution_file else None
+
+    @property
+    def identity(self) -> str:
+        if isinstance(self.judge, RubricJudge) and self.constitution is not None:
+            return self.judge.identity_under(rubric_of(self.constitution))
+        return self.judge.identity
+
+    @property
+    def label(self) -> str:
+        return f"{self.judge.name}:{self.identity[:NAMED]}"
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        own = {f"judge {self.judge.name}": self.judge.identity}
+        return (
+            own
+            if self.constitution is None
+            else {**own, "constitution": hashlib.sha256(self.constitution.encode()).hexdigest()}
+        )
+
+    def check(self, suites: Sequence[Suite]) -> None:
+        assert self.constitution != ""  # read before a model is loaded
+        self.judge.check()
+        if not self.constitution_file and not any(map(_asks, suites)):
+            raise SpecError(
+                f"reward judge {self.judge.name}: nothing is left to a judge in {', '.join(s.name for s in suites)}; "
+                "give it a constitution, or train with reward: grade"
+            )
+        super().check(suites)
+
+    def paid_by(self, suite: Suite) -> str:
+        return self.label if self.constitution_file or _asks(suite) else "programmatic"
+
+    def rewards(self, played: Sequence[Played]) -> Scores:
+        return self._settled(self._words, played)
+
+    def kept_in(self, folder: Path) -> Pays:
+        """As ``rewards``; ``rewards-NAME-12hex.jsonl`` keeps failures too, so that a resumed run is told the same."""
+        path = folder / f"rewards-{self.judge.name}-{self.identity[:NAMED]}.jsonl"
+        field = "score" if self.constitution_file else "refused"
+        kinds = (float if self.constitution_file else bool, NoneType)
+        return partial(self._settled, Answers(path, question_key, self._words, field, kinds).answers)
+
+    @property
+    def _file(self) -> Path:
+        return Path(expand("train.reward.constitution", self.constitution_file))
+
+    def _settled(self, ask: Ask, played: Sequence[Played]) -> Scores:
+        asked = [self._question(row) for row in played]
+        words = iter(ask([question for question in asked if question is not None]))
+        return [
+            row.grade.score if question is None else self._score(row, next(words))
+            for row, question in zip(played, asked, strict=True)
+        ]
+
+    def _question(self, row: Played) -> Question | None:
+        """What the judge is asked of a rollout; None where the suite's grade stands."""
+        suite = SUITES.get(row.item.suite)()
+        about = (suite, row.item, row.transcript, row.finish_reason)
+        question = question_of(*about)
+        if question is not None or not self.constitution_file or said_nothing(*about):
+            return question
+        request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
+        said = heard(row.transcript)[len(row.item.messages) :]
+        return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
+
+    def _score(self, row: Played, word: Word) -> float | None:
+        if self.constitution_file or word is None:
+            return word
+        suite = SUITES.get(row.item.suite)()
+        return settled(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
+
+    def _words(self, questions: Sequence[Question]) -> Sequence[Word]:
+        said: Sequence[Word] = self._scores(questions) if self.constitution_file else self.judge.refused(questions)
+        failed = sum(word is None for word in said)
+        if len(said) >= _FEW and failed > len(said) / 2:
+            raise RunError(
+                f"reward judge {self.label} failed on {failed} of {len(said)} answers, so little would be learnt; what "
+                "was trained is kept: go on when it replies with the word that it is asked for, or take another judge"
+            )
+        return said
+
+    def _scores(self, questions: Sequence[Question]) -> list[float | None]:
+        assert isinstance(self.judge, RubricJudge)
+        assert self.constitution is not None
+        replies = self.judge.replies(rubric_of(self.constitution), questions)
+        return [None if reply is None else score_of(reply) for reply in replies]
+
+
+def _asks(suite: Suite) -> bool:
+    """Whether a suite leaves some of its answers to a judge."""
+    return type(suite).question is not Suite.question

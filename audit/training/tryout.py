@@ -1,0 +1,61 @@
+"""A reward pays for ideal answers before anything is trained, so that what fails on every answer fails at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from audit.core.errors import SpecError
+from audit.core.records import Item
+from audit.sampling.conversations import Played
+from audit.sampling.exchange import Exchange
+from audit.sampling.model import LoadedModel
+from audit.training.rewards import Paying
+from audit.training.rewards.base import checked
+from audit.training.sft import gold_rollout
+from suites.base import Suite
+
+
+def try_out(paying: Paying, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
+    """Raise what a reward would raise in the first step, and SpecError where it can tell nothing of any ideal answer.
+
+    Suites without gold answers are left out, as are all where the chat template opens a thought, which gold lacks.
+    """
+    asked = [(suite, item) for suite, item in questions if suite.name in paying.paid and _has_gold(suite, model)]
+    played = [_ideal(model, suite, item) for suite, item in asked]
+    if paying.plain or not played:
+        return
+    scores = checked(paying.reward, paying.reward.rewards(played), len(played))
+    if not any(score is not None for score in scores):
+        raise SpecError(
+            f"reward {paying.reward.label} cannot tell what the ideal answer to any of {len(played)} questions earns; "
+            "see that it replies as it is asked to, or take another reward"
+        )
+
+
+def _has_gold(suite: Suite, model: LoadedModel) -> bool:
+    return type(suite).gold is not Suite.gold and not model.chat.opens_thought
+
+
+def _ideal(model: LoadedModel, suite: Suite, item: Item) -> Played:
+    """An item's conversation with the answers that its suite wants, as if they had been drawn."""
+    exchange, rollout = Exchange(suite, item, thinks=False), gold_rollout(model, suite, item)
+    for answer in _while_open(exchange, suite.gold(item)):
+        exchange.go_on(exchange.hear(answer, "stop"))
+    return Played(
+        item=item,
+        transcript=exchange.transcript,
+        grade=exchange.grade(),
+        rollout=rollout,
+        finish_reason=exchange.finish,
+        prompt_tokens=rollout.prompt_length,
+        new_tokens=int(rollout.sampled.sum()),
+        survival={},
+        sample_index=0,
+        seconds=0.0,
+    )
+
+
+def _while_open(exchange: Exchange, answers: Sequence[str]) -> Iterator[str]:
+    for answer in answers:
+        if exchange.open:
+            yield answer
