@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
 
-from audit.core.facets import readable
+from audit.core.facets import readable, unreadable
 from audit.core.records import Outcome, Record
 from audit.core.spans import Kept
 from reports.analysis.mechanism import Mechanism, mechanism
@@ -21,7 +21,7 @@ from reports.records.load import RunData
 from reports.run import decided
 
 SNAP = policy("snapkv", 96)
-Told = Callable[[int], tuple[float, bool]]  # item -> share of the rule that was kept, whether the answer is unsafe
+Told = Callable[[int], tuple[float, bool | None]]  # item -> kept share of the rule, whether unsafe; None: unread
 
 
 def findings(told: Told, *, spans: bool = True, templates: int = 30, placements: int = 1) -> Findings:
@@ -44,7 +44,7 @@ def _told(row: Record, told: Told, *, spans: bool, placements: int) -> Record:
         outcome=Outcome.UNDESIRED if unsafe else Outcome.DESIRED,
         score=float(not unsafe),
         placement=f"place {item % placements}",
-        facets=readable({"unsafe": unsafe}),
+        facets=unreadable(["unsafe"]) if unsafe is None else readable({"unsafe": unsafe}),
         spans={"rule": Kept(kept, ()), "question": Kept(1.0, ())} if spans else {},
     )
 
@@ -75,6 +75,13 @@ def test_flips_that_have_nothing_to_do_with_the_span_are_not_laid_on_it() -> Non
     rates, _ = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, item % 8 < 2)).mechanism)
     assert rates.difference.low < 0 < rates.difference.high
     assert rates.share.estimate == pytest.approx(0.5)  # beside lost in half of the answers
+
+
+def test_what_could_not_be_read_stands_beside_the_group_that_it_left() -> None:
+    found = findings(lambda item: (0.2, None if item % 4 == 1 else True) if item % 2 else (0.9, False))
+    rates, _ = of_rule(found.mechanism)
+    assert (rates.lost.answers, rates.lost.unread, rates.kept.unread, rates.unknown) == (30, 0.5, 0.0, 0)
+    assert "unread 50.0 %" in mechanism_section(found).tables[0].rows[0][4]
 
 
 def test_a_span_without_variation_is_a_line_and_no_estimate() -> None:
@@ -119,7 +126,7 @@ def test_the_page_counts_what_happened_and_claims_no_cause() -> None:
     text = markdown.render(page_of(found))
     [row] = [line for line in text.splitlines() if line.startswith("| refusal.unsafe | base @ snapkv 96 |")]
     assert "| rule | 60 of 120 (50.0 %) | 50.0 % \\[" in row
-    assert "uncompressed 0.0 %" in row
+    assert "uncompressed 0.0 %, unread 0.0 %" in row
     assert "| +50.0 pp \\[" in row
     assert row.endswith("| 100 % |")
     assert "An association, not a cause" in text

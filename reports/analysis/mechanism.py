@@ -44,7 +44,8 @@ Tables = Mapping[tuple[str, int], Panel]
 class Group:
     """The answers whose span was lost, or kept: how often a facet was as wanted, with its 95 % interval.
 
-    ``uncompressed`` is the rate of the same items without compression.
+    ``uncompressed`` is the rate of the same items without compression. ``unread`` is how many more, as a share of all,
+    could not be read on one of the sides: where that differs, the rates are of answers that were picked differently.
     """
 
     answers: int
@@ -53,6 +54,7 @@ class Group:
     low: float
     high: float
     uncompressed: float
+    unread: float
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cell:
-    """The readable answers of one arm under one policy to one facet's items at one length, and their spans."""
+    """The answers of one arm under one policy to one facet's items at one length, readable or not, and their spans."""
 
     arm: str
     policy: str
@@ -168,12 +170,28 @@ class _Cell:
     def rows_of(self, span: str) -> _Rows | None:
         """The answers beside a span; None where none has it."""
         column = SPAN_COLUMNS[span]
-        if column not in self.answers or not (known := self.answers[column].notna()).any():
+        if column not in self.answers:
             return None
-        part = self.answers[known]
+        part = self.answers[self._read & self.answers[column].notna()]
+        if part.empty:
+            return None
         rate, dense, share = (part[name].to_numpy(dtype=np.float64) for name in ("rate", "dense", column))
         clusters, placement = (part[name].to_numpy(dtype=str) for name in ("cluster", "placement"))
         return _Rows(1 - share, rate, dense, clusters, placement)
+
+    def unread(self, span: str, *, lost: bool) -> float:
+        """The share of answers with a span that was lost, or kept, that a side could not be read of."""
+        share = self.answers[SPAN_COLUMNS[span]]
+        own = share.notna() & ((1 - share > HALF) == lost)
+        return float((~self._read[own]).mean()) if own.any() else 0.0
+
+    def unknown(self, span: str) -> int:
+        """How many answers have no such span on record."""
+        return int((self._read & self.answers[SPAN_COLUMNS[span]].isna()).sum())
+
+    @property
+    def _read(self) -> pd.Series:
+        return self.answers[["rate", "dense"]].notna().all(axis=1)
 
 
 def _cells(drift: Drift, tables: Tables, held: Held, metric: str, arm: str) -> Iterator[_Cell]:
@@ -190,7 +208,7 @@ def _cells(drift: Drift, tables: Tables, held: Held, metric: str, arm: str) -> I
 
 
 def _answers(panel: Panel, held: Held, suite: str, cell: CellKey) -> pd.DataFrame | None:
-    """The items that both sides could be read of; None where a side was not asked."""
+    """The items of one seed that it was asked; None where a side was asked none."""
     dense = cell._replace(policy=DENSE_POLICY)
     spans = held.get(_place(cell, suite, panel.context_tokens))
     if cell not in panel.scores or dense not in panel.scores or spans is None:
@@ -198,7 +216,7 @@ def _answers(panel: Panel, held: Held, suite: str, cell: CellKey) -> pd.DataFram
     names = [panel.cluster_names[code] for code in panel.clusters]
     columns = {"rate": panel.scores[cell], "dense": panel.scores[dense], "cluster": names}
     table = pd.DataFrame(columns, index=pd.Index(panel.items, dtype=object))
-    return table.join(spans).dropna(subset=["rate", "dense"])
+    return table[~np.isnan(panel.floor[cell])].join(spans)
 
 
 def _place(cell: CellKey, suite: str, context: int) -> tuple[object, ...]:
@@ -214,7 +232,9 @@ def _place(cell: CellKey, suite: str, context: int) -> tuple[object, ...]:
 
 def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
     gone = rows.lost > HALF
-    groups = [_group(cell.panel, rows, mask) for mask in (gone, ~gone)]
+    groups = [
+        _group(cell.panel, rows, mask, cell.unread(span, lost=lost)) for mask, lost in ((gone, True), (~gone, False))
+    ]
     reason = _one_sided(rows, gone)
     difference = None if reason else _moved(rows, gone.astype(np.float64), np.zeros((len(gone), 0)))
     return SpanRates(
@@ -227,12 +247,12 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
         kept=groups[1],
         difference=difference,
         share=None if difference is None else _share(rows, gone),
-        unknown=len(cell.answers) - len(gone),
+        unknown=cell.unknown(span),
         reason=reason or ("" if difference else UNMOVED),
     )
 
 
-def _group(panel: Panel, rows: _Rows, mask: _Mask) -> Group | None:
+def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | None:
     """None where a single template has no interval."""
     clusters, rate = rows.clusters[mask], rows.rate[mask]
     templates = len(np.unique(clusters))
@@ -246,6 +266,7 @@ def _group(panel: Panel, rows: _Rows, mask: _Mask) -> Group | None:
         low=rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
         high=1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
         uncompressed=float(rows.dense[mask].mean()),
+        unread=unread,
     )
 
 
