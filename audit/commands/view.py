@@ -1,31 +1,66 @@
-"""``kvaudit view``: the answers behind a run's losses and gains, as pages to look at. No model is loaded."""
+"""``kvaudit view``: the answers behind a run's losses and gains, as pages to look at, their prompts shaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Run, say, user_errors, wide_console
+from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from audit.commands.displace import opened, threads_of
 from audit.core.text import inline
 
+if TYPE_CHECKING:
+    from audit.core.shading import Answer
+
 Out = Annotated[Path | None, typer.Option(help="The folder to write; by default RUN/view.", show_default=False)]
+Shade = Annotated[
+    int,
+    typer.Option(min=0, help="Serve the answers of at most so many flips again, to shade prompts; 0 loads no model."),
+]
 
 
-def view(run: Run, *, out: Out = None) -> None:
-    """Write pages that show every answer a run lost or gained, reference and candidate side by side."""
-    with user_errors(f"kvaudit view {run}"):
-        _view(run, out or run / "view")
+def view(run: Run, *, out: Out = None, shade: Shade = 1000, plugin: Plugins = None) -> None:
+    """Write pages that show every answer a run lost or gained, side by side, and what the cache still held."""
+    with user_errors(f"kvaudit view {run} --shade {shade}"):
+        _view(run, out or run / "view", shade, tuple(plugin or ()))
 
 
-def _view(run: Path, out: Path) -> None:
+def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
     from reports.drift.comparison import comparison_of
     from reports.records.load import load_run
-    from reports.view.folder import write_view
+    from reports.view.folder import View
 
     data = load_run(run)
-    flips = write_view(data, comparison_of(data.spec, data.records, data.provenance), out)
+    pages = View(data, comparison_of(data.spec, data.records, data.provenance))
+    pages.write(out)
     console = wide_console()
     say(console, inline(f"view: {out / 'index.html'}"))
-    say(console, f"{len(flips)} flips of {len({flip.item for flip in flips})} items")
+    say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
+    if pages.served and (wanted := pages.unshaded(shade)):
+        try:
+            _shade(run, wanted, plugins)
+        finally:
+            pages.write_shades(out)
+    shown, lost = pages.shaded()
+    more = f"; the others with --shade {lost}" if shown < lost else ""
+    if lost:
+        say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
+
+
+def _shade(path: Path, wanted: Mapping[str, set[Answer]], plugins: Sequence[Path]) -> None:
+    """Serve answers again, and keep what their caches held beside the run."""
+    import torch
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from audit.runs.progress import Meter
+    from audit.runs.shading import shade
+
+    run = opened(path, plugins)
+    torch.set_num_threads(threads_of(run))
+    disable_progress_bar()
+    with Meter(Console(stderr=True), "shade", sum(map(len, wanted.values()))) as meter:
+        shade(run, wanted, meter.at)

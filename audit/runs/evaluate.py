@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -138,9 +138,10 @@ class Evaluator:
         identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
         return RecordFile(UnitFiles.of(run.records, unit), wanted, identity)
 
-    def again(self, policy: Policy, suite: Suite, item: Item) -> list[Played]:
-        """One item as a unit serves it among others, a row for every sample."""
-        return self._play(Sampler(self._model, policy), suite, [item])
+    def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[Played]]:
+        """Some items as a unit serves them among others, batch by batch, a row for every sample."""
+        for batch in self._batched(suite, items, self._spec.evaluate):
+            yield self._play(Sampler(self._model, policy), suite, batch)
 
     def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)

@@ -54,10 +54,12 @@ class Served:
     @property
     def same(self) -> bool | None:
         """Whether the answer is the recorded one, None where none is on record."""
-        if self.record is None:
-            return None
-        ours = (self.played.transcript, self.played.new_tokens)
-        return ours == (self.record.transcript, self.record.new_tokens)
+        return None if self.record is None else is_same(self.played, self.record)
+
+
+def is_same(played: Played, record: Record) -> bool:
+    """Whether an answer that was served again is the recorded one."""
+    return (played.transcript, played.new_tokens) == (record.transcript, record.new_tokens)
 
 
 def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[Served]:
@@ -66,7 +68,7 @@ def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[Se
     Raises SpecError for an item, arm, seed, length or sample that the run has not, DataError where anything changed
     that the answer follows from.
     """
-    _check_answers(run)
+    check_answers(run)
     units = _units(run, where)
     kept = {policy: _kept(run, own) for policy, own in units.items()}
     suite_name, length = _place(kept, where)
@@ -80,18 +82,17 @@ def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[Se
         raise DataError(f"{str(run.path)!r} holds no transcripts, so no answer to compare with; evaluate it again")
     model = load_checkpoint(run, where.arm, where.seed, some.checkpoint)
     suite = asked_suite(run.spec, suite_name)
-    item = _item(run, model, suite, some)
+    item = items_again(run, model, suite, some)[some.item_id]
     evaluator = Evaluator(model, run.spec)
     seed = row_seed(run.spec.evaluate.seed, item, where.sample)
-    return [
-        _served(
-            model, policy.drawn(seed), records.get(policy.canonical), evaluator.again(policy, suite, item)[where.sample]
-        )
-        for policy in policies
-    ]
+    found = []
+    for policy in policies:
+        (rows,) = evaluator.again(policy, suite, [item])
+        found.append(_served(model, policy.drawn(seed), records.get(policy.canonical), rows[where.sample]))
+    return found
 
 
-def _check_answers(run: RunFolder) -> None:
+def check_answers(run: RunFolder) -> None:
     """Raise SpecError where no checkpoint of the run gave its answers."""
     if JUDGED in run.provenance():
         raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
@@ -115,16 +116,20 @@ Rows = dict[tuple[str, int, str, int], Record]  # by suite, length, item and sam
 
 
 def _kept(run: RunFolder, units: Sequence[Unit]) -> Rows:
-    """The records of finished units; raises DataError where they are not the sealed ones."""
-    places = [UnitFiles.of(run.records, unit) for unit in units]
-    finished = [stored_unit(place.records) for place in places if place.seal.is_file()]
-    for unit in finished:
-        unit.check()
     return {
         (record.suite, record.context_tokens, record.item_id, record.sample_index): record
-        for unit in finished
-        for record in records_of(unit)
+        for unit in units
+        for record in finished_records(run, unit)
     }
+
+
+def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
+    """The records of a unit, none of an unfinished one; raises DataError where they are not the sealed ones."""
+    files = UnitFiles.of(run.records, unit)
+    if files.seal.is_file():
+        stored = stored_unit(files.records)
+        stored.check()
+        yield from records_of(stored)
 
 
 def _place(kept: dict[str, Rows], where: Where) -> tuple[str, int]:
@@ -142,8 +147,12 @@ def _place(kept: dict[str, Rows], where: Where) -> tuple[str, int]:
     raise SpecError(f"item {where.item!r} is not among the finished answers of {where.arm} seed {where.seed}{near}")
 
 
-def _item(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> Item:
-    """The item as the run asked it; raises DataError and RunError where suite, rows or model files changed."""
+def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Record) -> dict[str, Item]:
+    """The items of a unit as the run asked them, those of its ``records`` (one at least) among them.
+
+    Raises DataError and RunError where suite, rows or model files changed.
+    """
+    record = records[0]
     if suite.version != record.suite_version:
         raise DataError(
             f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
@@ -159,10 +168,11 @@ def _item(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> I
         check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
         if record.checkpoint == run.provenance().get("base_sha256"):
             check_same(MODEL, noted.get(MODEL, {}), model.files)
-    item = next((item for item in items if item.item_id == record.item_id), None)
-    if item is None:
-        raise DataError(f"suite {suite.name} does not make item {record.item_id!r} any more; its rows or words changed")
-    return item
+    found = {item.item_id: item for item in items}
+    gone = next((record.item_id for record in records if record.item_id not in found), None)
+    if gone is not None:
+        raise DataError(f"suite {suite.name} does not make item {gone!r} any more; its rows or words changed")
+    return found
 
 
 def _served(model: LoadedModel, policy: Policy, record: Record | None, played: Played) -> Served:

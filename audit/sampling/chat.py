@@ -16,6 +16,7 @@ from audit.sampling.rendering import TemplateRefusal, renderer
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
 _MARKER = "kvaudit-marker-7391"
+_TORN, _MOST_BYTES = "\ufffd", 4  # what part of a character decodes to; bytes of the longest one
 _SLOT = "kvaudit-slot-{}-7391"
 ChatOption = bool | int | float | str
 _OURS = (
@@ -122,8 +123,22 @@ class Chat:
         return decoded
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Every token as text by itself, to look at: where several make one character none of them shows it."""
-        return [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        """What every token adds to the text, to look at: where several make one character the last of them adds it."""
+        found: list[str] = []
+        before: list[int] = []
+        pending: list[int] = []
+        for number, token in enumerate(ids, 1):
+            pending.append(token)
+            # some tokenizers drop the space before a token that stands by itself
+            shown, text = (
+                self.tokenizer.decode(part, skip_special_tokens=False) for part in (before, [*before, *pending])
+            )
+            if text.endswith(_TORN) and len(pending) < _MOST_BYTES and number < len(ids):
+                found.append("")
+                continue
+            found.append(text[len(shown) :])
+            before, pending = pending, []
+        return found
 
     def encode(self, text: str) -> tuple[int, ...]:
         """A text as tokens, no special tokens added."""

@@ -27,7 +27,7 @@ class Played:
     """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts.
 
     ``spans`` maps a marked span to the same share, and to where it stands in the transcript; ``marks`` maps it to its
-    tokens in the rollout, by number.
+    tokens in the rollout, by number. ``roles`` are those of the rollout's tokens.
     """
 
     item: Item
@@ -42,6 +42,7 @@ class Played:
     seconds: float  # this row's share of the batch's wall time
     spans: dict[str, Kept] = field(default_factory=dict)
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    roles: tuple[str, ...] = ()
 
 
 def play(
@@ -113,6 +114,7 @@ def _choose(
         (best,), _ = draw(worth, torch.tensor([seed]), torch.tensor([len(prompt.ids)]), decoding)
         transcript = (*item.messages, Message(Role.ASSISTANT, texts[n // group][best]))
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
+        roles = (*prompt.roles, *[str(Role.ASSISTANT)] * tokens)
         played.append(
             Played(
                 item=item,
@@ -122,11 +124,12 @@ def _choose(
                 finish_reason="stop",
                 prompt_tokens=len(prompt.ids),
                 new_tokens=tokens,
-                survival=survival(rollout, [*prompt.roles, *[str(Role.ASSISTANT)] * tokens]),
+                survival=survival(rollout, roles),
                 sample_index=n % group,
                 seconds=0.0,
                 spans=spans_kept(rollout, prompt.spans, item, transcript),
                 marks=prompt.spans,
+                roles=roles,
             )
         )
     return played
@@ -245,6 +248,7 @@ class _Conversation:
             seconds=0.0,
             spans=spans_kept(rollout, self._spans, self._exchange.item, self._exchange.transcript),
             marks=self._spans,
+            roles=tuple(self._roles),
         )
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:

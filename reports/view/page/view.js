@@ -2,6 +2,7 @@
 "use strict";
 
 const TEXTS = []; // filled by data/texts-<n>.js
+const SHADES = []; // filled by data/shades-<n>.js
 const PAGE = 50; // rows of the list shown at once
 const { run, arms, kinds, policies, metrics, items, flips } = VIEW;
 const COUNT = flips.key.length;
@@ -33,6 +34,7 @@ const FILTERS = {
   length: ["length", (n) => String(items.length[flips.item[n]])],
   placement: ["placement", (n) => items.placement[flips.item[n]]],
   seed: ["seed", (n) => String(flips.seed[n])],
+  cache: ["lost by the cache", (n) => VIEW.lost[flips.lost[n]]],
 };
 const VALUES = {}; // name -> the values in use
 const CODES = {}; // name -> of every flip the number of its value
@@ -155,12 +157,15 @@ function drawList(state) {
 }
 
 // ---- one flip
-function load(file, then) {
-  if (TEXTS[file] !== undefined) return then();
-  const script = element("script", { src: `data/texts-${file}.js` });
-  script.addEventListener("load", then);
+// reads data files one after the other, once each
+function load(files, then) {
+  const next = files.find(([known, file]) => known[file] === undefined);
+  if (next === undefined) return then();
+  const path = `data/${next[0] === TEXTS ? "texts" : "shades"}-${next[1]}.js`;
+  const script = element("script", { src: path });
+  script.addEventListener("load", () => load(files, then));
   script.addEventListener("error", () => {
-    find("flip").append(element("p", { class: "alarm", role: "alert" }, `data/texts-${file}.js is missing or cannot be read.`));
+    find("flip").append(element("p", { class: "alarm", role: "alert" }, `${path} is missing or cannot be read.`));
   });
   return document.head.append(script);
 }
@@ -219,6 +224,142 @@ function factTable(answers) {
   return element("table", { class: "facts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
 }
 
+// ---- what the cache held of the tokens before an answer (reports/view/shades.py)
+const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+const FEW = 0.5; // below this share a token is underlined too
+const ROLES = { s: "system", u: "user", a: "assistant", t: "tool", f: "format" };
+
+function letters(text) {
+  return [...text.matchAll(/([A-Za-z])(\d*)/g)].flatMap(([, letter, times]) => Array(Number(times || 1)).fill(letter));
+}
+
+// undefined: not served again; null: another answer came out
+function shadeOf(shades, number) {
+  const own = shades?.answers[number];
+  if (!own) return own;
+  const pieces = [...shades.pieces.slice(0, own.same), ...own.pieces];
+  const roles = [...letters(shades.roles).slice(0, own.same), ...letters(own.roles)];
+  const levels = letters(own.held).map((letter) => LEVELS.indexOf(letter) / (LEVELS.length - 1));
+  const tokens = pieces.map((text, n) => ({ text, role: ROLES[roles[n]], level: levels[n], marks: [] }));
+  for (const [name, stretches] of Object.entries(own.marks)) {
+    for (const [start, end] of stretches) {
+      for (const token of tokens.slice(start, end)) token.marks.push(name);
+    }
+  }
+  return { ...own, tokens };
+}
+
+function heldWords(level, heads) {
+  if (level === 0) return "gone: held by no layer and head";
+  if (level === 1) return "held by every layer and head";
+  return heads < LEVELS.length
+    ? `held by ${Math.round(level * heads)} of ${heads} (layers × heads)`
+    : `held by about ${Math.round(100 * level)} % of ${heads} (layers × heads)`;
+}
+
+const ALL = "all tokens"; // beside the names of marked spans
+const hidden = (words) => element("span", { class: "hidden" }, words);
+
+// one element for neighbours that are held alike: a prompt of 32,000 tokens is drawn at once
+function stretch(tokens, heads, before) {
+  const [{ level, marks, role }] = tokens;
+  const text = tokens.map((token) => token.text).join("");
+  const title = `${tokens.length === 1 ? "1 token" : `${tokens.length} tokens`} ${heldWords(level, heads)}`;
+  const kinds = [role === "format" ? "format" : "", marks.length ? "marked" : ""].join(" ");
+  const begun = marks.filter((name) => !before.includes(name));
+  const tags = begun.map((name) => element("b", { class: "tag" }, name));
+  const made = level === 0
+    ? element("s", { class: `gone ${kinds}`, title }, hidden("[gone: "), text, hidden("]"))
+    : element("span", { class: `held ${level < FEW ? "few" : ""} ${kinds}`, title }, text);
+  made.style.setProperty("--level", level);
+  return [...tags, made];
+}
+
+function stretches(tokens, heads) {
+  const alike = (one, other) =>
+    one.level === other.level && one.role === other.role && one.marks.join() === other.marks.join();
+  const made = [];
+  let before = [];
+  for (let start = 0, end; start < tokens.length; start = end) {
+    for (end = start + 1; end < tokens.length && alike(tokens[start], tokens[end]);) end += 1;
+    made.push(...stretch(tokens.slice(start, end), heads, before));
+    before = tokens[end - 1].marks;
+  }
+  return made;
+}
+
+// a turn begins with what the template puts before it
+function shadedTurns({ tokens, heads }) {
+  const blocks = [];
+  let own = null;
+  for (let n = 0; n < tokens.length; n += 1) {
+    if (own === null || (tokens[n].role !== own.role && own.role !== null)) blocks.push((own = { role: null, tokens: [] }));
+    if (tokens[n].role !== "format") own.role = tokens[n].role;
+    own.tokens.push(tokens[n]);
+  }
+  return blocks.map(({ role, tokens: held }) =>
+    element("div", { class: "turn" }, element("b", {}, role ?? "here the answer begins"),
+      element("pre", { dir: "auto", class: "shaded" }, ...stretches(held, heads))));
+}
+
+// a bar for every layer
+function strip(name, depth) {
+  const made = (tag, attributes, ...children) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.append(...children);
+    return node;
+  };
+  const wide = Math.min(16, 480 / depth.length);
+  const words = depth.map((share, layer) => `layer ${layer}: ${percent(share)}`);
+  const bars = depth.flatMap((share, layer) => [
+    made("rect", { class: "track", x: layer * wide, y: 0, width: 0.85 * wide, height: 32 }),
+    made("rect", { class: "bar", x: layer * wide, y: 32 * (1 - share), width: 0.85 * wide, height: 32 * share },
+      made("title", {}, words[layer])),
+  ]);
+  const [width, height] = [wide * depth.length, 32];
+  const picture = made("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": `${name}, share that each layer still held. ${words.join(", ")}` }, ...bars);
+  const low = percent(Math.min(...depth)), high = percent(Math.max(...depth));
+  return element("figure", { class: "strip" }, picture,
+    element("figcaption", {}, tagged(name), ` by layer: ${low === high ? low : `${low} to ${high}`}`));
+}
+
+const tagged = (name) => (name === ALL ? name : element("b", { class: "tag" }, name));
+
+// what stands under an answer: how much its cache had lost, and its prompt with every token shaded
+function cacheOf(answer, shade, side, prompt) {
+  const line = (words) => element("p", { class: "cache" }, words);
+  const plain = prompt === null ? [] : [box(`Prompt, ${side}`, prompt)];
+  if (!answer.evicted) {
+    const smaller = answer.bytes[0] < answer.bytes[1] ? `, in ${percent(answer.bytes[0] / answer.bytes[1])} of the bytes` : "";
+    return [line(`When this answer began the cache still held every token before it${smaller}.`), ...plain];
+  }
+  const lost = `When this answer began the cache held ${percent(answer.retention)} of what stands before it`;
+  if (shade === undefined) return [line(`${lost}. Which tokens is not known: it was not served again yet.`), ...plain];
+  if (shade === null) {
+    return [line(`${lost}. Which tokens is not known: served again here, another answer came out.`), ...plain];
+  }
+  const count = (level) => shade.tokens.filter((token) => token.level === level).length;
+  const [none, all] = [count(0), count(1)];
+  return [
+    line(`${lost}: of ${shade.tokens.length} tokens ${none} are gone, ${all} are held by every layer and head, ${shade.tokens.length - none - all} by some.`),
+    element("div", { class: "strips" }, ...Object.entries(shade.depth).map(([name, depth]) => strip(name, depth))),
+    box(`What the cache still held, ${side}`, shadedTurns(shade)),
+  ];
+}
+
+function legend() {
+  const sample = (level, words) => {
+    const made = level === 0 ? element("s", { class: "gone" }, words) : element("span", { class: level < FEW ? "held few" : "held" }, words);
+    made.style.setProperty("--level", level);
+    return made;
+  };
+  return element("p", { class: "legend" }, "Every token by the share of layers and heads that still held it when the answer began: ",
+    sample(1, " every one "), " ", sample(0.5, " half of them "), " ", sample(0.125, " fewer "), " ", sample(0, " none: gone "),
+    ". What was held was not necessarily used.");
+}
+
 function around(n, state) {
   const found = chosen(state);
   const place = found.indexOf(n);
@@ -230,35 +371,51 @@ function around(n, state) {
 
 function drawFlip(n, state) {
   const item = flips.item[n];
+  const file = items.file[item];
   const title = element("h2", { id: "item", tabindex: "-1" }, items.name[item]);
   const same = (words, text) => element("a", { href: `#${new URLSearchParams({ text })}` }, words);
   find("flip").replaceChildren(
     around(n, state),
     title,
-    element("p", {}, `${arms[flips.arm[n]]}, seed ${flips.seed[n]}, under ${policies[flips.policy[n]].text}, compared with ${SIDES[kinds[flips.kind[n]]]}.`),
+    element("p", {}, `${arms[flips.arm[n]]}, seed ${flips.seed[n]}, under ${policies[flips.policy[n]].short}, compared with ${SIDES[kinds[flips.kind[n]]]}.`),
     element("p", { class: "soft" }, `suite ${items.suite[item]}, ${items.length[item]} tokens, placement ${items.placement[item]}, template ${items.template[item]}. All flips of `,
       same("this item", items.name[item]), " or of ", same("this template", items.template[item]), "."),
-    element("p", {}, ...flips.changes[n].map(changeMark)),
+    element("ul", { class: "changes" }, ...flips.changes[n].map((change) =>
+      element("li", {}, changeMark(change), element("span", { class: "soft" }, metrics[change[0]].says)))),
   );
   title.focus();
-  load(items.file[item], () => {
+  const files = [[TEXTS, file], ...(items.shades[file] ? [[SHADES, file]] : [])];
+  load(files, () => {
     if (address().get("flip") !== flips.key[n]) return; // another one was opened meanwhile
-    const texts = TEXTS[items.file[item]][item];
-    const answers = flips.answers[n].map((number) => texts.answers[number]);
-    const again = (answer) => run.served
-      ? element("div", { class: "command" }, "Serve it again, and see what the cache held:", element("pre", {}, command(answer, item)))
-      : null;
-    const side = (words, answer) =>
-      element("section", {}, element("h3", {}, words), ...turns(answer.turns, "answer"), again(answer) ?? "");
-    find("flip").append(
-      element("div", { class: "sides" }, side("Reference", answers[0]), side("Candidate", answers[1])),
-      element("h3", {}, "Prompt"),
-      element("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, ...turns(texts.prompt, "")),
-      element("h3", {}, "What is on record"),
-      element("div", { class: "wide" }, factTable(answers)),
-    );
+    drawAnswers(TEXTS[file][item], SHADES[file]?.[item], flips.answers[n], item);
   });
 }
+
+function drawAnswers(texts, shades, numbers, item) {
+  const answers = numbers.map((number) => texts.answers[number]);
+  const seen = numbers.map((number) => shadeOf(shades, number));
+  const shaded = seen.some(Boolean);
+  const side = (words, n) => element("section", {},
+    element("h3", {}, words), ...turns(answers[n].turns, "answer"),
+    ...cacheOf(answers[n], seen[n], words.toLowerCase(), shaded ? turns(texts.prompt, "") : null),
+    again(answers[n], item));
+  const prompt = shaded ? [] : [element("h3", {}, "Prompt"), box("Prompt", turns(texts.prompt, ""))];
+  find("flip").append(
+    ...(shaded ? [legend()] : []),
+    element("div", { class: "sides" }, side("Reference", 0), side("Candidate", 1)),
+    ...prompt,
+    element("h3", {}, "What is on record"),
+    element("div", { class: "wide" }, factTable(answers)),
+  );
+}
+
+function again(answer, item) {
+  if (!run.served) return "";
+  return element("div", { class: "command" }, "Serve it again, and see what the cache held:", element("pre", {}, command(answer, item)));
+}
+
+const box = (name, children) =>
+  element("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": name }, ...children);
 
 function draw() {
   const state = address();

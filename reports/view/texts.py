@@ -1,0 +1,106 @@
+"""What the records behind the flips say, as the pages read it: the prompt of every item once, and every answer once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from audit.core.records import Message, Record, Role
+from audit.core.shading import Answer
+from audit.core.text import visible
+from reports.view.flips import Place
+
+CHUNK = 300_000  # characters of one file of texts
+_DIGITS = 4  # of shares: more than a page shows
+
+Item = tuple[str, int, str]  # suite, length, name
+
+
+class Shown(NamedTuple):
+    """An answer that the pages show: where it is recorded, its item, and whether its cache had lost anything."""
+
+    unit: str
+    answer: Answer
+    item: Item
+    evicted: bool
+
+
+class Texts:
+    """Prompts and answers by item; an answer is known by its number, which is its place in ``shown``."""
+
+    def __init__(self, records: Iterable[tuple[Place, Record]]) -> None:
+        self.prompts: dict[Item, tuple[Message, ...]] = {}
+        self.told: dict[Item, tuple[str, str]] = {}  # template and placement
+        self.numbers: dict[Place, int] = {}
+        self.shown: list[Shown] = []
+        self._answers: dict[Item, dict[int, dict[str, Any]]] = {}
+        for place, record in records:
+            self._add(place, record)
+
+    @property
+    def silent(self) -> bool:
+        """Whether no record has a transcript."""
+        answers = (answer for own in self._answers.values() for answer in own.values())
+        return not any(self.prompts.values()) and not any(answer["turns"] for answer in answers)
+
+    def chunks(self) -> Iterator[tuple[list[Item], dict[int, Any]]]:
+        """So many items in order that they fill a file, and what it holds of each, by their numbers."""
+        items: list[Item] = []
+        table: dict[int, Any] = {}
+        size = 0
+        for number, (item, prompt) in enumerate(self.prompts.items()):
+            items.append(item)
+            table[number] = {"prompt": _turns(prompt), "answers": self._answers[item]}
+            size += len(script(table[number]))
+            if size >= CHUNK:
+                yield items, table
+                items, table, size = [], {}, 0
+        if items:
+            yield items, table
+
+    def _add(self, place: Place, record: Record) -> None:
+        item = (record.suite, record.context_tokens, record.item_id)
+        asked = tuple(takewhile(lambda message: message.role is not Role.ASSISTANT, record.transcript))
+        prompt = self.prompts.setdefault(item, asked)
+        self.told.setdefault(item, (record.cluster_id, record.placement))
+        # one that was asked something else is shown whole
+        said = record.transcript[len(prompt) :] if asked == prompt else record.transcript
+        number = self.numbers[place] = len(self.numbers)
+        self._answers.setdefault(item, {})[number] = _answer(record, said)
+        answer = Answer(record.item_id, record.sample_index)
+        self.shown.append(Shown(PurePath(place[0]).stem, answer, item, record.retention < 1))
+
+
+def script(value: Any) -> str:
+    """JSON that stays data in any script: no markup begins or ends in it."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
+    """What a page shows of one record."""
+    return {
+        "arm": visible(record.arm),
+        "seed": record.train_seed,
+        "policy": visible(record.policy),
+        "checkpoint": visible(record.checkpoint),
+        "outcome": record.outcome.value,
+        "score": record.score,
+        "facets": dict(record.facets),
+        "judge": visible(record.judge),
+        "draw": record.sample_index,
+        "finish": visible(record.finish_reason),
+        "tokens": [record.prompt_tokens, record.new_tokens],
+        "retention": round(record.retention, _DIGITS),
+        "evicted": record.retention < 1,
+        "survival": {visible(role): round(share, _DIGITS) for role, share in record.survival.items()},
+        "bytes": [record.kv_bytes_peak, record.kv_bytes_dense],
+        "turns": _turns(said),
+    }
+
+
+def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
+    return [(message.role.value, visible(message.content)) for message in messages]
