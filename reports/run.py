@@ -26,6 +26,7 @@ from reports.gate.rules import Asked, Rules, declared
 from reports.gate.waivers import waivers_for
 from reports.labels.relabelled import with_labels
 from reports.labels.second import second_judge
+from reports.page.behind import viewed
 from reports.page.findings import Findings
 from reports.page.model_card import write_card
 from reports.page.page import Page
@@ -113,6 +114,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
         calibration=stamp(),
         second=_or_problem(lambda: second_judge(data.provenance), None, problems),
         problems=tuple(problems),
+        viewed=viewed(data),
     )
 
 

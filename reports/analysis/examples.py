@@ -37,6 +37,7 @@ class ExampleTurn:
 class Example:
     """An item the reference got right and the candidate lost."""
 
+    estimand: str
     arm: str
     seed: int
     policy: str
@@ -120,6 +121,7 @@ def _place(row: pd.Series) -> tuple[str, int]:
 
 def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
     return Example(
+        estimand=loss.decision.estimand,
         arm=loss.candidate.arm,
         seed=loss.candidate.seed,
         policy=loss.candidate.policy,

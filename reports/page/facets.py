@@ -8,13 +8,14 @@ own 95 % interval leaves out 0, and not otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from audit.core.facets import WELL_FORMED, Facet, facet_of
 from audit.core.text import inline
 from reports.analysis.results import CellName
 from reports.drift.results import Contrast
 from reports.gate.verdict import Decision, Status
+from reports.page.behind import flips_behind
 from reports.page.detail_tables import place_name
 from reports.page.findings import Findings
 from reports.page.tables import Table, against, table_of
@@ -222,7 +223,8 @@ def facet_table(findings: Findings) -> Table:
     rows = [
         [*_row(findings, e, sides=sides), *([_gated(decided.get(_key(e.contrast)))] if gate else [])] for e in found
     ]
-    return table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + sides)
+    table = table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + sides)
+    return replace(table, behind=tuple(flips_behind(findings, e.contrast) for e in found))
 
 
 def _key(of: Contrast | Decision) -> _Cell:

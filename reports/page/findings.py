@@ -39,6 +39,7 @@ class Findings:
     calibration: Stamp | None = None  # how often the gate is wrong
     second: SecondJudge | None = None  # of a run that was judged again
     problems: tuple[str, ...] = ()  # in the files
+    viewed: frozenset[str] | None = None  # contrasts whose flips lie beside as pages; None: this is no report of a run
     evidence: Evidence = field(default_factory=Evidence)
     checkpoints: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)  # what each says of itself
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from audit.core.text import inline
 from reports.drift.comparison import Comparison
 from reports.gate.release import suite_of
 from reports.gate.verdict import Decision
+from reports.page.behind import flips_behind
 from reports.page.findings import Findings
 from reports.page.tables import Table, against, footnoted, named
 from reports.page.words import drift, marked, note, points, pvalue, rates
@@ -24,7 +26,8 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     headers += ["one-sided bounds, margin", *(["worst seed, pp"] if seeds else []), "lost / gained"]
     headers += [f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
     rows = [_gate_row(findings, d, sides=sides, recipe=recipe, seeds=seeds) for d in shown]
-    return footnoted(headers, rows, words=3 + sides + recipe)
+    table = footnoted(headers, rows, words=3 + sides + recipe)
+    return replace(table, behind=tuple(flips_behind(findings, d) for d in shown))
 
 
 def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, seeds: bool) -> list[str]:

@@ -21,13 +21,15 @@ from reports.page.words import drift, marked, percent, points, spelled
 class Table:
     """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words.
 
-    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to.
+    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to. ``behind``
+    are the addresses of the answers behind each row, for a page that can link.
     """
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...] = field(default=())
     words: int = 1
     footnotes: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)

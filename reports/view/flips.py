@@ -6,6 +6,8 @@ what its contrasts count.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,10 +55,21 @@ class Flip:
     changes: tuple[Change, ...]
 
 
+def kinds_of(data: RunData) -> frozenset[str]:
+    """The contrasts whose flips are shown: candidates as deployed where the gate asks for them."""
+    asked = set(data.spec.gate.estimands)
+    return frozenset(kind for kind in KINDS if kind != "E2" or asked & {"E2", "E3"})
+
+
+def key_of(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
+    """What a link names a flip by; the same in every view of a run."""
+    where = (kind, suite, context_tokens, item, *candidate)
+    return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:10]
+
+
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
     """Every flip of a run: arms served alike, policies against none, and candidates as deployed where the gate asks."""
-    asked = set(data.spec.gate.estimands)
-    kinds = {kind for kind in KINDS if kind != "E2" or asked & {"E2", "E3"}}
+    kinds = kinds_of(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
         for context in comparison.lengths[suite]:

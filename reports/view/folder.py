@@ -8,8 +8,6 @@ data/shades-<n>.js              what the cache held of their tokens, where that 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +22,7 @@ from audit.core.shading import Answer, Shadings, read_shadings
 from audit.core.text import visible
 from reports.drift.comparison import Comparison
 from reports.records.load import RunData
-from reports.view.flips import SCORE, Flip, flips_of, places_of
+from reports.view.flips import SCORE, flips_of, key_of, places_of
 from reports.view.shades import ItemShades, in_turn
 from reports.view.texts import Item, Texts, script
 
@@ -133,7 +131,7 @@ class View:
             "lost": LOST,
             "items": self._item_columns(shaded),
             "flips": {
-                "key": list(map(_key, flips)),
+                "key": [key_of(f.kind, f.suite, f.context_tokens, f.item, f.candidate) for f in flips],
                 "kind": [kinds[flip.kind] for flip in flips],
                 "arm": [arms[flip.candidate.arm] for flip in flips],
                 "seed": [flip.candidate.seed for flip in flips],
@@ -189,12 +187,6 @@ def _metric(name: str) -> dict[str, Any]:
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}
-
-
-def _key(flip: Flip) -> str:
-    """What a link names a flip by; the same in every view of a run."""
-    where = (flip.kind, flip.suite, flip.context_tokens, flip.item, *flip.candidate)
-    return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:10]
 
 
 def _numbered(words: Iterable[T]) -> dict[T, int]:

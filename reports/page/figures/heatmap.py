@@ -11,6 +11,7 @@ from audit.core.text import inline
 from reports.drift.results import Contrast
 from reports.gate.cell import at_floor, decide_cell, templates_of
 from reports.gate.verdict import Status
+from reports.page.behind import flips_behind
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from reports.page.findings import Findings
 from reports.page.words import points, spelled
@@ -112,7 +113,8 @@ def _panel(
                 Rectangle((x - 0.45, y - 0.42), 0.9, 0.84, facecolor="none", edgecolor=INK, linewidth=OUTLINE)
             )
         text = points(value) + ("*" if status is Status.PASS_NOTED else "")
-        panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
+        number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
+        number.set_url(flips_behind(findings, c) or None)
     labels = [inline(findings.comparison.labels.get(policy, policy)) for policy in policies]
     panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import jinja2
 
 from audit.core.text import clip, visible
 from reports.gate.verdict import Status
+from reports.page.behind import COMMAND, flip_behind
 from reports.page.figures import figures
 from reports.page.page import Page
 from reports.page.words import points
@@ -28,5 +30,11 @@ def render(page: Page) -> str:
     environment.filters |= {"visible": visible, "points": points, "clip": clip}
     drawn = figures(page.findings) if any(section.figures for section in page.sections) else {}
     return environment.get_template("report.html.j2").render(
-        findings=page.findings, banner=page.banner, sections=page.sections, figures=drawn, classes=_CLASSES
+        findings=page.findings,
+        banner=page.banner,
+        sections=page.sections,
+        figures=drawn,
+        classes=_CLASSES,
+        command=COMMAND,
+        behind=partial(flip_behind, page.findings),
     )

@@ -1,0 +1,52 @@
+"""Where a report's numbers lead: the flips behind a cell, as addresses within the view that lies beside the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlencode
+
+from audit.core.facets import facet_of
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.text import visible
+from reports.analysis.examples import Example
+from reports.drift.results import Contrast
+from reports.gate.verdict import Decision
+from reports.page.findings import Findings
+from reports.records.load import RunData
+from reports.records.panel import CellKey
+from reports.view.flips import KINDS, SCORE, key_of, kinds_of
+
+VIEW = "../view/index.html#"  # from RUN/report
+COMMAND = "kvaudit view RUN"
+
+
+def viewed(data: RunData) -> frozenset[str]:
+    """The contrasts whose flips lie beside a run's report as pages; none where there are no pages."""
+    return kinds_of(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
+
+
+def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
+    """The address of the list of one cell's flips; empty where there is none."""
+    estimand = "E1" if (of.estimand, of.policy) == ("E2", DENSE_POLICY) else of.estimand
+    if estimand not in (findings.viewed or ()):
+        return ""
+    suite, facet = facet_of(of.suite) if of.suite in findings.comparison.facets else (of.suite, None)
+    chosen = {
+        "kind": KINDS[estimand],
+        "suite": visible(suite),
+        "what": facet.name if facet else SCORE,
+        "arm": visible(of.arm),
+        "policy": visible(findings.comparison.labels.get(of.policy, of.policy)),
+        "length": str(of.context_tokens),
+    }
+    return VIEW + urlencode(chosen)
+
+
+def flip_behind(findings: Findings, example: Example) -> str:
+    """The address of the page of one example; empty where there is none."""
+    estimand = "E1" if (example.estimand, example.policy) == ("E2", DENSE_POLICY) else example.estimand
+    if estimand not in (findings.viewed or ()):
+        return ""
+    suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite
+    cell = CellKey(example.arm, example.seed, example.policy)
+    return VIEW + urlencode({"flip": key_of(KINDS[estimand], suite, example.context_tokens, example.item_id, cell)})
