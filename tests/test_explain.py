@@ -15,10 +15,12 @@ from test_cli import kvaudit, refused
 from audit.commands.shading import COLUMNS, Shaded, svg
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Message, Record, Role
+from audit.core.shading import ALL, Answer, read_shadings, shading_file, write_shadings
 from audit.policies import parse_policy
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.explain import Where, explain
 from audit.runs.folder import begun_run
+from audit.runs.shading import shade
 from suites.base import SUITES
 
 POLICY = "streaming:budget=64,sink=4,window=8"
@@ -85,6 +87,36 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
         assert sum(one.depth) / len(one.depth) == pytest.approx(record.retention, abs=1e-9)
         assert len(one.pieces) == len(one.held) >= record.prompt_tokens
+
+
+def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
+    opened, told = begun_run(run), list[int]()
+    record = next(record for record in records(run) if record.policy == parse_policy(POLICY).canonical)
+    unit = next(run.glob(f"records/*{record.policy_hash}*.jsonl"))
+    wanted = {unit.stem: {Answer(record.item_id, record.sample_index)}}
+    for _ in range(2):  # the second time nothing is served
+        shade(opened, wanted, lambda done, _: told.append(done))
+    assert told == [1]
+    (shading,) = read_shadings(run, unit.stem).values()
+    (one,) = explain(opened, where(record), [parse_policy(record.policy)])
+    assert shading is not None
+    assert [count / shading.heads for count in shading.held] == list(one.held)
+    assert (shading.pieces, shading.depth[ALL]) == (list(one.pieces), list(one.depth))
+    places = {name: [(at.message, at.start, at.end) for at in kept.places] for name, kept in one.played.spans.items()}
+    for name, ((message, start, end), *_) in places.items():
+        said = record.transcript[message].content[start:end]
+        assert said in "".join(shading.pieces[token] for token in shading.marks[name])
+    rewritten(unit, seconds=1.0)
+    assert read_shadings(run, unit.stem) == {}
+
+
+def test_shading_that_was_touched_is_one_line(run: Path) -> None:
+    unit = next(run.glob("records/*.jsonl")).stem
+    write_shadings(run, unit, {Answer("a", 0): None})
+    path = shading_file(run, unit)
+    path.write_text(path.read_text().replace('"a"', '"b"'))
+    with pytest.raises(DataError, match=r"is not as it was written; delete it"):
+        read_shadings(run, unit)
 
 
 def test_another_policy_stands_beside_and_is_not_on_record(finished: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,11 +15,17 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import DataError, RunError
 from audit.core.records import Outcome
+from audit.core.shading import ALL, Shading
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import drift_of
+from reports.page.formats import html
+from reports.page.story import page_of
 from reports.records.load import RunData, load_run
-from reports.view.flips import KINDS, SCORE, flips_of, places_of
-from reports.view.folder import write_view
+from reports.records.panel import CellKey
+from reports.run import decided, with_details
+from reports.view.flips import KINDS, SCORE, Change, Flip, flips_of, places_of
+from reports.view.folder import View
+from reports.view.shades import ItemShades, in_turn
 
 SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;\u202e\u2066\x1b]0;x\x07\u2028 `${1}`"
@@ -39,6 +46,12 @@ def data_of(rows, spec):
 
 def compared(data):
     return comparison_of(data.spec, data.records, data.provenance)
+
+
+def write_view(data, out):
+    pages = View(data, compared(data))
+    pages.write(out)
+    return pages.flips
 
 
 def view_of(out):
@@ -109,7 +122,7 @@ def test_of_several_draws_those_furthest_apart_are_shown():
 
 def test_hostile_text_is_data_without_markup_or_controls(hostile_run, tmp_path):
     data = load_run(hostile_run)
-    write_view(data, compared(data), tmp_path / "view")
+    write_view(data, tmp_path / "view")
     files = sorted((tmp_path / "view" / "data").iterdir())
     assert [file.name for file in files] == ["flips.js", "texts-0.js"]
     for file in files:
@@ -126,7 +139,7 @@ def test_the_page_holds_no_text_of_a_run_and_loads_nothing_from_elsewhere():
     page, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("index.html", "view.js"))
     assert "default-src 'none'; script-src 'self' file:; style-src 'self' file:" in page
     assert "http" not in page.replace("http-equiv", "")
-    assert "http" not in script
+    assert "http" not in script.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing asks for
     for way in (
         "innerHTML",
         "outerHTML",
@@ -142,14 +155,14 @@ def test_the_page_holds_no_text_of_a_run_and_loads_nothing_from_elsewhere():
 
 def test_five_thousand_flips_weigh_at_most_fifteen_megabytes(hostile_run, tmp_path):
     data = load_run(hostile_run)
-    flips = write_view(data, compared(data), tmp_path)
+    flips = write_view(data, tmp_path)
     weight = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
     assert weight / len(flips) <= BYTES / FLIPS
 
 
 def test_every_flip_finds_its_item_its_file_and_both_answers(hostile_run, tmp_path):
     data = load_run(hostile_run)
-    flips = write_view(data, compared(data), tmp_path)
+    flips = write_view(data, tmp_path)
     view = view_of(tmp_path)
     columns = view["flips"]
     assert {len(column) for column in columns.values()} == {len(flips)}
@@ -162,20 +175,20 @@ def test_every_flip_finds_its_item_its_file_and_both_answers(hostile_run, tmp_pa
 
 def test_a_view_is_written_over_an_older_one_and_over_nothing_else(hostile_run, tmp_path):
     data, out = load_run(hostile_run), tmp_path / "view"
-    write_view(data, compared(data), out)
+    write_view(data, out)
     (out / "data" / "texts-7.js").write_text("of a longer run")
-    write_view(data, compared(data), out)
+    write_view(data, out)
     assert not (out / "data" / "texts-7.js").exists()
     (out / "data" / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match=r"notes.txt.* is no part of a view"):
-        write_view(data, compared(data), out)
+        write_view(data, out)
     assert (out / "data" / "notes.txt").read_text() == "mine"
 
 
 def test_a_run_without_flips_or_transcripts_is_refused_in_one_line(tmp_path):
     alike = load_run(build(tmp_path / "alike", small(policies=("none",), train=False, arms=("base",), items=8)))
     with pytest.raises(DataError, match="no item differs"):
-        write_view(alike, compared(alike), tmp_path / "view")
+        write_view(alike, tmp_path / "view")
     design = small(items=16)
     run = build(tmp_path / "silent", design)
     for unit, rows in records_of(design):
@@ -183,15 +196,63 @@ def test_a_run_without_flips_or_transcripts_is_refused_in_one_line(tmp_path):
         write_unit(run / "records" / f"{unit}.jsonl", "".join(silent))
     data = load_run(run)
     with pytest.raises(DataError, match="holds no transcripts"):
-        write_view(data, compared(data), tmp_path / "view")
+        write_view(data, tmp_path / "view")
     assert not (tmp_path / "view").exists()
 
 
 def test_the_command_says_where_the_pages_are(hostile_run):
-    done = CliRunner().invoke(app, ["view", str(hostile_run)])
+    done = CliRunner().invoke(app, ["view", str(hostile_run), "--shade", "0"])
     assert done.exit_code == 0, done.output
     assert "view/index.html" in done.stdout.replace("\n", "")
     assert (hostile_run / "view" / "index.html").is_file()
+    assert "0 of the 58 flips whose caches lost something are shaded; the others with --shade 58" in done.stdout
+
+
+def test_where_nothing_can_be_served_again_the_pages_are_there_and_the_reason_is_one_line(hostile_run, tmp_path):
+    done = CliRunner().invoke(app, ["view", str(hostile_run), "--out", str(tmp_path / "view")])  # it has no checkpoints
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert (tmp_path / "view" / "index.html").is_file()
+
+
+def test_shades_of_a_prompt_are_letters_from_nothing_to_everything():
+    first, other = ItemShades(), Shading(["a", "b", "c"], ["user"] * 3, [0, 0, 4], 4, {ALL: [1 / 3]}, {"rule": [0, 2]})
+    first.add(7, other)
+    first.add(9, dataclasses.replace(other, pieces=["a", "b", "<x>\u202e"], held=[4, 1, 3]))
+    first.add(11, None)
+    table = first.table()
+    assert (table["pieces"], table["roles"], table["answers"][11]) == (["a", "b", "c"], "u3", None)
+    assert [table["answers"][n]["held"] for n in (7, 9)] == ["A2z", "zNm"]
+    assert (table["answers"][9]["same"], table["answers"][9]["pieces"]) == (2, ["<x>⟨U+202E⟩"])
+    assert table["answers"][7]["marks"] == {"rule": [[0, 1], [2, 3]]}
+
+
+def test_those_that_are_shaded_first_are_of_every_cell_and_lost_safety():
+    flips = [
+        Flip("alike", suite, 192, str(n), CellKey("naive", 1, "x"), CellKey("dense", 1, "x"), (Change(metric, *sides),))
+        for suite in ("math", "refusal")
+        for n, (metric, sides) in enumerate([(SCORE, (0.0, 1.0)), (SCORE, (1.0, 0.0)), ("unsafe", (1.0, 0.0))])
+    ]
+    assert in_turn(flips) == [2, 5, 1, 4, 0, 3]
+
+
+def test_a_report_links_to_the_answers_behind_its_rows_where_pages_lie_beside_it(hostile_run):
+    data = load_run(hostile_run)
+    write_view(data, hostile_run / "view")
+    findings = with_details(data, decided(data))
+    linked, bare = (
+        html.render(
+            dataclasses.replace(page, sections=tuple(dataclasses.replace(s, figures=()) for s in page.sections))
+        )
+        for page in (page_of(findings), page_of(dataclasses.replace(findings, viewed=frozenset())))
+    )
+    (address,) = re.findall(r'<h3>.*?item (\S+)</h3>\s*<p><a href="../view/index.html#flip=(\w+)">', linked)[:1]
+    found = view_of(hostile_run / "view")
+    place = found["flips"]["key"].index(address[1])
+    assert found["items"]["name"][found["flips"]["item"][place]] == address[0]
+    assert "kind=alike&amp;suite=refusal&amp;what=score&amp;arm=naive&amp;policy=snapkv+96&amp;length=" in linked
+    assert "<code>kvaudit view RUN</code>" not in linked
+    assert "<code>kvaudit view RUN</code>" in bare
+    assert "../view/" not in bare
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path):

@@ -302,6 +302,7 @@ function shadedTurns({ tokens, heads }) {
       element("pre", { dir: "auto", class: "shaded" }, ...stretches(held, heads))));
 }
 
+const TALL = 26; // pixels of the bars
 // a bar for every layer
 function strip(name, depth) {
   const made = (tag, attributes, ...children) => {
@@ -313,27 +314,36 @@ function strip(name, depth) {
   const wide = Math.min(16, 480 / depth.length);
   const words = depth.map((share, layer) => `layer ${layer}: ${percent(share)}`);
   const bars = depth.flatMap((share, layer) => [
-    made("rect", { class: "track", x: layer * wide, y: 0, width: 0.85 * wide, height: 32 }),
-    made("rect", { class: "bar", x: layer * wide, y: 32 * (1 - share), width: 0.85 * wide, height: 32 * share },
+    made("rect", { class: "track", x: layer * wide, y: 0, width: 0.85 * wide, height: TALL }),
+    made("rect", { class: "bar", x: layer * wide, y: TALL * (1 - share), width: 0.85 * wide, height: TALL * share },
       made("title", {}, words[layer])),
   ]);
-  const [width, height] = [wide * depth.length, 32];
+  const [width, height] = [wide * depth.length, TALL];
   const picture = made("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
     "aria-label": `${name}, share that each layer still held. ${words.join(", ")}` }, ...bars);
-  const low = percent(Math.min(...depth)), high = percent(Math.max(...depth));
-  return element("figure", { class: "strip" }, picture,
-    element("figcaption", {}, tagged(name), ` by layer: ${low === high ? low : `${low} to ${high}`}`));
+  const [low, high] = [Math.min(...depth), Math.max(...depth)].map((share) => Math.round(100 * share));
+  return element("figure", { class: "strip" },
+    element("figcaption", {}, tagged(name), ` ${low === high ? low : `${low} to ${high}`} %`), picture);
 }
 
 const tagged = (name) => (name === ALL ? name : element("b", { class: "tag" }, name));
 
+// the prompt as a side that lost nothing saw it: the tokens of the other side, before any answer
+function whole(other) {
+  if (!other) return null;
+  const end = other.tokens.findIndex(({ role }) => role === "assistant");
+  const tokens = other.tokens.slice(0, end < 0 ? undefined : end).map((token) => ({ ...token, level: 1 }));
+  return { tokens, heads: other.heads };
+}
+
 // what stands under an answer: how much its cache had lost, and its prompt with every token shaded
-function cacheOf(answer, shade, side, prompt) {
+function cacheOf(answer, shade, side, prompt, everything) {
   const line = (words) => element("p", { class: "cache" }, words);
-  const plain = prompt === null ? [] : [box(`Prompt, ${side}`, prompt)];
+  const plain = prompt === undefined ? [] : [box(`Prompt, ${side}`, prompt)];
   if (!answer.evicted) {
     const smaller = answer.bytes[0] < answer.bytes[1] ? `, in ${percent(answer.bytes[0] / answer.bytes[1])} of the bytes` : "";
-    return [line(`When this answer began the cache still held every token before it${smaller}.`), ...plain];
+    const seen = everything === null ? plain : [box(`What the cache still held, ${side}`, shadedTurns(everything))];
+    return [line(`When this answer began the cache still held every token before it${smaller}.`), ...seen];
   }
   const lost = `When this answer began the cache held ${percent(answer.retention)} of what stands before it`;
   if (shade === undefined) return [line(`${lost}. Which tokens is not known: it was not served again yet.`), ...plain];
@@ -344,7 +354,7 @@ function cacheOf(answer, shade, side, prompt) {
   const [none, all] = [count(0), count(1)];
   return [
     line(`${lost}: of ${shade.tokens.length} tokens ${none} are gone, ${all} are held by every layer and head, ${shade.tokens.length - none - all} by some.`),
-    element("div", { class: "strips" }, ...Object.entries(shade.depth).map(([name, depth]) => strip(name, depth))),
+    element("div", { class: "strips" }, element("p", { class: "soft" }, "Held, layer by layer:"), ...Object.entries(shade.depth).map(([name, depth]) => strip(name, depth))),
     box(`What the cache still held, ${side}`, shadedTurns(shade)),
   ];
 }
@@ -395,15 +405,15 @@ function drawAnswers(texts, shades, numbers, item) {
   const answers = numbers.map((number) => texts.answers[number]);
   const seen = numbers.map((number) => shadeOf(shades, number));
   const shaded = seen.some(Boolean);
+  const prompt = shaded ? turns(texts.prompt, "") : null;
   const side = (words, n) => element("section", {},
     element("h3", {}, words), ...turns(answers[n].turns, "answer"),
-    ...cacheOf(answers[n], seen[n], words.toLowerCase(), shaded ? turns(texts.prompt, "") : null),
+    ...cacheOf(answers[n], seen[n], words.toLowerCase(), prompt?.map((turn) => turn.cloneNode(true)), whole(seen[1 - n])),
     again(answers[n], item));
-  const prompt = shaded ? [] : [element("h3", {}, "Prompt"), box("Prompt", turns(texts.prompt, ""))];
   find("flip").append(
     ...(shaded ? [legend()] : []),
     element("div", { class: "sides" }, side("Reference", 0), side("Candidate", 1)),
-    ...prompt,
+    ...(shaded ? [] : [element("h3", {}, "Prompt"), box("Prompt", turns(texts.prompt, ""))]),
     element("h3", {}, "What is on record"),
     element("div", { class: "wide" }, factTable(answers)),
   );
@@ -420,10 +430,11 @@ const box = (name, children) =>
 function draw() {
   const state = address();
   const n = byKey.get(state.get("flip"));
+  const back = !find("flip").hidden;
   find("list").hidden = n !== undefined;
   find("flip").hidden = n === undefined;
+  find("about").hidden = n !== undefined;
   if (n === undefined) {
-    const back = !find("flip").hidden;
     document.title = `Flips of ${run.name}`;
     drawList(state);
     if (back) find("main").focus();
