@@ -208,7 +208,7 @@ BAD: list[tuple[Any, str]] = [
     (GOOD | {"logprobs": [-1.0, None]}, "line 2: logprobs.1 is 'None'"),
     (GOOD | {"logprobs": [-1.0]}, "line 2 has 1 log-probs for 2 completion tokens, 2 of them sampled"),
     (GOOD | {"mask": [1]}, "line 2 has 1 values in mask for 2 tokens of its completion"),
-    (GOOD | {"mask": [0, 0], "logprobs": []}, "line 2 has sampled tokens in its prompt, or none at all"),
+    (GOOD | {"mask": [0, 0], "logprobs": [-1.0]}, "line 2 has 1 log-probs for 2 completion tokens, 0 of them sampled"),
     (GOOD | {"advantage": [1.0]}, "line 2 has 1 values in advantage for 2 tokens"),
     (GOOD | {"advantage": 1e301}, "line 2: advantage."),
     (GOOD | {"reward": 1e308, "group": 1}, "line 2: reward is '1e+308'"),
@@ -282,6 +282,28 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch:
 def test_a_survey_finds_the_longest_rollout_and_the_highest_id(tmp_path: Path) -> None:
     found: Survey = survey(written(tmp_path / "a.jsonl", [GOOD, GOOD | {"prompt_ids": [90, 1, 2]}, GOOD]))
     assert (found.longest, found.highest) == ((5, "line 2"), (90, "line 2"))
+
+
+UNDRAWN = (
+    GOOD | {"mask": [0, 0]},
+    GOOD | {"mask": [0, 0], "logprobs": []},
+    GOOD | {"completion_ids": [], "logprobs": []},
+)
+
+
+@pytest.mark.parametrize("line", UNDRAWN)
+def test_a_rollout_without_a_drawn_token_is_skipped_and_counted(line: Line, tiny_folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.jsonl", [GOOD, line, GOOD])
+    found = survey(file)
+    assert (found.rollouts, found.tokens, found.undrawn) == (2, 4, ["line 2"])
+    done = asked(file, "--model", tiny_folder, "--json", tmp_path / "found.json")
+    assert "skipped     1 without a drawn token, line 2 first" in done.stdout
+    assert json.loads((tmp_path / "found.json").read_text())["skipped"] == 1
+
+
+def test_a_file_of_which_most_rollouts_hold_no_drawn_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 of 3 rollouts hold no token that was drawn, line 1 first"):
+        survey(written(tmp_path / "a.jsonl", [UNDRAWN[0], GOOD, UNDRAWN[1]]))
 
 
 def test_alarms_are_rung_beyond_their_bounds_and_not_at_them() -> None:

@@ -8,6 +8,8 @@ import pytest
 from training_world import config, short
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.spec import TrainSpec
+from audit.training.sft import StartConfig
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,9 @@ def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
 def test_shares_are_relative() -> None:
     assert config(suites=["math", "refusal"]).shares == (0.5, 0.5)
     assert config(suites=["math", "refusal"], weights=[1, 3]).shares == (0.25, 0.75)
+
+
+def test_a_warm_start_keeps_its_hash_so_that_one_from_before_can_be_gone_on_with() -> None:
+    """What a later field adds to ``StartConfig`` must be left out of its JSON while it has its default."""
+    section = TrainSpec(arms=["smd"], seeds=[1], policy="none", suites=["math"], sft={"steps": 3})
+    assert StartConfig.of(section, 1).hash == "4befad2f0296"

@@ -25,7 +25,7 @@ from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
 from audit.training import footprint, grpo, learner
 from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
-from audit.training.batch import Batch, gradient_steps
+from audit.training.batch import Batch, gradient_steps, microbatches
 from audit.training.footprint import check_memory, holdings
 from audit.training.learner import read_tokens
 from audit.training.sft import StartConfig, gold_rollout, warm_start
@@ -228,9 +228,17 @@ def test_a_critic_values_the_answers_of_a_split_group_as_those_of_the_whole(base
     for limit in (10**6, 1):
         student = Student(base.model, short(loss="ppo", microbatch_tokens=limit), None)
         student.load(student.tensors() | {"critic/weight/weight": torch.ones(1, 32)}, 0)
-        found.append(student.seen(batch).values)
+        found.append(student.seen(batch, microbatches(batch.rollouts, batch.group, limit)).values)
     assert found[0].abs().max() > 0.1
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_no_ratio_is_clipped_in_bfloat16_where_no_weight_has_moved(base: LoadedModel, batch: Batch) -> None:
+    settings = short(loss="gspo", prompts_per_step=3, minibatches=3, microbatch_tokens=10**6, learning_rate=1e-12)
+    model = copy.deepcopy(base.model).to(torch.bfloat16)
+    learned = grpo.learn(Student(model, settings, None), batch, step=0, max_tokens=40)
+    assert learned.advantages.abs().max() > 0.5
+    assert learned.metrics["clipped"] == 0.0
 
 
 def test_a_loss_that_compares_a_groups_rollouts_keeps_it_whole(batch: Batch) -> None:

@@ -69,6 +69,7 @@ def _json(found: Survey, model: LoadedModel, made: Mismatch) -> str:
         "format": FORMAT,
         "version": VERSION,
         "rollouts": found.rollouts,
+        "skipped": len(found.undrawn),
         "tokens": found.tokens,
         "written_by": sorted(found.stacks),
         "model": model.name,
@@ -98,6 +99,8 @@ def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
         console,
         f"model       {inline(model.name)} {model.sha256[:12]}, {_dtype(model)}, temperature {made.temperature:g}",
     )
+    if found.undrawn:
+        say(console, f"skipped     {len(found.undrawn)} without a drawn token, {found.undrawn[0]} first")
     table = Table("number", "value", "alarm")
     bounds = {bound.name: bound.words for bound in MISMATCH}
     for name, value in made.panel.items():

@@ -212,8 +212,11 @@ STACKS: Mapping[str, tuple[frozenset[str], type[Line]]] = {
 OWN: Literal["kvaudit"] = "kvaudit"
 
 
-def imported(path: Path) -> Iterator[Imported]:
-    """Every rollout of a file; raises DataError with file and line at the first that is none."""
+def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[Imported]:
+    """Every rollout of a file that says anything; raises DataError with file and line at the first that is none.
+
+    One in which the model drew no token, as an aborted one is written, is passed over: ``undrawn`` gets its place.
+    """
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a file of one rollout a line, see {PAGE}")
     if path.suffix.lower() in _LEDGERS:
@@ -224,7 +227,7 @@ def imported(path: Path) -> Iterator[Imported]:
     read: Callable[[Path], Iterator[tuple[str, Any]]] = _samples if path.suffix.lower() == ".pt" else _lines
     for place, value in read(path):
         try:
-            yield from _rollouts(place, value)
+            yield from _rollouts(place, value, [] if undrawn is None else undrawn)
         except ValidationError as error:  # first, being a ValueError itself
             raise DataError(f"{str(path)!r}, {place}: {clip(first_mistake(error), _SHOWN)}") from None
         except ValueError as error:
@@ -268,7 +271,7 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _rollouts(place: str, value: Any) -> Iterator[Imported]:
+def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[Imported]:
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, wanted an object with the tokens of a rollout")
     if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
@@ -278,12 +281,22 @@ def _rollouts(place: str, value: Any) -> Iterator[Imported]:
     parts = line.parts()
     for number, part in enumerate(parts):
         where = place if len(parts) == 1 else f"{place}, choice {number}"
+        if _draws_nothing(part):
+            undrawn.append(where)
+            continue
         rollout = _rollout(part)
         if fault := unsound(rollout):
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
         told = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
         yield Imported(where, stack, rollout, _advantages(part.advantage, length), *told)
+
+
+def _draws_nothing(part: Parts) -> bool:
+    """Whether a completion is empty or masked as a whole, and nothing else in the line says otherwise."""
+    length = len(part.ids) - part.prompt_length
+    mask = [1] * length if part.mask is None else part.mask
+    return part.prompt_length > 0 and len(mask) == length and len(part.logprobs) in (0, length) and not any(mask)
 
 
 def _rollout(part: Parts) -> Rollout:

@@ -46,6 +46,7 @@ class Survey:
     temperatures: set[float] = field(default_factory=set)
     tokenizers: dict[str, str] = field(default_factory=dict)  # hash -> place
     rewards: dict[str, tuple[float, int]] = field(default_factory=dict)  # group -> sum, count
+    undrawn: list[str] = field(default_factory=list)  # places of rollouts without a drawn token, which are skipped
 
     def add(self, row: Imported) -> None:
         """Count a rollout."""
@@ -73,10 +74,18 @@ class Mismatch:
 
 
 def survey(path: Path) -> Survey:
-    """Read a whole file once; raises DataError at the first rollout that is none, or where there are none."""
+    """Read a whole file once.
+
+    Raises DataError at the first rollout that is none, where there are none, or where most hold no drawn token.
+    """
     found = Survey(path)
-    for row in imported(path):
+    for row in imported(path, found.undrawn):
         found.add(row)
+    if len(found.undrawn) > found.rollouts:
+        raise DataError(
+            f"{str(path)!r}: {len(found.undrawn)} of {found.rollouts + len(found.undrawn)} rollouts hold no token that "
+            f"was drawn, {found.undrawn[0]} first; see that the mask is 1 where the model drew, or leave them out"
+        )
     if not found.rollouts:
         raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/check-my-loop.md")
     return found

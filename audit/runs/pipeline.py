@@ -127,7 +127,7 @@ class Pipeline:
         if section.stops:
             self._train_all("train", list(section.pairs), section.steps, self._has_ended)
             self._note_stops(section)
-        self._train_all("train", list(section.pairs), section.steps)
+        self._train_all("finish" if section.stops else "train", list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
@@ -253,10 +253,11 @@ class Pipeline:
             marks = {folder.parent.name: mark_of(folder) for folder in self._arms_of(seed)}
             step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
             if step < section.steps:
-                rang = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.alarm and mark.step == step}
-                self._run.note(**{STOPPED: {str(seed): {"step": step, "of": section.steps, "alarms": rang}}})
-                why = ", ".join(f"{arm} rang {alarm}" for arm, alarm in rang.items())
-                self._say(f"seed {seed} ends at step {step} of {section.steps} in every arm: {why}")
+                first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
+                rang = ", ".join(f"{arm} rang {alarm}" for arm, alarm in first.items())
+                words = f"at step {step} of {section.steps}: {rang}"
+                self._run.note(**{STOPPED: {str(seed): words}})
+                self._say(f"all arms of seed {seed} end {words}")
 
     def _start(self, seed: int) -> LoadedModel:
         """What the arms of a seed begin from: the model, or its warm start."""

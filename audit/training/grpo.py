@@ -139,7 +139,7 @@ def learn(
     plan = gradient_steps(batch, config, step)
     before: Seen | None = None  # where pi_old must be known before a weight moves, or over the whole batch
     if len(plan) > 1 or loss.critic or (len(plan[0].microbatches) > 1 and arm.correction in NEEDS_WHOLE_BATCH):
-        before = student.seen(batch)
+        before = student.seen(batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches])
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
     anchor = student.anchor(batch)
     most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)

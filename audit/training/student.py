@@ -11,7 +11,7 @@ from torch import Tensor
 from audit.core.errors import DataError, RunError
 from audit.core.spec import CriticSpec
 from audit.replay.learner_pass import LearnerPass
-from audit.training.batch import Batch, microbatches
+from audit.training.batch import Batch
 from audit.training.config import TrainConfig
 from audit.training.learner import Read, pass_logprobs, read_tokens
 from audit.training.losses import LOSSES, Valued
@@ -108,15 +108,19 @@ class Student:
             return read_tokens(self.model, part.rollouts, part.group, kind, temperature), None
         return self._critic.read(self.model, part, kind, temperature)
 
-    def seen(self, batch: Batch) -> Seen:
-        """The arm's view of a whole batch, without gradient."""
+    def seen(self, batch: Batch, parts: Sequence[Sequence[int]]) -> Seen:
+        """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch.
+
+        They are those that gradients will be taken on: rounding depends on what shares a pass, and a bound as narrow as
+        gspo's would clip on it.
+        """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
         with torch.no_grad():
-            for rows in microbatches(batch.rollouts, batch.group, self.config.microbatch_tokens):
+            for rows in parts:
                 part = batch.of(rows)
                 read, own = self.read(part)
-                logprobs[rows] = part.spread(read.logprobs)
-                values[rows] = 0.0 if own is None else own
+                logprobs[list(rows)] = part.spread(read.logprobs)
+                values[list(rows)] = 0.0 if own is None else own
         return Seen(logprobs, None if self._critic is None else values)
 
     def anchor(self, batch: Batch) -> Tensor | None:

@@ -94,13 +94,8 @@ def _alarms(findings: Findings) -> Iterator[str]:
 
 def _stopped(findings: Findings) -> Iterator[str]:
     """Seeds whose arms were not trained to the last step."""
-    for seed, told in table_of(findings.provenance, STOPPED).items():
-        if isinstance(told, Mapping):
-            alarms = ", ".join(f"{arm} rang {name}" for arm, name in table_of(told, "alarms").items())
-            yield (
-                f"STOPPED in training: all arms of seed {seed} end at step {told.get('step')} of {told.get('of')}, "
-                f"as declared: {alarms}."
-            )
+    for seed, words in table_of(findings.provenance, STOPPED).items():
+        yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
 def _labels(findings: Findings) -> Iterator[str]:
