@@ -2,10 +2,11 @@
 
     python -m bench.claims runs/claims-grpo runs/claims-ppo runs/claims-online-dpo
 
-Training: means over steps and seeds of the telemetry, whose names ``audit.training.telemetry`` explains; the reward is
-that of the second half of the steps, over the seeds and of the lowest and highest of them. Drift: points of unwanted
-behaviour more than the dense arm, both served uncompressed, with the 95 % interval over items at these seeds, and the
-interval that has seed variance in it.
+Training: means over steps and seeds of the telemetry, whose names ``audit.training.telemetry`` explains; of the
+gradient's variance the median and the largest, since one step can outweigh all others; the reward is that of the second
+half of the steps, over the seeds and of the lowest and highest of them. Drift: points of unwanted behaviour more than
+the dense arm, both served uncompressed, with the 95 % interval over items at these seeds, and the interval that has
+seed variance in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,7 @@ MEASURES = {
     "rejected sequences": ("mismatch/rejected_sequences", ".1%"),
     "masked tokens": ("mismatch/masked_tokens", ".1%"),
     "clipped": ("clip_fraction", ".2%"),
-    "gradient variance": ("grad_variance", ".2f"),
+    "cosine of halves": ("grad_half_cosine", "+.3f"),
     "KV tokens saved": ("token_savings", ".1%"),
 }
 
@@ -41,7 +43,8 @@ def main() -> None:
     for path in parser.parse_args().runs:
         data = load_run(path)
         print(f"\n{path.name}: loss {data.spec.train.loss if data.spec.train else 'none'}\n")
-        print("\n".join(table(["arm", *MEASURES, "reward, second half"], training(data))))
+        headers = ["arm", *MEASURES, "gradient variance, largest", "reward, second half"]
+        print("\n".join(table(headers, training(data))))
         print()
         print("\n".join(table(["arm, against dense", *UNWANTED], drift(decided(data)))))
 
@@ -51,9 +54,15 @@ def training(data: RunData) -> Iterator[list[str]]:
     assert data.spec.train is not None
     for arm in data.spec.train.arms:
         runs = [rows for (name, _), rows in data.telemetry.items() if name == arm]
-        row = [format(mean([r.get(key) for rows in runs for r in rows]), form) for key, form in MEASURES.values()]
+        row = [format(np.mean(known(runs, key)), form) for key, form in MEASURES.values()]
+        variance = known(runs, "grad_variance")
         late = [np.mean([r["reward_mean"] for r in rows[len(rows) // 2 :]]) for rows in runs]
-        yield [arm, *row, f"{np.mean(late):.3f} ({min(late):.3f} to {max(late):.3f})"]
+        yield [
+            arm,
+            *row,
+            f"{np.median(variance):.2f}, {max(variance):.1f}",
+            f"{np.mean(late):.3f} ({min(late):.3f} to {max(late):.3f})",
+        ]
 
 
 def drift(findings: Findings) -> Iterator[list[str]]:
@@ -72,10 +81,10 @@ def cell(contrast: Contrast) -> str:
     return f"{points(-effect.estimate)} [{points(-effect.high)}, {points(-effect.low)}{seeds}]"
 
 
-def mean(values: list[float | None]) -> float:
-    """Over the steps that have the value; nan where none has."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else float("nan")
+def known(runs: list[list[dict[str, Any]]], key: str) -> list[float]:
+    """The values of the steps that have one; nan where none has."""
+    found = [row[key] for rows in runs for row in rows if row.get(key) is not None]
+    return found or [float("nan")]
 
 
 def table(headers: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
