@@ -20,7 +20,7 @@ from test_cli import SPEC, refused
 
 from audit.core.errors import RunError, SpecError
 from audit.runs import pipeline
-from audit.runs.launchers import local
+from audit.runs.launchers import local, slurm
 from audit.runs.launchers.base import LAUNCHERS, Crew, Job, Launcher, Say, parse_launcher
 from audit.runs.launchers.local import Local, attend, companions
 from audit.runs.launchers.slurm import Slurm
@@ -120,8 +120,7 @@ def test_what_slurm_is_asked_for_is_what_the_options_say() -> None:
     pytest.importorskip("submitit", reason="submitit is not installed")
     from submitit.slurm.slurm import _make_sbatch_string
 
-    slurm = Slurm(partition="gpu", account="lab", gpus=2, cpus=8, memory=64, hours=1.5)
-    asked = slurm._parameters()
+    asked = Slurm(partition="gpu", account="lab", gpus=2, cpus=8, memory=64, hours=1.5)._parameters()
     own = {key.removeprefix("slurm_"): value for key, value in asked.items() if key.startswith("slurm_")}
     assert own == {"partition": "gpu", "account": "lab"}
     assert (asked["timeout_min"], asked["gpus_per_node"], asked["cpus_per_task"], asked["mem_gb"]) == (90, 2, 8, 64)
@@ -170,6 +169,18 @@ def test_a_job_that_ends_without_a_word_is_said(tmp_path: Path, monkeypatch: pyt
     assert len(said) == 2
     assert said[1].startswith("worker 1, slurm job ")
     assert "without a result; what it held goes back to the others; " in said[1]
+
+
+def test_a_job_still_queued_when_all_is_done_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = trial("slurm")
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(slurm, "GRACE_SECONDS", 0.0)
+    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
+        crew.wait(lambda: True)
+        process = crew._left[1]._process
+        assert process.poll() is None
+    process.wait()  # for ever, and the test's own limit ends it, where the job is left alone
 
 
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from audit.core.errors import RunError
 from audit.core.text import inline
 from audit.runs.launchers.base import Crew, Job, Launcher, Say
-from audit.runs.launchers.local import TERMINATED, attend
+from audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
 
 if TYPE_CHECKING:
     from submitit import Job as Queued
@@ -91,16 +91,16 @@ class Slurm(Launcher):
         queued = self._queued(count, job)
         ids = " ".join(one.job_id for one in queued)
         say(f"{count} slurm jobs: {ids}; what they print goes to {job.logs}")
+        jobs = _Jobs(queued, say)
         try:
-            yield _Jobs(queued, say)
+            yield jobs
         except BaseException:
             if self.cluster == "slurm":
                 say(f"slurm's jobs go on; end them with: scancel {ids}")
+            else:
+                jobs.dismiss(0.0)
             raise
-        finally:
-            if self.cluster == "local":
-                for one in queued:
-                    one.cancel()
+        jobs.dismiss(GRACE_SECONDS)
 
     def _queued(self, count: int, job: Job) -> list[Queued[str]]:
         from submitit import AutoExecutor
@@ -136,6 +136,13 @@ class _Jobs:
                 if said := _end(number, self._left.pop(number)):
                     self._say(said)
             time.sleep(POLL_SECONDS if self._left else 0.0)
+
+    def dismiss(self, patience: float) -> None:
+        """Give them ``patience`` seconds to find that nothing is left to do, then cancel those still in the queue."""
+        until = time.monotonic() + patience
+        self.wait(lambda: time.monotonic() > until)
+        for job in self._left.values():
+            job.cancel(check=False)
 
 
 def _end(number: int, job: Queued[str]) -> str:
