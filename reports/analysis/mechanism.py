@@ -318,7 +318,8 @@ def _slope(arm: str, metric: str, span: str, known: Sequence[tuple[_Cell, _Rows]
         "length": [str(cell.panel.context_tokens) for cell, own in varied for _ in own.lost],
     }
     equal = tuple(name for name, values in factors.items() if len(set(values)) > 1)
-    controls = np.column_stack([np.zeros((len(rows.lost), 0)), *(_indicators(factors[name]) for name in equal)])
+    # a policy keeps the rule of one placement and not of another: only answers alike in all of these are compared
+    controls = _indicators(["\0".join(values) for values in zip(*factors.values(), strict=True)])
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     effect = _moved(rows, rows.lost, controls, alpha) if templates >= FEWEST_CLUSTERS else None
     reason = "" if effect else UNMOVED
