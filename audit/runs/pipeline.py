@@ -168,6 +168,7 @@ class Pipeline:
 
             def finished_one(pair: Pair) -> None:
                 before.append(pair)
+                meter.at(len(before) * steps, f"{pair[0]} seed {pair[1]}")
                 if self._is_trained(pair):
                     drop_state(self._run.checkpoint(*pair))
 
