@@ -33,6 +33,7 @@ from audit.core.inputs import Digests
 from audit.core.intact import check_checkpoints, seal_of
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
+from audit.core.recipe import RECIPE
 from audit.core.records import FORMAT, Grade, Item, Record
 from audit.judges.base import NAMED, Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
@@ -48,6 +49,7 @@ _BESIDE = {  # what a report shows besides records, and under which name it goes
     "displacement.json": "displacement.json",
     "scan.json": "scan.json",
     "answers.json": "answers.json",
+    RECIPE: RECIPE,
     "checkpoints/*/seed-*/telemetry.jsonl": "telemetry.jsonl",
     f"checkpoints/*/seed-*/{PROVENANCE}": ORIGIN,  # under its own name it would say that the weights are here
     f"checkpoints/*/seed-*/{ORIGIN}": ORIGIN,

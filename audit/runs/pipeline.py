@@ -16,10 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 from audit.cache.layers import governed_words
 from audit.core.alarms import ringing
 from audit.core.errors import DataError, RunError
-from audit.core.files import read_json
+from audit.core.files import read_json, write_json
 from audit.core.inputs import MODEL, PLUGINS, REWARD, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
 from audit.core.intact import check_checkpoints
 from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES, STOPPED
+from audit.core.recipe import RECIPE
 from audit.core.spec import BASE_ARM, RunSpec, TrainSpec
 from audit.core.text import inline
 from audit.policies import POLICIES
@@ -28,6 +29,7 @@ from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_reward
 from audit.runs.folder import RunFolder, utc_now, versions_line
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
+from audit.runs.recipe import recipe_of
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.given import check_given, load_given
 from audit.sampling.model import LoadedModel, load_model
@@ -37,7 +39,7 @@ from audit.training.config import TrainConfig
 from audit.training.footprint import check_memory
 from audit.training.grpo import train
 from audit.training.halt import Halt, mark_of
-from audit.training.rewards import Paying
+from audit.training.rewards import Paying, paying_of
 from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES
 from suites.sources import watched
@@ -120,6 +122,8 @@ class Pipeline:
         if section is None:
             return
         starts = list(self._spec.starts)
+        if not all(map(self._is_trained, self._made)):
+            self._write_recipe(section)
         if section.sft is not None:
             self._say(f"warm start: {len(starts)} seeds")
             self._train_all("warm start", starts, section.sft.steps)
@@ -306,6 +310,13 @@ class Pipeline:
     def _hold(self, kind: str, now: Digests) -> None:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
         check_same(kind, self._run.keep(TABLE, kind, dict(now)), now)
+
+    def _write_recipe(self, section: TrainSpec) -> None:
+        """Leave what the checkpoints are made of beside them, as it is when training begins."""
+        model, path = self._load_base(), self._run.path / RECIPE
+        self._hold_reward(paying_of(section.reward, section.suites))
+        if not path.exists():
+            write_json(path, recipe_of(self._spec, section, model, self._batches))
 
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY, match_policies
 from audit.core.provenance import table_of
+from audit.core.recipe import SECTIONS, digests
 from audit.core.spec import BASE_ARM
 from audit.core.spec import UNKNOWN as UNSAID
 from reports.analysis.guarded import GuardEffect, Hidden
@@ -117,6 +118,7 @@ class Disclosure:
     suites: tuple[Facts, ...]
     judging: Facts
     stack: Facts
+    change_record: Facts
     guards: tuple[Facts, ...]
     drift: tuple[Measured, ...]
     worst: Measured | None
@@ -138,6 +140,7 @@ def disclosure_of(page: Page) -> Disclosure:
         suites=tuple(_suites(found)),
         judging=_judging(found),
         stack=_stack(found),
+        change_record=_change_record(found),
         guards=tuple(map(_guard, found.guards)),
         drift=measured,
         worst=_worst(found, measured),
@@ -218,7 +221,8 @@ def _recipe(found: Findings, arm: str) -> Recipe:
         "distillation": known(recipe.get("distillation")),
         "loss": known(config.get("loss")),
         "reward": known(recipe.get("reward")),
-        "constitution": NOT_APPLICABLE if recipe.get("reward") == "grade" else known(recipe.get("constitution")),
+        "reward_sha256": known(recipe.get("reward_sha256")),
+        "constitution": _constitution(recipe, declared),
         "trained_on": known(config.get("suites")),
         "said_by": known("whoever trained it; not verified" if declared else "its own provenance" if stories else None),
         "seeds": known(sorted({c for cell in found.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
@@ -229,6 +233,14 @@ def _recipe(found: Findings, arm: str) -> Recipe:
     schedule = _schedule(stories, config, curve.largest if curve else {}, compressed=compressed)
     mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
     return Recipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
+
+
+def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
+    """What answers were held to; a checkpoint of ours whose reward has no constitution says so by a null."""
+    held = "constitution" in recipe and not declared
+    if recipe.get("constitution") is None and (held or recipe.get("reward") == "grade"):
+        return NOT_APPLICABLE
+    return known(recipe.get("constitution"))
 
 
 def _weights(found: Findings, arm: str) -> dict[str, str]:
@@ -347,6 +359,18 @@ def _stack(found: Findings) -> Facts:
         "vendor": known(None if answers is None else answers.get("vendor")),
         "vendor_answers": known(None if answers is None else list(_answered(answers.get("answers")))),
     }
+
+
+def _change_record(found: Findings) -> Facts:
+    """The sha256 of ``recipe.json`` and of its sections; a run that trained nothing has none."""
+    recipe, sections = found.evidence.recipe, [name for name in SECTIONS if name not in ("model", "training")]
+    if recipe is None:
+        trained = any(arm != BASE_ARM for arm, _ in found.checkpoints)
+        return dict.fromkeys(("recipe", *sections), UNKNOWN if trained else NOT_APPLICABLE)
+    told = {name: known(digest) for name, digest in digests(recipe).items() if name in sections}
+    if recipe["sections"]["constitution"]["holds"] is None:
+        told["constitution"] = NOT_APPLICABLE
+    return {"recipe": known(recipe["sha256"]), **told}
 
 
 def _guard(guard: GuardEffect) -> Facts:

@@ -1,7 +1,8 @@
-"""What others say of a run's stack: a scan of its configurations, a vendor's answers. Declared, and not verified here.
+"""What lies beside a run's records: a scan of its stack and a vendor's answers, as declared, and the run's own recipe.
 
 RUN/scan.json      as ``kvaudit scan --json`` writes it
 RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
+RUN/recipe.json    as the run wrote it when its training began (``audit.core.recipe``)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError
+from audit.core.recipe import RECIPE, read_recipe
 from audit.core.yaml_file import read_text
 
 SCAN, ANSWERS = "scan.json", "answers.json"
@@ -26,15 +28,17 @@ LARGEST = 10_000_000  # bytes: scans of large repositories, and all that a quest
 
 @dataclass(frozen=True)
 class Evidence:
-    """The two files as they stand, None where there is none."""
+    """The files as they stand, None where there is none."""
 
     scan: Mapping[str, Any] | None = None
     answers: Mapping[str, Any] | None = None
+    recipe: Mapping[str, Any] | None = None  # what the run itself wrote, held to its own hashes
 
 
 def evidence_of(run: Path) -> Evidence:
     """What lies in a run's folder; raises DataError for a file of another kind, which must not pass for none."""
-    return Evidence(_read(run / SCAN), _read(run / ANSWERS))
+    recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
+    return Evidence(_read(run / SCAN), _read(run / ANSWERS), recipe)
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -44,6 +44,9 @@ def _parts(told: Disclosure) -> Iterator[str]:
         for name, fact in told.stack.items():
             rows = _lines(fact) if isinstance(fact.value, list) else [_word(fact)]
             yield "\n".join((f"{name.replace('_', ' ')}:", *(f"* {row}" for row in rows or ["nothing"])))
+    if any(fact.state == "known" for fact in told.change_record.values()):
+        yield "### What the checkpoints were made of (sha256; recipe.json)"
+        yield "\n".join(f"* {name.replace('_', ' ')}: {_word(fact)}" for name, fact in told.change_record.items())
     if told.guards:
         yield "### Guards, and the drift that they hide"
         yield _facts_table([{k: v for k, v in guard.items() if k != "facets"} for guard in told.guards])
