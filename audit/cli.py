@@ -33,6 +33,7 @@ from audit.commands.pretrain import pretrain
 from audit.commands.probe import probe
 from audit.commands.questionnaire import questionnaire
 from audit.commands.recipe import recipe
+from audit.commands.remedy import remedy
 from audit.commands.report import report
 from audit.commands.run import evaluate, join, run, train
 from audit.commands.scan import scan
@@ -53,7 +54,23 @@ app = typer.Typer(
 app.add_typer(listing, name="list")
 _VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
 _DECLARED = (scan, questionnaire)
-_RUNS = (run, join, train, evaluate, judge, guard, displace, explain, probe, show, export, verify, recipe, mismatch)
+_RUNS = (
+    run,
+    join,
+    train,
+    evaluate,
+    remedy,
+    judge,
+    guard,
+    displace,
+    explain,
+    probe,
+    show,
+    export,
+    verify,
+    recipe,
+    mismatch,
+)
 _MODELS = (generate, serve, tasks, pretrain)
 for command in (*_VERDICTS, *_RUNS, *_MODELS, *_DECLARED):
     app.command()(command)

@@ -15,6 +15,7 @@ from reports.analysis.curves import curves
 from reports.analysis.displacement import load_displacement
 from reports.analysis.examples import largest_losses
 from reports.analysis.guarded import guard_effects
+from reports.analysis.remedies import remedies_of
 from reports.calibration.design import RunDesign
 from reports.calibration.stamp import stamp
 from reports.drift.drift import drift_of
@@ -111,6 +112,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
         mechanism=mechanism(found.drift, data.panels, data.records),
         displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
         guards=_or_problem(lambda: guard_effects(data, found.drift, found.rules), (), problems),
+        remedies=_or_problem(lambda: remedies_of(data, found.drift, found.rules, found.verdict), None, problems),
         calibration=stamp(),
         second=_or_problem(lambda: second_judge(data.provenance), None, problems),
         problems=tuple(problems),
@@ -125,7 +127,8 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
 
     found = decided(data, asked)
     guards = guard_effects(data, found.drift, found.rules)
-    found = replace(found, curves=curves(data.telemetry, found.comparison.arms), guards=guards)
+    remedies = remedies_of(data, found.drift, found.rules, found.verdict)
+    found = replace(found, curves=curves(data.telemetry, found.comparison.arms), guards=guards, remedies=remedies)
     return Page(found, banner(found), (), tuple(remarks(found)))
 
 
@@ -134,16 +137,21 @@ def write_report(run: Path, asked: Asked | None = None) -> Findings:
 
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
     """
+    data = load_run(Path(run))
+    return write_decided(data, decided(data, asked))
+
+
+def write_decided(data: RunData, verdict: Findings) -> Findings:
+    """The same of a run that is decided already."""
     from reports.page.formats import card, write_pages  # they draw figures: a second that a verdict need not wait for
     from reports.page.story import page_of
 
-    data = load_run(Path(run))
-    found = with_details(data, decided(data, asked))
+    found = with_details(data, verdict)
     page = page_of(found)
-    if problems := list(_write_cards(Path(run), found, card.render(page))):
+    if problems := list(_write_cards(data.run, found, card.render(page))):
         found = replace(found, problems=(*found.problems, *problems))
         page = page_of(found)
-    write_pages(Path(run) / "report", page)
+    write_pages(data.run / "report", page)
     return found
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from reports.gate.rules import Asked
     from reports.page.findings import Findings
+    from reports.records.load import RunData
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
@@ -65,11 +66,11 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
     )
 
 
-def write_checked(run: Path, asked: Asked | None = None) -> None:
-    """Write the report, print the verdict tables and where the report lies."""
-    from reports.run import write_report
+def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, Findings] | None = None) -> None:
+    """Write the report, print the verdict tables and where the report lies; ``known``: a run decided already."""
+    from reports.run import write_decided, write_report
 
-    findings = write_report(run, asked)
+    findings = write_report(run, asked) if known is None else write_decided(*known)
     console = wide_console()
     print_verdict(console, findings)
     say(console, f"report: {run / 'report' / 'report.html'}")

@@ -115,6 +115,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
 
     from audit.commands.guard import guard_all
     from audit.commands.judge import judge_all
+    from audit.commands.remedy import served_again
     from audit.commands.report import write_checked
     from audit.guards.base import parse_guard
     from audit.judges.base import parse_judge
@@ -138,8 +139,9 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
             pipeline.check_done()
         pipeline.train()
         pipeline.evaluate()
+        known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
-    write_checked(run.path)
+    write_checked(run.path, known=known)
     judge_all(run.path, run.spec.judge, asked.plugins)
 
 
@@ -178,6 +180,7 @@ def _begun_with(folder: Path) -> int | None:
 
 def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
+    from audit.commands.remedy import served_again
     from audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
@@ -185,9 +188,18 @@ def _join(path: Path, options: Options) -> None:
             f"{str(path)!r} holds no run that {socket.gethostname()!r} sees; begin one with: kvaudit run SPEC, or put "
             "it where every machine sees it"
         )
-    pipeline, _ = _open(_asked(path / SPEC, path, options), options, options.threads, resume=True)
+    pipeline, run = reopened(path, options)
     pipeline.train()
     pipeline.evaluate()
+    if run.spec.remedies:
+        served_again(pipeline, run)
+
+
+def reopened(path: Path, options: Options) -> tuple[Pipeline, RunFolder]:
+    """The work on a run that exists, by the spec it began with; raises DataError where there is none."""
+    from audit.runs.folder import SPEC
+
+    return _open(_asked(path / SPEC, path, options), options, options.threads, resume=True)
 
 
 def _train(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:

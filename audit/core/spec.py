@@ -457,7 +457,14 @@ class RunSpec(Part):
     gate: GateSpec = GateSpec()
     guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
+    # what to serve instead of a gated policy that fails, in the order in which it is tested
+    remedies: tuple[Text, ...] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
+
+    @field_validator("remedies", mode="before")
+    @classmethod
+    def _spelled(cls, value: Any, info: ValidationInfo) -> Any:
+        return [info.context.remedy(one) for one in value] if isinstance(value, list) and info.context else value
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:
@@ -503,7 +510,8 @@ class RunSpec(Part):
         if self.train is not None:
             row["train"] = self.train.written()
         row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
-        for key in ("chat", "checkpoints", "probe", "guard", "judge"):  # specs from before they existed keep their hash
+        # specs from before they existed keep their hash
+        for key in ("chat", "checkpoints", "probe", "guard", "judge", "remedies"):
             if not row[key]:
                 del row[key]
         row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
@@ -540,6 +548,7 @@ class RunSpec(Part):
         _check_given(self.checkpoints, self.train)
         unique("guard", self.guard)
         unique("judge", self.judge)
+        unique("remedies", self.remedies)
         if names is not None:
             for text in self.guard:
                 names.check_guard(text)
@@ -563,6 +572,8 @@ class RunSpec(Part):
         for arm in unique("gate.arms", gate.arms):
             if arm in (reference, BASE_ARM) or arm not in arms:
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
+        if names is not None:
+            names.check_remedies(self.remedies, filled["primary"])
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 
@@ -589,6 +600,8 @@ class RunSpec(Part):
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
             if there:
                 raise SpecError(f"{section}: an endpoint has none that we could load; leave it out beside probe")
+        if self.remedies:
+            raise SpecError("remedies: nobody chooses the cache policy of an endpoint; leave them out beside probe")
         if "model" not in self.model_fields_set:
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 

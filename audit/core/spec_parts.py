@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,8 @@ class Names:
     ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind and
     ``placements`` where its items may put what matters; ``check_training`` knows the arms, the loss, the suites and
     whether the policy can be replayed; ``loss_defaults`` are values of the section that a loss would rather have;
-    ``check_guard`` and ``check_judge`` know a guard and a judge, and their options.
+    ``check_guard`` and ``check_judge`` know a guard and a judge, and their options; ``remedy`` gives the text of a
+    remedy, and ``check_remedies`` knows whether remedies have a hold on gated policies.
     """
 
     policy: Callable[[Any], str]
@@ -31,6 +32,8 @@ class Names:
     loss_defaults: Callable[[str], Mapping[str, Any]]
     check_guard: Callable[[str], None]
     check_judge: Callable[[str], None]
+    remedy: Callable[[Any], str]
+    check_remedies: Callable[[Sequence[str], Sequence[str]], None]
 
 
 class Part(BaseModel):

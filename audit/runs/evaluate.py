@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from audit.cache.shared import SharedPrefill
 from audit.core.errors import DataError, SpecError
@@ -102,9 +103,17 @@ class Evaluator:
         self.run_together([unit], run, progress)
 
     def run_together(
-        self, units: Sequence[Unit], run: RunFolder, progress: Progress, keeps: Callable[[Unit], bool] | None = None
+        self,
+        units: Sequence[Unit],
+        run: RunFolder,
+        progress: Progress,
+        keeps: Callable[[Unit], bool] | None = None,
+        *,
+        folder: Path | None = None,
     ) -> None:
         """Write what is missing of the records of units that differ in their policy alone, then seal them.
+
+        They lie in ``folder``, by default that of the run's own grid.
 
         They are played batch by batch, one after the other, so that a batch is prefilled once (``SharedPrefill``).
         ``keeps`` is asked before every batch of every unit; one that it refuses is left as it is. Raises DataError when
@@ -121,7 +130,7 @@ class Evaluator:
                 file.seal(self._inputs)
 
         with ExitStack() as stack:
-            files = {unit: stack.enter_context(self._opened(unit, run, wanted)) for unit in units}
+            files = {unit: stack.enter_context(self._opened(unit, folder or run.records, wanted)) for unit in units}
             for unit, file in files.items():
                 note(unit, file)
             for number, batch in enumerate(batches):
@@ -134,9 +143,9 @@ class Evaluator:
                         files[unit].append([self._record(unit, suite, one) for one in played])
                         note(unit, files[unit])
 
-    def _opened(self, unit: Unit, run: RunFolder, wanted: Sequence[Rows]) -> RecordFile:
+    def _opened(self, unit: Unit, folder: Path, wanted: Sequence[Rows]) -> RecordFile:
         identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
-        return RecordFile(UnitFiles.of(run.records, unit), wanted, identity)
+        return RecordFile(UnitFiles.of(folder, unit), wanted, identity)
 
     def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[Played]]:
         """Some items as a unit serves them among others, batch by batch, a row for every sample."""

@@ -13,6 +13,7 @@ from audit.core.spec_parts import Names
 from audit.guards.base import GUARDS, parse_guard
 from audit.judges.base import JUDGES, parse_judge
 from audit.policies import POLICIES, parse_policy
+from audit.policies.remedy import check_remedies, parse_remedy
 from audit.runs.launchers.base import LAUNCHERS
 from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
@@ -52,6 +53,10 @@ def _check_judge(text: str) -> None:
     parse_judge(text)
 
 
+def _remedy(written: Any) -> str:
+    return parse_remedy(written).text
+
+
 NAMES = Names(
     policy=_policy,
     kind=_kind,
@@ -60,6 +65,8 @@ NAMES = Names(
     loss_defaults=_loss_defaults,
     check_guard=_check_guard,
     check_judge=_check_judge,
+    remedy=_remedy,
+    check_remedies=check_remedies,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -190,12 +190,39 @@ class Pipeline:
         """Write and seal the records of every unit of the grid."""
         units = grid(self._spec)
         self._say(f"evaluate: {len(units)} units, {len(self._spec.arms)} checkpoints")
-        sealed = [unit for unit in units if self._is_sealed(unit)]
+        was_whole = self._serve("evaluate", units, self._run.records)
+        declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
+        if declared:
+            self._run.note(declared=declared)
+        reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
+        # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
+        before_this = self._run.provenance().get("finished") if was_whole else None
+        self._run.note(reference_sha256=reference, finished=before_this or utc_now())
+
+    def check_there(self, pairs: Iterable[Pair]) -> None:
+        """Raise DataError for a checkpoint that the run trained and that is not there any more."""
+        for pair in pairs:
+            if pair in self._made:
+                self._trained_sha256(pair)
+
+    def serve_again(self, units: Sequence[Unit], folder: Path) -> None:
+        """Write and seal the records of units beside the grid, in a folder of their own."""
+        self._say(f"remedies: {len(units)} units")
+        self._serve("remedies", units, folder)
+
+    def _serve(self, phase: str, units: Sequence[Unit], folder: Path) -> bool:
+        """Serve what is not sealed in ``folder``; whether all of it was."""
+        files = {unit: UnitFiles.of(folder, unit) for unit in units}
+
+        def is_sealed(unit: Unit) -> bool:
+            return files[unit].seal.exists()
+
+        sealed = [unit for unit in units if is_sealed(unit)]
         if len(sealed) < len(units):
             self._load_base()
         rows = dict.fromkeys(units, 0)  # done of each
         before = 0  # their sum
-        with Meter(self._console, "evaluate", sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
+        with Meter(self._console, phase, sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
 
             def count(unit: Unit, done: int) -> None:
                 nonlocal before
@@ -211,24 +238,18 @@ class Pipeline:
                 first = hand.units[0]
                 with _enough_memory(_unit_line(first), "evaluate.batch_tokens"):
                     evaluator = self._evaluator_of((first.arm, first.seed))
-                    evaluator.run_together(hand.units, self._run, progress, hand.keeps)
+                    evaluator.run_together(hand.units, self._run, progress, hand.keeps, folder=folder)
 
             work_through_groups(
                 [list(group) for _, group in groupby(units, lambda unit: unit.asked)],
-                done=self._is_sealed,
-                lock=self._eval_lock,
+                done=is_sealed,
+                lock=lambda unit: files[unit].lock,
                 work=work,
                 finished=lambda unit: count(unit, self._rows(unit)),
                 waiting=self._say,
                 takeover=self._takeover,
             )
-        declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
-        if declared:
-            self._run.note(declared=declared)
-        reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
-        # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
-        before_this = self._run.provenance().get("finished") if len(sealed) == len(units) else None
-        self._run.note(reference_sha256=reference, finished=before_this or utc_now())
+        return len(sealed) == len(units)
 
     def _train_one(self, pair: Pair, report: Any) -> None:
         section, out = self._spec.train, self._run.checkpoint(*pair)
@@ -382,9 +403,6 @@ class Pipeline:
     def _train_lock(self, pair: Pair) -> Path:
         path = self._run.checkpoint(*pair)
         return path.with_name(f"{path.name}.lock")  # beside the folder, which must stay the training's own
-
-    def _eval_lock(self, unit: Unit) -> Path:
-        return UnitFiles.of(self._run.records, unit).lock
 
     def _threads(self) -> int:
         """As many threads as cores stand idle, or what the run began with: rounding can depend on their number.

@@ -72,6 +72,7 @@ ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str], Weights]] = {
     "E5": interaction,
     AMPLIFICATION: amplification,
 }
+CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 
 
 def contrast(
@@ -79,8 +80,30 @@ def contrast(
 ) -> Contrast:
     """One estimand over paired seeds: seeds are averaged inside the item before anything else."""
     weights = [ESTIMANDS[estimand](arm, reference, pair, policy) for pair in pairs]
+    return _weighed(estimand, panel, weights, arm=arm, seeds=[pair[0] for pair in pairs], policy=policy, alpha=alpha)
+
+
+def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead_of: str, alpha: float) -> Contrast:
+    """What another way of serving does to an arm: under ``policy`` minus under ``instead_of``, seed by seed.
+
+    An intervention: weights, items and decoding seeds are the same on both sides.
+    """
+    weights = [_add((CellKey(arm, seed, policy), 1.0), (CellKey(arm, seed, instead_of), -1.0)) for seed in seeds]
+    return _weighed(CHANGE, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha)
+
+
+def _weighed(
+    estimand: str,
+    panel: Panel,
+    weights: list[Weights],
+    *,
+    arm: str,
+    seeds: Sequence[int],
+    policy: str,
+    alpha: float,
+) -> Contrast:
     cells = sorted({cell for w in weights for cell in w})
-    reasons = broken_contract(panel, cells) if pairs else (Reason("CELL", f"arm {arm} has no seed to pair"),)
+    reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
     blank = Contrast(
         estimand=estimand,
         arm=arm,
@@ -89,7 +112,7 @@ def contrast(
         context_tokens=panel.context_tokens,
         effect=None,
         recipe=None,
-        seeds=tuple(pair[0] for pair in pairs),
+        seeds=tuple(seeds),
         seed_estimates=(),
         worst=None,
         best=None,

@@ -124,7 +124,7 @@ class Contrast:
     ``by_seed`` every seed by itself where several are averaged (not of E5).
     """
 
-    estimand: str  # E1 | E2 | E4 | E5 | selectivity
+    estimand: str  # E1 | E2 | E4 | E5 | selectivity | change
     arm: str
     policy: str
     suite: str

@@ -118,13 +118,9 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
     uneven = uneven_cells([*cells, *beside])
-    unclustered = None if rules.items_are_independent else drift.unclustered
 
     def open_where_unknown(d: Decision, cell: GatedCell) -> Decision:
-        opened = without_pass(without_pass(held(d, cell, uneven), unclustered), _broken_form(cell, drift))
-        for reason in withheld(cell, cells, drift.comparison, rules):
-            opened = without_pass(opened, reason)
-        return opened
+        return _held_back(d, cell, cells, uneven, drift, rules)
 
     found, adjustment = _decisions(cells, rules.alpha)
     # before what holds back a PASS, which leaves this FAIL alone; waivers come last, over whatever then stands
@@ -149,6 +145,34 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         adjustment=adjustment,
         judged=_judged_alone(found, start, waivers) if any(c.people for c in drift.contrasts) else None,
     )
+
+
+def decide_beside(cells: Sequence[GatedCell], drift: Drift, rules: Rules) -> list[Decision]:
+    """Cells that stand in no verdict, decided as one family just as they would be there; no waiver lets them through.
+
+    ``drift`` holds their contrasts, those of the form of answers among them.
+    """
+    found, _ = _decisions(cells, rules.alpha)
+    if rules.worst_seed:
+        found = held_by_seeds(found, cells, rules.alpha)
+    uneven = uneven_cells(cells)
+    return [_held_back(d, cell, cells, uneven, drift, rules) for d, cell in zip(found, cells, strict=True)]
+
+
+def _held_back(
+    d: Decision,
+    cell: GatedCell,
+    cells: Sequence[GatedCell],
+    uneven: Sequence[Uneven],
+    drift: Drift,
+    rules: Rules,
+) -> Decision:
+    """The decision; open where it would pass and labels, clusters, form or the profile cannot carry that."""
+    unclustered = None if rules.items_are_independent else drift.unclustered
+    opened = without_pass(without_pass(held(d, cell, uneven), unclustered), _broken_form(cell, drift))
+    for reason in withheld(cell, cells, drift.comparison, rules):
+        opened = without_pass(opened, reason)
+    return opened
 
 
 def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:

@@ -11,6 +11,7 @@ from reports.analysis.displacement import Displacement
 from reports.analysis.examples import Example
 from reports.analysis.guarded import GuardEffect
 from reports.analysis.mechanism import Mechanism
+from reports.analysis.remedies import Remedies
 from reports.analysis.results import Analysis
 from reports.calibration.stamp import Stamp
 from reports.drift.comparison import Comparison
@@ -36,6 +37,7 @@ class Findings:
     examples: tuple[Example, ...] = ()
     displacement: tuple[Displacement, ...] = ()
     guards: tuple[GuardEffect, ...] = ()  # what stood before the model, and what it hides
+    remedies: Remedies | None = None  # what else a failing arm could be served under
     calibration: Stamp | None = None  # how often the gate is wrong
     second: SecondJudge | None = None  # of a run that was judged again
     problems: tuple[str, ...] = ()  # in the files

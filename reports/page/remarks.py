@@ -13,6 +13,7 @@ from reports.gate.release import is_apart, suite_of
 from reports.gate.rules import AFTER_RUN, WARN, Rules
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings
+from reports.page.remedy_tables import remedy_lines
 from reports.page.words import percent
 
 _NAMED = 3  # cells that a line spells out
@@ -29,6 +30,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
         yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
+    yield from remedy_lines(findings)
     yield from _judges(findings)
     yield from _waivers(findings)
     yield from _labels(findings)

@@ -16,6 +16,7 @@ from reports.page.limits import cautions, limits
 from reports.page.mechanism_tables import mechanism_section
 from reports.page.page import Banner, Page, Section
 from reports.page.remarks import late, remarks
+from reports.page.remedy_tables import remedies_section
 
 
 def page_of(findings: Findings) -> Page:
@@ -73,6 +74,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
         ),
         _gate_section(findings),
         _beside_section(findings),
+        *([remedies] if (remedies := remedies_section(findings)) else []),
         _compared_section(findings),
     ]
 

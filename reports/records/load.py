@@ -29,6 +29,7 @@ from audit.core.yaml_file import one_line, read_text
 from reports.records.evidence import Evidence, evidence_of
 from reports.records.guards import Guarded, guarded
 from reports.records.panel import Panel, panels
+from reports.records.remedies import Served, read_served
 from reports.records.rows import Columns, Problem, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
@@ -62,6 +63,11 @@ class RunData:
     def guards(self) -> tuple[Guarded, ...]:
         """The records behind each guard that was set before the run; raises DataError for files that do not fit."""
         return guarded(self.run, self.records)
+
+    @cached_property
+    def remedies(self) -> Served:
+        """What was served beside the grid, where a policy failed; raises DataError for files that do not fit."""
+        return read_served(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
         """The whole records that stand at (file, line), read again from disk, file by file."""

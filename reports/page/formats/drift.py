@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from reports.analysis.guarded import GuardEffect
+from reports.analysis.remedies import Remedies
 from reports.drift.results import Contrast
 from reports.page.page import Page
 from reports.page.plain import dumped
@@ -22,6 +23,7 @@ def render(page: Page) -> str:
     beside = ("rules", "analysis", "mechanism", "calibration", "verdict")
     body |= {name: _plain(getattr(found, name)) for name in beside}
     body["guards"] = [_guard(guard) for guard in found.guards]
+    body["remedies"] = _remedies(found.remedies)
     for name in ("waivers", "curves", "examples", "displacement"):
         body[name] = [asdict(entry) for entry in getattr(found, name)]
     body |= {"problems": found.problems, "provenance": found.provenance}
@@ -42,6 +44,20 @@ def _guard(guard: GuardEffect) -> dict[str, Any]:
         for row in guard.facets
     ]
     return {**asdict(replace(guard, facets=())), "facets": rows}
+
+
+def _remedies(found: Remedies | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    rows = []
+    for one in found.mended:
+        tried = [
+            {**asdict(replace(r, won=())), "won": [_contrast(c) for c in r.won], "status": r.status, "mends": r.mends}
+            for r in one.remedies
+        ]
+        rows.append({**asdict(replace(one, remedies=())), "remedies": tried})
+    failing = [{"arm": one.arm, "policy": one.policy} for one in found.failing]
+    return {"declared": found.declared, "failing": failing, "mended": rows}
 
 
 def _plain(value: Any) -> Any:

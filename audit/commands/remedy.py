@@ -1,0 +1,95 @@
+"""``kvaudit remedy``: serve what fails under a gated policy again under others; which is the cheapest that passes?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from audit.commands.command_line import Plugins, Run, Takeover, Threads, print_table, say, user_errors, wide_console
+from audit.core.errors import RunError, SpecError
+
+if TYPE_CHECKING:
+    from audit.commands.run import Options
+    from audit.runs.folder import RunFolder
+    from audit.runs.pipeline import Pipeline
+    from reports.page.findings import Findings
+    from reports.records.load import RunData
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="What to serve instead: fields of the policy that fails, such as pin=system,budget=128, or a whole "
+        "policy, such as int8; again for more. Tested in this order, behind those of the spec.",
+        show_default=False,
+    ),
+]
+
+
+def remedy(
+    run: Run,
+    *,
+    policy: Policies = None,
+    threads: Threads = None,
+    plugin: Plugins = None,
+    takeover: Takeover = False,
+) -> None:
+    """Serve what fails under a gated policy again under others: the cheapest that passes, and what it costs."""
+    words = "".join(f" --policy {text}" for text in policy or ())
+    with user_errors(f"kvaudit remedy {run}{words}"):
+        from audit.commands.run import Options
+
+        _remedy(run, policy or (), Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
+
+
+def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
+    from audit.commands.run import reopened
+    from reports.gate.verdict import Status
+    from reports.run import write_decided
+
+    pipeline, run = reopened(path, options)
+    if not (texts or run.spec.remedies or _tried(path)):
+        raise SpecError("the run's spec names no remedies; give --policy pin=system, --policy budget=N or a policy")
+    data, found = served_again(pipeline, run, texts)
+    if found.verdict.status is Status.INVALID:
+        why = "; ".join(reason.text for reason in found.verdict.reasons) or "see kvaudit gate"
+        raise RunError(f"the verdict is INVALID, so nothing says what fails ({why}); mend that, then try remedies")
+    print_remedies(write_decided(data, found))
+    say(wide_console(), f"report: {path / 'report' / 'report.html'}")
+
+
+def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
+    """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
+    from audit.runs.remedy import Asked, serve_remedies
+    from reports.analysis.remedies import failing
+    from reports.gate.verdict import Status
+    from reports.records.load import load_run
+    from reports.run import decided
+
+    data = load_run(run.path)
+    found = decided(data)
+    if found.verdict.status is not Status.INVALID:
+        wanted = [one for one in failing(found.drift, found.rules, found.verdict) if not one.uncompressed]
+        asked = Asked([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
+        serve_remedies(pipeline, run, asked, texts)
+    return data, found
+
+
+def print_remedies(findings: Findings) -> None:
+    """The tables of what was tried, and the lines of the banner."""
+    from reports.page.remedy_tables import remedies_section, remedy_lines
+
+    console, section = wide_console(), remedies_section(findings)
+    for table in section.tables if section else ():
+        print_table(console, table)
+    for line in remedy_lines(findings):
+        say(console, line)
+
+
+def _tried(path: Path) -> bool:
+    from reports.records.remedies import read_tried
+
+    return bool(read_tried(path))

@@ -1,0 +1,72 @@
+"""The second round of serving: what fails under a gated policy, served again under every remedy.
+
+The items, their order in batches and the decoding seeds are those of the grid, so each answer has its pair there. Which
+arms fail is told from outside: it follows from the run's verdict, and nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from audit.core.files import mutex, write_json
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.spec import RunSpec
+from audit.policies import parse_policy
+from audit.policies.remedy import check_remedies, parse_remedy, remedied
+from audit.runs.folder import RunFolder, make_folder
+from audit.runs.pipeline import Pipeline
+from audit.runs.units import Unit
+from reports.records.remedies import AFTER_RUN, FILE, FOLDER, FORMAT, VERSION, WITH_RUN, Tried, read_tried
+
+
+class Asked(NamedTuple):
+    """What the verdict asks for: which arm fails under which policy, what is gated, at which lengths."""
+
+    failing: Sequence[tuple[str, str]]  # arm, canonical policy
+    gated: Sequence[str]
+    contexts: Sequence[int]
+
+
+def serve_remedies(pipeline: Pipeline, run: RunFolder, asked: Asked, added: Sequence[str] = ()) -> None:
+    """Serve every failing arm under what each remedy makes of the policy it fails under, at the gated lengths.
+
+    ``added`` are tested behind those that were tried before. Raises SpecError for one that has no hold on any gated
+    policy, DataError for a checkpoint that is not there any more; nothing is written then.
+    """
+    units = list(_units(run.spec, asked, _family(run, asked.gated, added)))
+    pipeline.check_there({(unit.arm, unit.seed) for unit in units})
+    folder = run.path / FOLDER
+    make_folder(folder)
+    with mutex(folder / ".tried.lock"):  # another process may have added to the family meanwhile
+        tried = [one._asdict() for one in _family(run, asked.gated, added)]
+        write_json(folder / FILE, {"format": FORMAT, "version": VERSION, "tried": tried})
+    pipeline.serve_again(units, folder)
+
+
+def _family(run: RunFolder, gated: Sequence[str], added: Sequence[str]) -> list[Tried]:
+    """The spec's remedies, then those that were added, in the order in which they were."""
+    declared = run.spec.remedies
+    new = [parse_remedy(text).text for text in added]
+    texts = dict.fromkeys([*declared, *(one.remedy for one in read_tried(run.path)), *new])
+    check_remedies(list(texts), gated)
+    return [Tried(text, WITH_RUN if text in declared else AFTER_RUN, _instead(gated, text)) for text in texts]
+
+
+def _instead(gated: Sequence[str], text: str) -> dict[str, str]:
+    """What a remedy makes of each gated policy that it has a hold on."""
+    remedy, policies = parse_remedy(text), [parse_policy(policy) for policy in gated if policy != DENSE_POLICY]
+    served = {policy.canonical: remedied(remedy, policy) for policy in policies}
+    return {policy: found.canonical for policy, found in served.items() if found is not None}
+
+
+def _units(spec: RunSpec, asked: Asked, family: Sequence[Tried]) -> Iterator[Unit]:
+    """What the grid has not served already; the units of one checkpoint stand together."""
+    for arm, seed in spec.arms:
+        failing = [policy for failed, policy in asked.failing if failed == arm]
+        found = dict.fromkeys(one.instead[policy] for policy in failing for one in family if policy in one.instead)
+        new = [parse_policy(text) for text in found if text not in spec.evaluate.policies]
+        for suite in spec.evaluate.suites:
+            for context in spec.evaluate.contexts_of(suite):
+                if context in asked.contexts:
+                    yield from (Unit(arm, seed, policy, suite, context) for policy in new)

@@ -1,0 +1,256 @@
+"""Where an arm fails under a gated policy: what it could be served under instead, and what is left of the drift.
+
+A cell fails as deployed: the compressed arm against the uncompressed reference, which is E2 for a candidate and E4 for
+the reference itself, since whoever serves a checkpoint meets that, however the reference is served. No serving mends
+what is lost uncompressed; an arm that does not pass there is named, and nothing is tried on it.
+
+A remedy of such an arm and policy passes every gated cell under the gate's own rule, and is shown to win something back
+in every cell that failed: the same checkpoints, items and decoding seeds, minus the answers under the policy that
+failed. All of that holds at the gate's level (intersection-union). Of several the cheapest is wanted, so they are
+tested in the order in which they were declared, each at the full level, until the first that is none
+(``rule.fixed_sequence``): what is no remedy is then called one in at most alpha of the runs, however many are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pandas as pd
+
+from audit.core.policy_names import DENSE_POLICY, short_names
+from reports.drift.comparison import Comparison
+from reports.drift.contrast import change, contrast
+from reports.drift.drift import seed_pairs
+from reports.drift.results import Contrast, Drift
+from reports.gate.decide import decide_beside
+from reports.gate.family import GatedCell, Row
+from reports.gate.rules import Rules
+from reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
+from reports.records.load import RunData
+from reports.records.panel import Panel, panels
+from reports.records.remedies import Served, Tried
+from reports.stats.rule import fixed_sequence
+
+_KEPT = ["arm", "policy"]
+Tables = Mapping[tuple[str, int], Panel]
+
+
+class Cost(NamedTuple):
+    """What an answer took, in the mean over the gated suites: peak bytes of its row, their share of dense, seconds."""
+
+    kv_bytes: float
+    kv_ratio: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failing:
+    """An arm that fails as deployed under a gated policy.
+
+    ``cells`` are those that FAIL, the others of that arm and policy are in ``decided`` too. ``uncompressed`` are the
+    gated cells that the arm does not pass served dense: where there are any no serving can be a remedy.
+    """
+
+    arm: str
+    policy: str
+    decided: tuple[Decision, ...]
+    uncompressed: tuple[Decision, ...]
+
+    @property
+    def cells(self) -> tuple[Decision, ...]:
+        """What failed."""
+        return tuple(d for d in self.decided if d.status is Status.FAIL)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way of serving in place of a policy that fails.
+
+    ``cells`` are all gated ones, decided as deployed; ``won`` is what came back in those that had failed. ``helps``:
+    all of it is shown to be above 0. ``held``: it is a remedy, and so is every one that is tested before it.
+    """
+
+    remedy: str
+    policy: str
+    label: str
+    declared: str
+    cells: tuple[Decision, ...]
+    won: tuple[Contrast, ...]
+    cost: Cost | None
+    held: bool = False
+
+    @property
+    def status(self) -> Status:
+        """The verdict of all its cells."""
+        return worst(d.status for d in self.cells) if self.cells else Status.INVALID
+
+    @property
+    def helps(self) -> bool:
+        """Whether every cell that failed is shown to have won something back."""
+        return bool(self.won) and all(c.effect is not None and c.effect.lower > 0 for c in self.won)
+
+    @property
+    def mends(self) -> bool:
+        """Whether it is a remedy by itself, whatever else was tried."""
+        return self.status in PASSED and self.helps
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What was tried for one arm under one policy; ``chosen`` is the place of the cheapest that is held."""
+
+    failing: Failing
+    label: str
+    cost: Cost | None
+    dense: Cost | None
+    remedies: tuple[Remedy, ...]
+    chosen: int | None
+
+
+def failing(drift: Drift, rules: Rules, verdict: Verdict) -> tuple[Failing, ...]:
+    """Every arm under every gated policy of which some cell FAILs as deployed; none where nothing is decided."""
+    if verdict.status is Status.INVALID:
+        return ()
+    decided = {_place(d): d for d in verdict.decisions}
+    missing = [c for c in drift.contrasts if _is_deployed(c, drift.comparison, rules) and _place(c) not in decided]
+    decided |= {_place(d): d for d in decide_beside([_cell(c, rules) for c in missing], drift, rules)}
+    cells = [decided[_place(c)] for c in drift.contrasts if _is_deployed(c, drift.comparison, rules)]
+    found = []
+    for arm, policy in dict.fromkeys((d.arm, d.policy) for d in cells if d.policy != DENSE_POLICY):
+        own = tuple(d for d in cells if (d.arm, d.policy) == (arm, policy))
+        dense = tuple(d for d in cells if (d.arm, d.policy) == (arm, DENSE_POLICY) and d.status not in PASSED)
+        if any(d.status is Status.FAIL for d in own):
+            found.append(Failing(arm, policy, own, dense))
+    return tuple(found)
+
+
+def estimand_of(sides: Comparison, arm: str, policy: str) -> str:
+    """What holds an arm under a policy against the uncompressed reference."""
+    if arm == sides.reference:
+        return "E4"
+    return "E1" if policy == DENSE_POLICY else "E2"
+
+
+def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a contrast is what users of a gated policy meet, or of the arm behind it, uncompressed."""
+    return (
+        c.estimand == estimand_of(sides, c.arm, c.policy)
+        and c.policy in (*rules.primary, DENSE_POLICY)
+        and c.suite in rules.margins
+        and c.context_tokens in rules.contexts
+        and c.arm in (sides.reference, *(rules.arms or sides.candidates))
+    )
+
+
+def _place(c: Contrast | Decision) -> tuple[str, str, str, str, int]:
+    estimand = "E1" if c.policy == DENSE_POLICY else c.estimand  # uncompressed, E1 and E2 are the same difference
+    return estimand, c.arm, c.policy, c.suite, c.context_tokens
+
+
+def _cell(c: Contrast, rules: Rules) -> GatedCell:
+    return GatedCell(c.estimand, (Row(c, 1),), rules.margin(c.estimand, c.suite), gated=False)
+
+
+def mended(
+    records: pd.DataFrame, served: Served, drift: Drift, rules: Rules, found: Sequence[Failing]
+) -> tuple[Mended, ...]:
+    """The remedies of every failing arm and policy; of one that fails uncompressed none."""
+    if not served.tried:
+        return ()
+    everything = pd.concat([records, served.records], ignore_index=True)
+    return tuple(_mended(everything, served.tried, drift, rules, one) for one in found)
+
+
+def _mended(records: pd.DataFrame, tried: Sequence[Tried], drift: Drift, rules: Rules, failed: Failing) -> Mended:
+    instead = {one: one.instead[failed.policy] for one in tried if failed.policy in one.instead}
+    if failed.uncompressed:
+        instead = {}
+    sides = drift.comparison
+    policies = list(dict.fromkeys([DENSE_POLICY, failed.policy, *instead.values()]))
+    labels = short_names(policies)
+    own = records[records["arm"].isin([failed.arm, sides.reference]) & records["policy"].isin(policies)]
+    tables = panels(own)
+    remedies = [
+        Remedy(
+            remedy=one.remedy,
+            policy=policy,
+            label=labels[policy] if one.remedy == policy else f"{labels[failed.policy]} with {one.remedy}",
+            declared=one.declared,
+            cells=tuple(_decided(tables, drift, rules, failed.arm, policy)),
+            won=tuple(_won(tables, sides, rules, failed, policy)),
+            cost=_cost(own, failed.arm, policy, rules),
+        )
+        for one, policy in instead.items()
+    ]
+    last = fixed_sequence([remedy.mends for remedy in remedies])
+    remedies = [replace(remedy, held=last is not None and i <= last) for i, remedy in enumerate(remedies)]
+    return Mended(
+        failing=failed,
+        label=labels[failed.policy],
+        cost=_cost(own, failed.arm, failed.policy, rules),
+        dense=_cost(own, failed.arm, DENSE_POLICY, rules),
+        remedies=tuple(remedies),
+        chosen=_cheapest(remedies),
+    )
+
+
+def _cheapest(remedies: Sequence[Remedy]) -> int | None:
+    held = [(one.cost.kv_bytes, one.cost.seconds, i) for i, one in enumerate(remedies) if one.held and one.cost]
+    return min(held)[2] if held else None
+
+
+def _decided(tables: Tables, drift: Drift, rules: Rules, arm: str, policy: str) -> Iterator[Decision]:
+    """Every gated cell of an arm under one more policy, by the rule of the gate."""
+    sides = drift.comparison
+    found = [
+        contrast(
+            estimand_of(sides, arm, policy),
+            panel,
+            arm=arm,
+            reference=sides.reference,
+            pairs=seed_pairs(sides, panel, arm),
+            policy=policy,
+            alpha=rules.alpha,
+        )
+        for (_, context), panel in tables.items()
+        if context in rules.contexts
+    ]
+    cells = [_cell(c, rules) for c in found if c.suite in rules.margins]
+    yield from decide_beside(cells, replace(drift, contrasts=tuple(found)), rules)
+
+
+def _won(tables: Tables, sides: Comparison, rules: Rules, failed: Failing, policy: str) -> Iterator[Contrast]:
+    for d in failed.cells:
+        panel = tables[d.suite, d.context_tokens]
+        seeds = [pair[0] for pair in seed_pairs(sides, panel, failed.arm)]
+        yield change(panel, arm=failed.arm, seeds=seeds, policy=policy, instead_of=failed.policy, alpha=rules.alpha)
+
+
+def _cost(records: pd.DataFrame, arm: str, policy: str, rules: Rules) -> Cost | None:
+    """Means over suites and lengths of their means, so that no suite counts more for its number of items."""
+    own = records[
+        (records["arm"] == arm) & (records["policy"] == policy) & records["context_tokens"].isin(rules.contexts)
+    ]
+    if own.empty:
+        return None
+    parts = own.groupby(["suite", "context_tokens"], observed=True)
+    peak, dense, seconds = parts[["kv_bytes_peak", "kv_bytes_dense", "seconds"]].mean().mean().tolist()
+    return Cost(peak, peak / dense if dense > 0 else 1.0, seconds)
+
+
+class Remedies(NamedTuple):
+    """The remedies of a run: ``declared`` in its spec, what fails, and what was tried for it."""
+
+    declared: tuple[str, ...]
+    failing: tuple[Failing, ...]
+    mended: tuple[Mended, ...]
+
+
+def remedies_of(data: RunData, drift: Drift, rules: Rules, verdict: Verdict) -> Remedies | None:
+    """What was tried on a decided run, None where nothing was and nothing was to be; DataError for unfit files."""
+    if not data.spec.remedies and not data.remedies.tried:
+        return None
+    found = failing(drift, rules, verdict)
+    return Remedies(data.spec.remedies, found, mended(data.records, data.remedies, drift, rules, found))

@@ -1,0 +1,194 @@
+"""What a failing arm could be served under instead: the line of the banner, and a table for every arm and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.text import inline
+from reports.analysis.remedies import Cost, Mended, Remedies, Remedy
+from reports.gate.verdict import PASSED, Decision, Status
+from reports.page.findings import Findings
+from reports.page.page import Section
+from reports.page.tables import Table, table_of
+from reports.page.words import drift, percent, points, size, spelled
+from reports.records.remedies import AFTER_RUN
+
+_NAMED = 3  # lines of the banner, and arms or cells that a line spells out
+
+
+def remedy_lines(findings: Findings) -> Iterator[str]:
+    """The cheapest policy that passes where one fails, a line for each, for whoever reads the verdict alone."""
+    found = findings.remedies
+    if found is None:
+        return
+    if findings.verdict.status is Status.INVALID:
+        yield "REMEDIES: none was tried, since an INVALID verdict does not say what fails."
+        return
+    if not found.failing:
+        yield "REMEDIES: nothing fails as deployed under a gated policy, so none was tried."
+    elif not found.mended:
+        yield "REMEDIES: declared, and not served yet: kvaudit remedy RUN."
+    yield from (f"REMEDIES: {_told(findings, one)}" for one in _shown(found)[:_NAMED])
+    if len(_shown(found)) > _NAMED:
+        yield f"REMEDIES: {len(_shown(found)) - _NAMED} more arms and policies stand in the report."
+    yield from _lost_in_training(findings, found)
+
+
+def _shown(found: Remedies) -> list[Mended]:
+    """What a serving policy could mend."""
+    return [one for one in found.mended if not one.failing.uncompressed]
+
+
+def _told(findings: Findings, one: Mended) -> str:
+    """Where it fails, and what to serve instead."""
+    failed = min(one.failing.cells, key=lambda d: d.effect.estimate if d.effect else 0.0)
+    at = (
+        f"{spelled(findings, failed.suite)} {drift(failed.effect)}"
+        if failed.effect
+        else spelled(findings, failed.suite)
+    )
+    where = f"{one.failing.arm} under {one.label} fails as deployed ({at} at worst)"
+    if not one.remedies:
+        return f"{where}; no remedy that was tried has a hold on that policy."
+    held, tried = sum(remedy.held for remedy in one.remedies), len(one.remedies)
+    if one.chosen is None:
+        alone = [remedy.label for remedy in one.remedies if remedy.mends]
+        passes = f", though {', '.join(alone)} would alone" if alone else ""
+        return f"{where}; none of {tried} tried in order passes{passes}."
+    best = one.remedies[one.chosen]
+    late = ", tried after the run" if best.declared == AFTER_RUN else ""
+    cost = f", {size(best.cost.kv_bytes)} of KV cache ({_against(best.cost, one.cost)})" if best.cost else ""
+    return (
+        f"{where}; the cheapest policy that passes is {best.label}{cost}{late}. {held} of {tried} tried in order hold."
+    )
+
+
+def _against(cost: Cost, before: Cost | None) -> str:
+    of_dense = f"{percent(cost.kv_ratio)} of dense"
+    return of_dense if before is None else f"{of_dense}, {points(cost.kv_bytes / before.kv_bytes - 1)} % by it"
+
+
+def _lost_in_training(findings: Findings, found: Remedies) -> Iterator[str]:
+    """The arms that do not pass uncompressed: nothing is tried where nothing can pass."""
+    lost = {one.failing.arm: one.failing.uncompressed for one in found.mended if one.failing.uncompressed}
+    arms = [f"{arm} ({_cell_words(findings, _lowest(cells))})" for arm, cells in lost.items()]
+    more = f" and {len(arms) - _NAMED} more" if len(arms) > _NAMED else ""
+    if arms:
+        yield (
+            f"REMEDIES: none is tried on {', '.join(arms[:_NAMED])}{more}: served uncompressed these do not pass "
+            "either, and no way of serving mends what training did."
+        )
+
+
+def remedies_section(findings: Findings) -> Section | None:
+    """The remedies of a run; None where none were declared or tried."""
+    found = findings.remedies
+    if found is None:
+        return None
+    tried = [one for one in _shown(found) if one.remedies]
+    return Section(
+        "remedies",
+        "Remedies",
+        "An arm that fails as deployed, served again under another policy: the same items and decoding seeds, the same "
+        "gate. What is left of the drift, and what it costs.",
+        tables=tuple(table for one in tried for table in (remedy_table(findings, one), cells_table(findings, one))),
+        notes=_NOTES if tried else tuple(remedy_lines(findings)),
+        finding=next(remedy_lines(findings)).removeprefix("REMEDIES: "),
+    )
+
+
+_NOTES = (
+    "As deployed: the compressed arm against the uncompressed reference. A remedy passes every gated cell and is shown "
+    "to win something back in each that failed, all at the gate's level. Weights, items and seeds are the same, so the "
+    "change is the cause of what is won.",
+    "Remedies are tested in the order in which they were declared, until the first that is none; what stands behind it "
+    "is not held, however it looks. So the cheapest of many is no lucky one: what is no remedy is called one in alpha "
+    "of such tables at most. The judge's labels decide, also where people labelled the run.",
+    "KV bytes: peak of an answer's row, mean over suites. Seconds: an answer's share of its batch, as recorded; what "
+    "was served at another time or on a busier machine is not to be compared.",
+)
+
+
+def remedy_table(findings: Findings, one: Mended) -> Table:
+    """A line for each way of serving: the policy that fails, its remedies as tested, and no compression."""
+    failed = f"{one.failing.arm} @ {one.label}"
+    worst = _cell_words(findings, _lowest(one.failing.decided))
+    rows = [[failed, "FAIL", worst, "", *_costs(one.cost), "fails"]]
+    rows += [
+        [
+            f"{remedy.label}{' (after the run)' * (remedy.declared == AFTER_RUN)}",
+            remedy.status.value,
+            _cell_words(findings, _lowest(remedy.cells)),
+            _won(findings, remedy),
+            *_costs(remedy.cost),
+            _called(one, remedy),
+        ]
+        for remedy in one.remedies
+    ]
+    rows.append([DENSE_POLICY, "", "", "", *_costs(one.dense), "uncompressed"])
+    headers = ["served under", "verdict", "drift left, least room", "won back, least", "KV bytes", "of dense"]
+    return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
+
+
+def cells_table(findings: Findings, one: Mended) -> Table:
+    """The drift left in every gated cell, with 95 % intervals."""
+    ways = [(one.label, one.failing.decided), *((remedy.label, remedy.cells) for remedy in one.remedies)]
+    several = len(findings.rules.contexts) > 1
+    names = list(dict.fromkeys((d.suite, d.context_tokens) for d in one.failing.decided))
+    rows = []
+    for label, cells in ways:
+        known = {(d.suite, d.context_tokens): d for d in cells}
+        rows.append([label, *(_drift_left(known.get(name)) for name in names)])
+    headers = [spelled(findings, suite) + (f", {context}" if several else "") for suite, context in names]
+    return table_of(["served under", *headers], rows, words=1 + len(headers))
+
+
+def _lowest(cells: Sequence[Decision]) -> Decision | None:
+    """The cell with the least room to its margin, an open or failed one first."""
+    return min(
+        cells,
+        key=lambda d: (d.status in PASSED, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)),
+        default=None,
+    )
+
+
+def _cell_words(findings: Findings, d: Decision | None) -> str:
+    return "-" if d is None else f"{spelled(findings, d.suite)} {_drift_left(d)}"
+
+
+def _drift_left(d: Decision | None) -> str:
+    if d is None:
+        return "-"
+    if d.effect is None:
+        return f"no number ({d.reasons[0].text if d.reasons else 'not served'})"
+    code = f" ({d.reasons[0].code})" if d.reasons and d.status not in PASSED else ""
+    return f"{drift(d.effect)} {d.status.value}{code}"
+
+
+def _won(findings: Findings, remedy: Remedy) -> str:
+    """What came back in the failed cell that is least shown to have won anything."""
+    known = [c for c in remedy.won if c.effect is not None]
+    if len(known) < len(remedy.won) or not known:
+        return "no number"
+    least = min(known, key=lambda c: c.effect.lower if c.effect else 0.0)
+    return f"{spelled(findings, least.suite)} {drift(least.effect)}" if least.effect else "-"
+
+
+def _costs(cost: Cost | None) -> list[str]:
+    if cost is None:
+        return ["not served", "-", "-"]
+    return [size(cost.kv_bytes), percent(cost.kv_ratio), f"{cost.seconds:.3f}"]
+
+
+def _called(one: Mended, remedy: Remedy) -> str:
+    """Whether it is a remedy, and why not."""
+    if remedy.held:
+        return "yes, the cheapest" if one.chosen is not None and remedy is one.remedies[one.chosen] else "yes"
+    if remedy.cost is None:
+        return "not served yet"
+    if remedy.status not in PASSED:
+        return "no: does not pass"
+    if not remedy.helps:
+        return f"no: not shown to be better than {one.label}"
+    return inline(f"not held: tested behind {next(r.label for r in one.remedies if not r.mends)}")

@@ -1,0 +1,89 @@
+"""What a run was served under besides, where a gated policy failed: the remedies in the order they are tested in.
+
+RUN/remedies/tried.json     {"format": "kvaudit.remedies", "version": 1, "tried": [{"remedy": text, "declared": when,
+                             "instead": {policy that may fail: policy that is served in its place}}]}
+RUN/remedies/<unit>.jsonl   records and seals as those of the run's own grid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from audit.core.errors import DataError
+from audit.core.files import read_json
+from audit.core.intact import check_sealed, seal_of
+from audit.core.text import is_text
+from reports.records.rows import Columns, Problem, read_unit
+
+FOLDER, FILE, FORMAT, VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
+WITH_RUN, AFTER_RUN = "with the run", "after the run"
+_MEND = "delete the folder and serve the remedies again: kvaudit remedy RUN"
+_SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
+
+
+class Tried(NamedTuple):
+    """One remedy, and what it makes of every gated policy that it has a hold on: canonical texts."""
+
+    remedy: str
+    declared: str
+    instead: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was tried in order, and the records of finished units; ``unfinished`` are units without a seal."""
+
+    tried: tuple[Tried, ...]
+    records: pd.DataFrame
+    problems: tuple[Problem, ...]
+    unfinished: tuple[str, ...]
+
+
+def read_tried(run: Path) -> tuple[Tried, ...]:
+    """The family of remedies of a run; raises DataError for a file that no run writes."""
+    path = run / FOLDER / FILE
+    if not path.is_file():
+        return ()
+    body = read_json(path)
+    rows = body.get("tried")
+    if body.get("format") != FORMAT or body.get("version") != VERSION or not isinstance(rows, list):
+        raise DataError(f"{str(path)!r} is not of format {FORMAT} version {VERSION}; {_MEND}")
+    if not all(map(_fits, rows)):
+        raise DataError(f"{str(path)!r} holds an entry that no run writes; {_MEND}")
+    return tuple(Tried(row["remedy"], row["declared"], row["instead"]) for row in rows)
+
+
+def read_served(run: Path, records: pd.DataFrame) -> Served:
+    """What was served beside the grid; raises DataError where it changed, or is not of the run's own checkpoints."""
+    columns, problems, unfinished = Columns(), list[Problem](), list[str]()
+    tried = read_tried(run)
+    for unit in sorted((run / FOLDER).glob("*.jsonl")):
+        if seal_of(unit).is_file():
+            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
+        else:
+            unfinished.append(unit.name)
+    found = columns.frame() if columns.rows else records.iloc[:0]
+    _check_same(pd.concat([records, found], ignore_index=True), run / FOLDER)
+    return Served(tried, found, tuple(problems), tuple(unfinished))
+
+
+def _check_same(records: pd.DataFrame, folder: Path) -> None:
+    """Pairs are of one checkpoint, of one version of a suite and of one policy."""
+    for column, by in _SAME.items():
+        names = [records[name].astype(str) for name in by]
+        several = records[column].astype(str).groupby(names).nunique()
+        if (several > 1).any():
+            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_MEND}")
+
+
+def _fits(row: Any) -> bool:
+    if not isinstance(row, dict) or set(row) != {"remedy", "declared", "instead"}:
+        return False
+    instead = row["instead"]
+    texts = [row["remedy"], *instead, *instead.values()] if isinstance(instead, dict) else [None]
+    return row["declared"] in (WITH_RUN, AFTER_RUN) and all(isinstance(text, str) and is_text(text) for text in texts)
