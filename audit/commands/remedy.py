@@ -47,12 +47,22 @@ def remedy(
 
 def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
     from audit.commands.run import reopened
+    from audit.policies.remedy import parse_remedy
+    from audit.runs.folder import begun_run
+    from audit.runs.names import load_plugins
+    from audit.runs.remedy import check_suites
     from reports.gate.verdict import Status
+    from reports.records.remedies import read_tried
     from reports.run import write_decided
 
-    pipeline, run = reopened(path, options)
-    if not (texts or run.spec.remedies or _tried(path)):
+    load_plugins(options.plugins)
+    known = begun_run(path)
+    if not (texts or known.spec.remedies or read_tried(path)):
         raise SpecError("the run's spec names no remedies; give --policy pin=system, --policy budget=N or a policy")
+    for text in texts:
+        parse_remedy(text)
+    check_suites(known)
+    pipeline, run = reopened(path, options)
     data, found = served_again(pipeline, run, texts)
     if found.verdict.status is Status.INVALID:
         why = "; ".join(reason.text for reason in found.verdict.reasons) or "see kvaudit gate"
@@ -87,9 +97,3 @@ def print_remedies(findings: Findings) -> None:
         print_table(console, table)
     for line in remedy_lines(findings):
         say(console, line)
-
-
-def _tried(path: Path) -> bool:
-    from reports.records.remedies import read_tried
-
-    return bool(read_tried(path))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from audit.core.errors import DataError
 from audit.core.files import mutex, write_json
 from audit.core.policy_names import DENSE_POLICY
+from audit.core.provenance import table_of
 from audit.core.spec import RunSpec
 from audit.policies import parse_policy
 from audit.policies.remedy import check_remedies, parse_remedy, remedied
@@ -18,6 +20,7 @@ from audit.runs.folder import RunFolder, make_folder
 from audit.runs.pipeline import Pipeline
 from audit.runs.units import Unit
 from reports.records.remedies import AFTER_RUN, FILE, FOLDER, FORMAT, VERSION, WITH_RUN, Tried, read_tried
+from suites.base import SUITES
 
 
 class Asked(NamedTuple):
@@ -26,6 +29,17 @@ class Asked(NamedTuple):
     failing: Sequence[tuple[str, str]]  # arm, canonical policy
     gated: Sequence[str]
     contexts: Sequence[int]
+
+
+def check_suites(run: RunFolder) -> None:
+    """Raise DataError where a suite has another version than the run asked: its items might not be the same."""
+    asked = table_of(run.provenance(), "suite_versions")
+    for name in run.spec.evaluate.suites:
+        if (now := SUITES.get(name).version) != asked.get(name, now):
+            raise DataError(
+                f"suite {name} is version {now}, the run asked version {asked[name]}: no answer would have its pair; "
+                "install the kvaudit that the run was made with"
+            )
 
 
 def serve_remedies(pipeline: Pipeline, run: RunFolder, asked: Asked, added: Sequence[str] = ()) -> None:

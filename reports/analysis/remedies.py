@@ -164,11 +164,11 @@ def mended(
 
 
 def _mended(records: pd.DataFrame, tried: Sequence[Tried], drift: Drift, rules: Rules, failed: Failing) -> Mended:
-    instead = {one: one.instead[failed.policy] for one in tried if failed.policy in one.instead}
+    instead = [(one, one.instead[failed.policy]) for one in tried if failed.policy in one.instead]
     if failed.uncompressed:
-        instead = {}
+        instead = []
     sides = drift.comparison
-    policies = list(dict.fromkeys([DENSE_POLICY, failed.policy, *instead.values()]))
+    policies = list(dict.fromkeys([DENSE_POLICY, failed.policy, *(policy for _, policy in instead)]))
     labels = short_names(policies)
     own = records[records["arm"].isin([failed.arm, sides.reference]) & records["policy"].isin(policies)]
     tables = panels(own)
@@ -182,7 +182,7 @@ def _mended(records: pd.DataFrame, tried: Sequence[Tried], drift: Drift, rules: 
             won=tuple(_won(tables, sides, rules, failed, policy)),
             cost=_cost(own, failed.arm, policy, rules),
         )
-        for one, policy in instead.items()
+        for one, policy in instead
     ]
     last = fixed_sequence([remedy.mends for remedy in remedies])
     remedies = [replace(remedy, held=last is not None and i <= last) for i, remedy in enumerate(remedies)]

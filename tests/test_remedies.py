@@ -1,0 +1,268 @@
+"""Remedies: what they may be, what is served again, what is called a remedy and what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reports_synthetic import Design, build, policy, policy_hash, records_of, write_unit
+from rich.console import Console
+from test_cli import refused
+
+from audit.core.errors import AuditError, DataError
+from audit.core.spec_file import dump_spec, parse_spec
+from audit.policies import parse_policy
+from audit.policies.remedy import check_remedies, parse_remedy, remedied
+from audit.runs.folder import begun_run, open_run
+from audit.runs.names import NAMES
+from audit.runs.pipeline import Pipeline
+from audit.runs.remedy import Asked, serve_remedies
+from bench.remedies import at_the_margin, doing_nothing, found
+from reports.analysis.remedies import remedies_of
+from reports.page.formats import card, drift, markdown, summary
+from reports.page.remedy_tables import remedy_lines
+from reports.page.story import page_of
+from reports.records.load import load_run
+from reports.run import decided, with_details
+
+SNAPKV = "snapkv:budget=64,window=8"
+FAILS, GENTLE, DEAR, IDLE = (policy("snapkv", budget) for budget in (48, 96, 144, 50))
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "served"),
+    [
+        ("pin=system", "pin=system", f"{SNAPKV},pin=system"),
+        (
+            {"pin": ["tool", "system"], "budget": 96},
+            "pin=tool/system,budget=96",
+            "snapkv:budget=96,window=8,pin=system/tool",
+        ),
+        ("window = 16", "window=16", "snapkv:budget=64,window=16"),
+        ("int8", "int8:residual=0,chunk=1024", "int8"),
+    ],
+)
+def test_a_remedy_changes_the_policy_that_fails_or_stands_in_its_place(written: object, text: str, served: str) -> None:
+    remedy = parse_remedy(written)
+    assert remedy.text == text
+    assert remedied(remedy, parse_policy(SNAPKV)) == parse_policy(served)
+
+
+def test_a_change_of_a_composition_is_its_evictors_or_its_quantisers() -> None:
+    composed = parse_policy(f"{SNAPKV}+kivi:bits=2")
+    assert remedied(parse_remedy("budget=96"), composed) == parse_policy("snapkv:budget=96,window=8+kivi:bits=2")
+    assert remedied(parse_remedy("bits=4"), composed) == parse_policy(f"{SNAPKV}+kivi:bits=4")
+
+
+@pytest.mark.parametrize(
+    ("remedy", "gated", "words"),
+    [
+        ("pin=system", "kivi:bits=2", "has no field pin"),
+        ("pin=system", "none", "no gated policy compresses"),
+        ("pin=wolf", SNAPKV, "unknown role"),
+        ("kivi:bits=4,pin=system", SNAPKV, "unknown field of policy kivi 'pin'"),
+        ("none:pin=system", SNAPKV, "unknown field of policy none 'pin'"),
+        ("none", SNAPKV, "compresses nothing"),
+        ("budget=64", SNAPKV, "is so already"),
+        (SNAPKV, SNAPKV, "is a gated policy itself"),
+        ("budget=6", SNAPKV, "below sink + window"),
+        ("pin=", SNAPKV, "is not field=value"),
+        ("budget=9,budget=8", SNAPKV, "given twice"),
+        ("pin=system", f"{SNAPKV}|none", "is a mixture"),
+    ],
+)
+def test_a_remedy_without_a_hold_is_one_line(remedy: str, gated: str, words: str) -> None:
+    with pytest.raises(AuditError) as error:
+        check_remedies([parse_remedy(remedy).text], [parse_policy(gated).canonical])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+SPEC = """
+name: again
+model: {model}
+evaluate:
+  policies: [none, "streaming:budget=64,sink=4,window=8"]
+  suites: {{math: {{items: 3}}}}
+  context_tokens: [900]
+  samples: 2
+  temperature: 1.0
+"""
+
+
+def test_a_spec_without_remedies_keeps_its_hash_and_one_with_them_reads_back() -> None:
+    text = SPEC.format(model="tiny")
+    plain, more = parse_spec(text, "spec", NAMES), parse_spec(text + "remedies: [{pin: system}, int8]", "spec", NAMES)
+    assert "remedies" not in plain.written()
+    assert more.remedies == ("pin=system", "int8:residual=0,chunk=1024")
+    assert more.sha256 != plain.sha256
+    assert parse_spec(dump_spec(more), "again") == parse_spec(dump_spec(more), "again", NAMES) == more
+
+
+def test_what_fails_is_served_again_once_with_the_same_items_and_seeds(tmp_path: Path, tiny_folder: Path) -> None:
+    spec = parse_spec(SPEC.format(model=tiny_folder) + 'remedies: ["window=60"]', "spec", NAMES)
+    run = open_run(tmp_path / "run", spec, resume=False)
+    asked = Asked([("base", spec.gate.primary[0])], spec.gate.primary, [900])
+
+    def work(*added: str) -> dict[str, bytes]:
+        pipeline = Pipeline(run, Console(quiet=True), 1)
+        pipeline.evaluate()
+        serve_remedies(pipeline, run, asked, added)
+        return {path.name: path.read_bytes() for path in (run.path / "remedies").iterdir() if path.suffix == ".jsonl"}
+
+    first = work()
+    more = work("int8", "sink=8")
+    assert len(first) == 1
+    assert len(more) == 3
+    assert first.items() <= more.items()  # nothing is asked twice
+    tried = json.loads((run.path / "remedies" / "tried.json").read_text())["tried"]
+    assert [(one["remedy"], one["declared"]) for one in tried] == [
+        ("window=60", "with the run"),
+        ("int8:residual=0,chunk=1024", "after the run"),
+        ("sink=8", "after the run"),
+    ]
+    data = load_run(run.path)
+    key = ["item_id", "sample_index"]
+    asked_first = data.records[data.records["policy"] == "none"][key].astype(str).to_numpy().tolist()
+    for _, part in data.remedies.records.groupby("policy", observed=True):
+        assert part[key].astype(str).to_numpy().tolist() == asked_first
+
+
+def made(folder: Path, tried: list[tuple[str, str]], serving: dict[str, float], **more: object) -> Path:
+    """A run whose gated policy fails, with remedies served beside it: each a name and a policy."""
+    design = Design(
+        **{"train": False, "arms": ("base",), "suites": ("refusal",), "clusters": 80, "items": 240, **more},
+        policies=("none", FAILS),
+        primary=(FAILS,),
+        serving={FAILS: 0.4, **serving},
+    )
+    run = build(folder / "run", design)
+    (run / "remedies").mkdir()
+    others = Design(**{**vars(design), "policies": ("none", *(p for _, p in tried)), "primary": ()})
+    for unit, rows in records_of(others):
+        if rows[0].policy != "none":
+            write_unit(run / "remedies" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    rows = [{"remedy": name, "declared": "with the run", "instead": {FAILS: p}} for name, p in tried]
+    write_tried(run, rows)
+    return run
+
+
+def write_tried(run: Path, rows: list[dict[str, object]]) -> None:
+    body = {"format": "kvaudit.remedies", "version": 1, "tried": rows}
+    (run / "remedies" / "tried.json").write_text(json.dumps(body))
+
+
+def told(run: Path) -> list[str]:
+    """What the banner says of remedies."""
+    data = load_run(run)
+    found = decided(data)
+    remedies = remedies_of(data, found.drift, found.rules, found.verdict)
+    return list(remedy_lines(replace(found, remedies=remedies)))
+
+
+def test_the_cheapest_remedy_that_is_held_stands_in_every_banner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reports.run.stamp", lambda: None)
+    run = made(tmp_path, [("budget=144", DEAR), ("budget=96", GENTLE), ("budget=50", IDLE)], {IDLE: 0.4})
+    data = load_run(run)
+    page = page_of(with_details(data, decided(data)))
+    line = "the cheapest policy that passes is snapkv 48 with budget=96"
+    for form in (markdown, card, summary):
+        assert line in form.render(page).replace("\\", "")
+    assert "2 of 3 tried in order hold" in page.remarks[0]
+    [mended] = json.loads(drift.render(page))["remedies"]["mended"]
+    assert [one["status"] for one in mended["remedies"]][2] == "FAIL"
+    assert mended["chosen"] == 1
+
+
+def test_what_is_tested_behind_a_remedy_that_is_none_is_not_held(tmp_path: Path) -> None:
+    run = made(tmp_path, [("budget=50", IDLE), ("budget=96", GENTLE)], {IDLE: 0.4})
+    [line] = told(run)
+    assert "none of 2 tried in order passes, though snapkv 48 with budget=96 would alone" in line
+
+
+def test_a_remedy_that_passes_and_wins_nothing_back_is_none(tmp_path: Path) -> None:
+    """An unlucky draw may fail within the margin: the gate alone would call the next one a remedy."""
+    run = made(tmp_path, [("budget=96", GENTLE)], {})
+    data = load_run(run)
+    found = decided(data)
+    [mended] = remedies_of(data, found.drift, found.rules, found.verdict).mended
+    remedy = mended.remedies[0]
+    assert remedy.mends
+    nothing = replace(remedy.won[0], effect=replace(remedy.won[0].effect, lower=0.0))
+    assert not replace(remedy, won=(nothing,)).mends
+
+
+def test_an_arm_that_does_not_pass_uncompressed_is_named_and_tried_on_nothing(tmp_path: Path) -> None:
+    arms, drops = ("dense", "naive"), {("naive", "refusal"): 0.3}
+    run = made(tmp_path, [("budget=96", GENTLE)], {}, train=True, arms=arms, seeds=(11,), drops=drops)
+    mended, lost = told(run)
+    assert "dense under snapkv 48 fails as deployed" in mended
+    assert "none is tried on naive (refusal -" in lost
+
+
+def test_a_remedy_that_was_not_served_yet_holds_nothing_behind_it(tmp_path: Path) -> None:
+    run = made(tmp_path, [("budget=144", DEAR), ("budget=96", GENTLE)], {})
+    for path in (run / "remedies").glob(f"*{policy_hash(DEAR)}*.done.json"):
+        path.unlink()
+    assert "none of 2 tried in order passes" in told(run)[0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[{"remedy": 5, "declared": "with the run", "instead": {}}], [{"remedy": "x"}], 7, [["pin=system"]]],
+)
+def test_a_family_that_no_run_writes_is_refused_and_stops_no_report(tmp_path: Path, rows: list) -> None:
+    run = made(tmp_path, [("budget=96", GENTLE)], {}, items=80)
+    write_tried(run, rows)
+    with pytest.raises(DataError, match="delete the folder"):
+        _ = load_run(run).remedies
+
+
+def test_remedies_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    run = made(tmp_path, [("budget=96", GENTLE)], {}, items=80)
+    [unit] = (run / "remedies").glob("*.jsonl")
+    rows = [json.loads(line) | {"checkpoint": "0" * 64} for line in unit.read_text().splitlines()]
+    write_unit(unit, "".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="another checkpoint"):
+        _ = load_run(run).remedies
+
+
+def test_bad_remedies_are_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    shutil.rmtree(made(tmp_path, [], {}, train=True, arms=("dense",), seeds=(11,), items=80) / "remedies")
+    run = tmp_path / "run"
+    assert "names no remedies" in refused("remedy", run)
+    assert "is not field=value" in refused("remedy", run, "--policy", "pin=")
+    assert "unknown field" in refused("remedy", run, "--policy", "int8:pin=system")
+    assert not (run / "remedies").exists()
+
+
+def test_a_checkpoint_that_is_gone_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    path = made(tmp_path, [], {}, train=True, arms=("dense",), seeds=(11,), items=80)
+    shutil.rmtree(path / "remedies")
+    run = begun_run(path)
+    with pytest.raises(DataError, match="is missing or unfinished"):
+        serve_remedies(
+            Pipeline(run, Console(quiet=True), 1), run, Asked([("dense", FAILS)], [FAILS], [192]), ["budget=96"]
+        )
+    assert not (path / "remedies").exists()
+
+
+def test_what_is_no_remedy_is_called_one_at_the_level_however_many_are_tried() -> None:
+    """The cheapest of all that pass is a lucky one; ``python -m bench.remedies`` has the figures of more audits."""
+    rng = np.random.default_rng(5)
+    margin = [at_the_margin(kind, 6, 600, rng) for kind in ("spread", "broken")]
+    nothing = doing_nothing(-0.03, 6, 600, rng)
+    assert min(rates.all_that_pass for rates in (*margin, nothing)) > 0.1
+    assert max(rates.in_order for rates in (*margin, nothing)) < 0.075
+
+
+def test_in_order_finds_what_holm_cannot_with_72_templates() -> None:
+    power = found((True, True, False), 300, np.random.default_rng(6))
+    assert power.holm == 0.0
+    assert power.in_order > 0.8
