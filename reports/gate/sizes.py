@@ -54,6 +54,7 @@ class Design:
     alpha: float = 0.05
     power: float = 0.8
     rate: float | None = None
+    remedies: int = 0  # that each policy is replaced by where it fails
 
     @property
     def items(self) -> int:
@@ -64,6 +65,11 @@ class Design:
     def answers(self) -> int:
         """Answers over all arms, seeds and policies."""
         return self.items * self.samples * self.policies * self.arms * self.seeds
+
+    @property
+    def answers_again(self) -> int:
+        """Answers under remedies at the most, where every arm fails under every policy."""
+        return self.answers * self.remedies
 
     @property
     def seconds(self) -> float | None:
@@ -241,12 +247,13 @@ def snippet(design: Design, clusters: int, suite: str) -> str:
     )
 
 
-_POSITIVE = {
+_COUNTS = {
     "clusters": _MOST_CLUSTERS,
     "items_per_cluster": _MOST_ITEMS,
     "samples": 10**4,
     "seeds": 10**3,
     "policies": 10**4,
+    "remedies": 10**4,
     "arms": 10**3,
 }
 _SHARES = {"margin": "--margin", "discordance": "--discordance", "power": "--power"}
@@ -255,8 +262,8 @@ _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_sh
 
 def check(design: Design) -> None:
     """Raise SpecError with the option that is wrong."""
-    for name, most in _POSITIVE.items():
-        value, least = getattr(design, name), 2 if name == "clusters" else 1
+    for name, most in _COUNTS.items():
+        value, least = getattr(design, name), {"clusters": 2, "remedies": 0}.get(name, 1)
         if not least <= value <= most:
             raise SpecError(f"--{name.replace('_', '-')} is {value}, wanted a whole number from {least} to {most}")
     for name, option in _SHARES.items():
