@@ -13,11 +13,11 @@ from reports_synthetic import Design, build, policy, policy_hash, records_of, wr
 from rich.console import Console
 from test_cli import refused
 
-from audit.core.errors import AuditError, DataError
+from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec_file import dump_spec, parse_spec
 from audit.policies import parse_policy
 from audit.policies.remedy import check_remedies, parse_remedy, remedied
-from audit.runs.folder import begun_run, open_run
+from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
 from audit.runs.remedy import Asked, serve_remedies
@@ -87,9 +87,8 @@ name: again
 model: {model}
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
-  suites: {{math: {{items: 3}}}}
+  suites: {{math: {{items: 2, max_new_tokens: 4}}}}
   context_tokens: [900]
-  samples: 2
   temperature: 1.0
 """
 
@@ -115,15 +114,14 @@ def test_what_fails_is_served_again_once_with_the_same_items_and_seeds(tmp_path:
         return {path.name: path.read_bytes() for path in (run.path / "remedies").iterdir() if path.suffix == ".jsonl"}
 
     first = work()
-    more = work("int8", "sink=8")
+    more = work("int8")
     assert len(first) == 1
-    assert len(more) == 3
+    assert len(more) == 2
     assert first.items() <= more.items()  # nothing is asked twice
     tried = json.loads((run.path / "remedies" / "tried.json").read_text())["tried"]
     assert [(one["remedy"], one["declared"]) for one in tried] == [
         ("window=60", "with the run"),
         ("int8:residual=0,chunk=1024", "after the run"),
-        ("sink=8", "after the run"),
     ]
     data = load_run(run.path)
     key = ["item_id", "sample_index"]
@@ -233,36 +231,38 @@ def test_remedies_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
         _ = load_run(run).remedies
 
 
-def test_bad_remedies_are_one_line_and_nothing_is_written(tmp_path: Path) -> None:
-    shutil.rmtree(made(tmp_path, [], {}, train=True, arms=("dense",), seeds=(11,), items=80) / "remedies")
-    run = tmp_path / "run"
-    assert "names no remedies" in refused("remedy", run)
-    assert "is not field=value" in refused("remedy", run, "--policy", "pin=")
-    assert "unknown field" in refused("remedy", run, "--policy", "int8:pin=system")
-    assert not (run / "remedies").exists()
+GONE = """
+name: gone
+model: embedded
+train: {arms: [dense], seeds: [1], suites: [refusal], policy: "streaming:budget=96"}
+evaluate: {policies: [none, "streaming:budget=96"], suites: {refusal: {items: 3}}, context_tokens: [192]}
+"""
 
 
-def test_a_checkpoint_that_is_gone_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
-    path = made(tmp_path, [], {}, train=True, arms=("dense",), seeds=(11,), items=80)
-    shutil.rmtree(path / "remedies")
-    run = begun_run(path)
+def test_bad_remedies_and_lost_checkpoints_are_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run", parse_spec(GONE, "spec", NAMES), resume=False)
+    assert "names no remedies" in refused("remedy", run.path)
+    assert "is not field=value" in refused("remedy", run.path, "--policy", "pin=")
+    assert "unknown field" in refused("remedy", run.path, "--policy", "int8:pin=system")
+    [failing] = [policy for policy in run.spec.evaluate.policies if policy != "none"]
+    pipeline = Pipeline(run, Console(quiet=True), 1)
     with pytest.raises(DataError, match="is missing or unfinished"):
-        serve_remedies(
-            Pipeline(run, Console(quiet=True), 1), run, Asked([("dense", FAILS)], [FAILS], [192]), ["budget=96"]
-        )
-    assert not (path / "remedies").exists()
+        serve_remedies(pipeline, run, Asked([("dense", failing)], [failing], [192]), ["budget=128"])
+    with pytest.raises(SpecError, match="has no field kernel"):
+        serve_remedies(pipeline, run, Asked([("dense", failing)], [failing], [192]), ["kernel=3"])
+    assert not (run.path / "remedies").exists()
 
 
 def test_what_is_no_remedy_is_called_one_at_the_level_however_many_are_tried() -> None:
     """The cheapest of all that pass is a lucky one; ``python -m bench.remedies`` has the figures of more audits."""
     rng = np.random.default_rng(5)
-    margin = [at_the_margin(kind, 6, 600, rng) for kind in ("spread", "broken")]
-    nothing = doing_nothing(-0.03, 6, 600, rng)
+    margin = [at_the_margin(kind, 6, 300, rng) for kind in ("spread", "broken")]
+    nothing = doing_nothing(-0.03, 6, 300, rng)
     assert min(rates.all_that_pass for rates in (*margin, nothing)) > 0.1
-    assert max(rates.in_order for rates in (*margin, nothing)) < 0.075
+    assert max(rates.in_order for rates in (*margin, nothing)) < 0.08
 
 
 def test_in_order_finds_what_holm_cannot_with_72_templates() -> None:
-    power = found((True, True, False), 300, np.random.default_rng(6))
+    power = found((True, True, False), 100, np.random.default_rng(6))
     assert power.holm == 0.0
     assert power.in_order > 0.8
