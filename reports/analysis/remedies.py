@@ -169,7 +169,7 @@ def _mended(records: pd.DataFrame, tried: Sequence[Tried], drift: Drift, rules: 
         instead = []
     sides = drift.comparison
     policies = list(dict.fromkeys([DENSE_POLICY, failed.policy, *(policy for _, policy in instead)]))
-    labels = short_names(policies)
+    labels = {**short_names(policies), **sides.labels}  # as everywhere in the report where it has a name for one
     own = records[records["arm"].isin([failed.arm, sides.reference]) & records["policy"].isin(policies)]
     tables = panels(own)
     remedies = [
