@@ -207,6 +207,8 @@ class Pipeline:
 
     def serve_again(self, units: Sequence[Unit], folder: Path) -> None:
         """Write and seal the records of units beside the grid, in a folder of their own."""
+        if not units:
+            return
         self._say(f"remedies: {len(units)} units")
         self._serve("remedies", units, folder)
 
