@@ -13,10 +13,7 @@ from audit.core.errors import RunError, SpecError
 
 if TYPE_CHECKING:
     from audit.commands.run import Options
-    from audit.runs.folder import RunFolder
-    from audit.runs.pipeline import Pipeline
     from reports.page.findings import Findings
-    from reports.records.load import RunData
 
 Policies = Annotated[
     list[str] | None,
@@ -46,7 +43,7 @@ def remedy(
 
 
 def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
-    from audit.commands.run import reopened
+    from audit.commands.run import reopened, served_again
     from audit.policies.remedy import parse_remedy
     from audit.runs.folder import begun_run
     from audit.runs.names import load_plugins
@@ -69,23 +66,6 @@ def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
         raise RunError(f"the verdict is INVALID, so nothing says what fails ({why}); mend that, then try remedies")
     print_remedies(write_decided(data, found))
     say(wide_console(), f"report: {path / 'report' / 'report.html'}")
-
-
-def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
-    """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
-    from audit.runs.remedy import Asked, serve_remedies
-    from reports.analysis.remedies import failing
-    from reports.gate.verdict import Status
-    from reports.records.load import load_run
-    from reports.run import decided
-
-    data = load_run(run.path)
-    found = decided(data)
-    if found.verdict.status is not Status.INVALID:
-        wanted = [one for one in failing(found.drift, found.rules, found.verdict) if not one.uncompressed]
-        asked = Asked([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
-        serve_remedies(pipeline, run, asked, texts)
-    return data, found
 
 
 def print_remedies(findings: Findings) -> None:

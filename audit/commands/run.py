@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from audit.core.spec_parts import Names
     from audit.runs.folder import RunFolder
     from audit.runs.pipeline import Pipeline
+    from reports.page.findings import Findings
+    from reports.records.load import RunData
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,6 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
 
     from audit.commands.guard import guard_all
     from audit.commands.judge import judge_all
-    from audit.commands.remedy import served_again
     from audit.commands.report import write_checked
     from audit.guards.base import parse_guard
     from audit.judges.base import parse_judge
@@ -143,6 +145,23 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
     judge_all(run.path, run.spec.judge, asked.plugins)
+
+
+def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
+    """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
+    from audit.runs.remedy import Asked, serve_remedies
+    from reports.analysis.remedies import failing
+    from reports.gate.verdict import Status
+    from reports.records.load import load_run
+    from reports.run import decided
+
+    data = load_run(run.path)
+    found = decided(data)
+    if found.verdict.status is not Status.INVALID:
+        wanted = [one for one in failing(found.drift, found.rules, found.verdict) if not one.uncompressed]
+        asked = Asked([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
+        serve_remedies(pipeline, run, asked, texts)
+    return data, found
 
 
 def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
@@ -180,7 +199,6 @@ def _begun_with(folder: Path) -> int | None:
 
 def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
-    from audit.commands.remedy import served_again
     from audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
