@@ -54,7 +54,7 @@ function indexFilters() {
   VALUES.what = metrics.map((metric) => metric.name).filter((_, number) => seen.has(number));
   VALUES.direction = ["lost", "gained"];
 }
-const NAMES = flips.item.map((item) => `${items.name[item]}\n${items.template[item]}`.toLowerCase());
+const NAMES = items.name.map((name, item) => `${name}\n${items.template[item]}`.toLowerCase());
 
 const way = ([, reference, candidate]) => (candidate < reference ? "lost" : "gained");
 
@@ -66,10 +66,11 @@ function chosen(state) {
   const metric = state.has("what") ? metrics.findIndex(({ name }) => name === state.get("what")) : null;
   const direction = state.get("direction");
   const text = (state.get("text") ?? "").toLowerCase();
+  const named = text ? NAMES.map((name) => name.includes(text)) : null;
   const found = [];
-  for (let n = 0; n < COUNT; n += 1) {
-    if (!equal.every(([codes, code]) => codes[n] === code)) continue;
-    if (text && !NAMES[n].includes(text)) continue;
+  flips: for (let n = 0; n < COUNT; n += 1) {
+    for (const [codes, code] of equal) if (codes[n] !== code) continue flips;
+    if (named && !named[flips.item[n]]) continue;
     if (metric !== null || direction) {
       const fits = (change) => (metric === null || change[0] === metric) && (!direction || way(change) === direction);
       if (!flips.changes[n].some(fits)) continue;
