@@ -154,7 +154,7 @@ def test_finding_the_judges_imports_nothing_heavy() -> None:
 
 def test_a_judge_is_parsed_from_its_options() -> None:
     judge = parse_judge("rubric-endpoint:base_url=http://127.0.0.1:1/v1,model=m,tries=2,timeout=1.5")
-    assert judge == RubricEndpoint("http://127.0.0.1:1/v1", "m", tries=2, timeout=1.5)
+    assert judge == RubricEndpoint(base_url="http://127.0.0.1:1/v1", model="m", tries=2, timeout=1.5)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_the_question_shows_both_ends_of_a_long_answer() -> None:
 
 
 def ask(url: str, **options: Any) -> RubricEndpoint:
-    return RubricEndpoint(url, "some-model", **{"tries": 2, "timeout": 5.0} | options)
+    return RubricEndpoint(base_url=url, model="some-model", **{"tries": 2, "timeout": 5.0} | options)
 
 
 def test_an_endpoint_is_asked_by_the_rubric_with_the_key_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from http.client import HTTPException
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
-from audit.core.errors import SpecError
+from audit.core.errors import RunError, SpecError
 from audit.core.records import Message
 from audit.core.text import inline, is_text
 from audit.core.yaml_file import one_line
@@ -192,6 +192,55 @@ def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> l
         raise silent[-1]
     with ThreadPoolExecutor(parallel) as pool:
         return [*replies, *pool.map(ask, bodies[_PROBED:])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointModel:
+    """A model behind an endpoint, as the options of a plug-in that asks it; ``who`` is what its errors call it.
+
+    ``key`` names the environment variable that holds the key; empty where the endpoint wants none. ``timeout`` is in
+    seconds for a whole reply, ``tries`` of one question, ``parallel`` questions at a time.
+    """
+
+    who: ClassVar[str] = ""
+
+    base_url: str
+    model: str
+    key: str = ""
+    timeout: float = 60.0
+    tries: int = 4
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        self._endpoint.check(self.who)
+        for name, most in (("timeout", 3600), ("tries", 20), ("parallel", 64)):
+            if not 1 <= getattr(self, name) <= most:
+                raise SpecError(f"{self.who}: {name} is {getattr(self, name):g}, wanted from 1 to {most}")
+
+    def check(self) -> None:
+        """Raise SpecError where the key is not set."""
+        self._endpoint.line(self.who)
+
+    def said(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
+        """The greedy reply to each conversation, None for one that failed.
+
+        Raises RunError where asking on is of no use; what was answered before is kept by whoever remembers it.
+        """
+        line = self._endpoint.line(self.who)  # before a thread starts: a missing key is the user's to mend
+        options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
+        try:
+            replies = ask_all(line, [{**options, "messages": rows(part)} for part in conversations], self.parallel)
+        except Unanswered as why:
+            key = f"key from {self.key}" if self.key else "no key"
+            raise RunError(
+                f"{self.who}: {self.base_url} does not answer ({why}; model {self.model}, {key}); what was answered "
+                "before is kept: go on when it answers, or give another base_url, model or key"
+            ) from None
+        return [reply.text if isinstance(reply, Completion) else None for reply in replies]
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(self.base_url, self.key, self.timeout, self.tries)
 
 
 def rows(messages: Sequence[Message]) -> list[dict[str, str]]:
