@@ -59,7 +59,7 @@ def of_rule(found: Mechanism) -> tuple[object, object]:
 
 
 def test_rates_difference_and_share_are_those_that_were_planted() -> None:
-    rates, slope = of_rule(findings(half).mechanism)
+    rates, slope = of_rule(findings(half, templates=24).mechanism)
     assert (rates.metric, rates.policy, rates.span, rates.reason) == ("refusal.unsafe", SNAP, "rule", "")
     assert (rates.lost.answers, rates.lost.rate, rates.lost.uncompressed) == (60, 0.5, 1.0)  # of what is wanted
     assert (rates.kept.answers, rates.kept.rate, rates.kept.high) == (60, 1.0, 1.0)
@@ -130,3 +130,18 @@ def test_the_page_counts_what_happened_and_claims_no_cause() -> None:
     assert "| +50.0 pp \\[" in row
     assert row.endswith("| 100 % |")
     assert "An association, not a cause" in text
+
+
+def test_no_flip_among_a_few_answers_is_no_certainty_that_a_lost_span_is_harmless() -> None:
+    found = findings(lambda item: (0.2, False) if item % 30 < 6 else (0.9, item % 30 in (8, 17)))  # 24 lost, 8 of 96
+    rates, slope = of_rule(found.mechanism)
+    assert (rates.lost.answers, rates.difference.estimate) == (24, pytest.approx(8 / 96))
+    assert rates.difference.low < 0
+    assert (slope.effect, slope.reason[:23]) == (None, "too few answers moved: ")
+
+
+def test_where_every_lost_span_flips_and_no_other_there_is_an_interval_and_a_true_reason() -> None:
+    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 2 else (0.9, False)).mechanism)
+    assert (rates.difference.estimate, rates.reason) == (pytest.approx(-1.0), "")
+    assert -0.9 < rates.difference.high < -0.5
+    assert (slope.effect, slope.reason) == (None, "every template says the same, which leaves no spread to go by")

@@ -9,7 +9,7 @@ from it, so all of this is association: the cause is what an intervention shows.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +27,18 @@ from reports.records.panel import CellKey, Panel
 from reports.records.rows import SPAN_COLUMNS
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import LEVEL, Effect
+from reports.stats.mover import Mover, mover
 from reports.stats.regression import jackknife_variance, regression_effect, telling_clusters
 from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.tango import rate_lower
+from reports.stats.tango import ess_tango, rate_lower
 
 WIDEST = 2.0  # of an interval of a change that cannot be beyond -1 or 1
+NOTHING = 1e-9  # what rounding leaves of an interval without any spread
 HALF = 0.5  # of a span's entries; below, it counts as lost
 _ASKED: list[Hashable] = [*CELL, "train_seed"]
+MOVED = 5.0  # answers that tell of the span and moved: with fewer no spread is seen where there is one
 UNMOVED = "no answer is another than uncompressed"
+ALIKE = "every template says the same, which leaves no spread to go by"
 Array = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
 Tables = Mapping[tuple[str, int], Panel]
@@ -84,7 +88,7 @@ class SpanRates:
     span: str
     lost: Group | None
     kept: Group | None
-    difference: Effect | None
+    difference: Mover | None
     share: Share | None
     unknown: int
     reason: str
@@ -236,7 +240,7 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
         _group(cell.panel, rows, mask, cell.unread(span, lost=lost)) for mask, lost in ((gone, True), (~gone, False))
     ]
     reason = _one_sided(rows, gone)
-    difference = None if reason else _moved(rows, gone.astype(np.float64), np.zeros((len(gone), 0)))
+    difference = None if reason else _apart(cell.panel, rows, gone)
     return SpanRates(
         arm=cell.arm,
         policy=cell.policy,
@@ -280,12 +284,27 @@ def _one_sided(rows: _Rows, gone: _Mask) -> str:
     return ""
 
 
-def _moved(rows: _Rows, lost: Array, controls: Array, alpha: float = 1 - LEVEL) -> Effect | None:
-    """The regression of flips; None where none is left to explain."""
-    if not np.abs(rows.flips).max() > 0:
+def _apart(panel: Panel, rows: _Rows, gone: _Mask) -> Mover | None:
+    """The drift where the span was lost minus where it was kept; None where no answer moved.
+
+    A group in which nothing moved shows no spread, and of a few answers that says little: so the score intervals of
+    both groups are added as of independent ones, and the regression's, which knows the templates in both, widens it.
+    """
+    if not rows.flips.any():
         return None
-    effect = regression_effect(rows.flips, lost, controls, rows.clusters, alpha=alpha)
-    return effect if effect.high > effect.low else None
+    sides = [
+        ess_tango(rows.flips[mask], rows.clusters[mask], samples=panel.samples, graded=panel.graded)
+        for mask in (gone, ~gone)
+    ]
+    lost, kept = sides
+    apart = mover([(1.0, lost.estimate, lost.low, lost.high), (-1.0, kept.estimate, kept.low, kept.high)])
+    joint = regression_effect(rows.flips, gone, np.zeros((len(gone), 0)), rows.clusters)
+    return replace(
+        apart,
+        low=min(apart.low, joint.low),
+        high=max(apart.high, joint.high),
+        method="ESS-Tango by MOVER, no narrower than CR3-t",
+    )
 
 
 def _share(rows: _Rows, gone: _Mask) -> Share | None:
@@ -300,7 +319,7 @@ def _share(rows: _Rows, gone: _Mask) -> Share | None:
         return None  # without one template nothing is left to divide
     estimate = float(own.sum() / total.sum())
     error = float(np.sqrt(jackknife_variance((own.sum() - own) / left, estimate)))
-    if not error > 0:
+    if error <= NOTHING:
         return Share(estimate, None, None)
     reach = float(special.stdtrit(len(total) - 1, 0.5 + LEVEL / 2)) * error
     return Share(estimate, estimate - reach, estimate + reach)
@@ -320,15 +339,28 @@ def _slope(arm: str, metric: str, span: str, known: Sequence[tuple[_Cell, _Rows]
     equal = tuple(name for name, values in factors.items() if len(set(values)) > 1)
     # a policy keeps the rule of one placement and not of another: only answers alike in all of these are compared
     controls = _indicators(["\0".join(values) for values in zip(*factors.values(), strict=True)])
+    effect, reason = _of_span(rows, controls, alpha)
+    beyond = f" beyond {' and '.join(equal)}" if equal else ""
+    return SpanSlope(arm, metric, span, policies, equal, effect, reason.format(beyond=beyond))
+
+
+def _of_span(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
+    """The regression of flips on the lost share of a span, or why there is none."""
     templates = telling_clusters(rows.lost, controls, rows.clusters)
-    effect = _moved(rows, rows.lost, controls, alpha) if templates >= FEWEST_CLUSTERS else None
-    reason = "" if effect else UNMOVED
     if templates < FEWEST_CLUSTERS:
-        beyond = f" beyond {' and '.join(equal)}" if equal else ""
-        reason = f"varies too little{beyond}: worth {templates:.1f} templates, {FEWEST_CLUSTERS} make an interval"
-    elif effect and effect.high - effect.low > WIDEST:
-        effect, reason = None, "varies too little for an interval that rules anything out"
-    return SpanSlope(arm, metric, span, policies, equal, effect, reason)
+        return None, f"varies too little{{beyond}}: worth {templates:.1f} templates, {FEWEST_CLUSTERS} make an interval"
+    if not rows.flips.any():
+        return None, UNMOVED
+    answers = telling_clusters(rows.lost, controls, np.arange(len(rows.lost)))  # each by itself
+    moved = float(answers * (rows.flips != 0).mean())
+    if moved < MOVED:
+        return None, f"too few answers moved: {moved:.1f} of those that tell of the span, {MOVED:.0f} make an interval"
+    effect = regression_effect(rows.flips, rows.lost, controls, rows.clusters, alpha=alpha, df=templates - 1)
+    if effect.high - effect.low <= NOTHING:
+        return None, ALIKE
+    if effect.high - effect.low > WIDEST:
+        return None, "varies too little for an interval that rules anything out"
+    return effect, ""
 
 
 def _indicators(values: Sequence[str]) -> Array:

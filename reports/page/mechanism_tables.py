@@ -13,6 +13,7 @@ from reports.page.page import Section
 from reports.page.tables import Table, table_of
 from reports.page.words import counted, percent, points
 from reports.stats.effect import Effect
+from reports.stats.mover import Mover
 
 _MOST_ROWS, _NAMED = 20, 4
 _ORDER = {span: number for number, span in enumerate(SPANS)}
@@ -115,7 +116,7 @@ def _rate(facet: Facet, group: Group | None) -> str:
     return f"{told}, unread {100 * group.unread:.1f} %"
 
 
-def _difference(facet: Facet, effect: Effect | None) -> str:
+def _difference(facet: Facet, effect: Effect | Mover | None) -> str:
     """+23.1 pp [+12.0, +34.2]; of an unwanted facet above zero means that it happens more often."""
     if effect is None:
         return "-"
@@ -137,13 +138,14 @@ def _notes(findings: Findings, rates: list[SpanRates]) -> Iterator[str]:
         "Lost: less than half of the span's entries, over its tokens, layers and KV heads, were held when the last "
         "answer began. Rates: under the policy, of answers that can be read there and uncompressed, with 95 % score "
         "intervals by template; unread: what could not be, where this differs the rates are of answers picked "
-        "differently. Drift: each checkpoint under the policy minus itself uncompressed, CR3-t; its share "
-        "where the span was lost is given where a drift is shown, to be read beside how often it was lost. Not "
+        "differently. Drift: each checkpoint under the policy minus itself uncompressed; the interval of the "
+        "difference adds those of both groups (ESS-Tango by MOVER) and is no narrower than CR3-t; the share of the "
+        "drift where the span was lost is given where a drift is shown, to be read beside how often it was lost. Not "
         "adjusted for how many there are. drift.json holds every span and policy."
     )
     yield (
-        "The regression (linear probability, CR3-t) takes the lost share of the span itself, over all policies under "
-        "which that varied."
+        "The regression (linear probability, CR3-t, degrees of freedom by how many templates tell) takes the lost "
+        "share of the span itself, over all policies under which that varied."
     )
     silent: dict[str, list[str]] = {}
     for r in rates:

@@ -20,9 +20,18 @@ _NOTHING = 1e-9  # of a variable's spread, and of the largest eigenvalue: what r
 
 
 def regression_effect(
-    y: npt.ArrayLike, x: npt.ArrayLike, controls: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
+    y: npt.ArrayLike,
+    x: npt.ArrayLike,
+    controls: npt.ArrayLike,
+    clusters: npt.ArrayLike,
+    *,
+    alpha: float = 0.05,
+    df: float | None = None,
 ) -> Effect:
-    """Change of outcomes y [N] per unit of x [N] at equal controls [N, K], a constant among them by itself."""
+    """Change of outcomes y [N] per unit of x [N] at equal controls [N, K], a constant among them by itself.
+
+    ``df`` of the t quantile are C - 1 unless fewer are given, as where few clusters tell of x.
+    """
     outcome, design = np.asarray(y, dtype=np.float64), _design(x, controls)
     t = totals(outcome, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
@@ -34,7 +43,7 @@ def regression_effect(
     return t_effect(
         t._replace(mean=estimate),
         variance,
-        df=t.clusters - 1,
+        df=t.clusters - 1 if df is None else df,
         alpha=alpha,
         method="regression, CR3-t",
         source="Cameron & Miller 2015",
