@@ -196,6 +196,11 @@ def find(verdict, estimand, **place):
     ]
 
 
+def test_arms_that_were_served_uncompressed_alone_are_decided_so(tmp_path):
+    verdict = report_of(tmp_path, policies=("none",), primary=(), drops={("naive", "refusal"): 0.3}).verdict
+    assert (verdict.status, {d.policy for d in verdict.decisions}) == (Status.FAIL, {"none"})
+
+
 def test_only_the_named_arms_decide_and_the_others_stand_beside(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.3})
     verdict = reruled(report, arms=("smd",), estimands=("E1", "E3", "parity", "selectivity")).verdict

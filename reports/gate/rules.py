@@ -18,7 +18,7 @@ from typing import Any
 
 from audit.core.errors import DataError, SpecError
 from audit.core.numbers import LEAST_MARGIN
-from audit.core.policy_names import match_policies
+from audit.core.policy_names import DENSE_POLICY, match_policies
 from audit.core.spec import CODES, GateSpec, RunSpec
 from audit.core.spec_file import with_gate
 from audit.core.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
@@ -71,6 +71,8 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
     gate = spec.gate
     assert gate.alpha is not None, "a complete spec has a level"
     primary, deployable = (tuple(match_policies(p, comparison.policies)) for p in (gate.primary, gate.deployable))
+    if not primary and comparison.mode == "training":
+        primary = (DENSE_POLICY,)  # arms that were served uncompressed alone are compared so
     return Rules(
         alpha=gate.alpha,
         margins={
