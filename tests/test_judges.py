@@ -167,11 +167,13 @@ def test_a_judge_is_parsed_from_its_options() -> None:
         ("rubric-endpoint:base_url=http://h,model=m,tries=0", "tries is 0, wanted from 1 to 20"),
         ("rubric-endpoint:base_url=file:///etc/passwd,model=m", "base_url wants http:// or https://"),
         ("rubric-endpoint:base_url=https://me:secret@h,model=m", "no password in it"),
+        ("rubric-endpoint:base_url=https://h,model=m,key=sk-secret", "the key, such as API_KEY"),
     ],
 )
 def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(line)):
+    with pytest.raises(SpecError, match=re.escape(line)) as caught:
         parse_judge(text)
+    assert "secret" not in str(caught.value)
 
 
 # labels, the card and what learns

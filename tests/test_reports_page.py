@@ -1,5 +1,6 @@
 """The words of a page: what a verdict says of its size, what is deployed, whose family a p-value is of."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -182,6 +183,19 @@ def test_cells_of_one_arm_share_one_panel_of_the_forest(found):
 
     assert titles(suites) == 1
     assert titles([*suites, replace(suites[0], arm="smd")]) == 3
+
+
+def test_the_long_name_of_an_arm_leaves_the_forest_its_panel(found):
+    head = found.verdict.head
+
+    def width(arm):
+        rows = tuple(replace(head, arm=name) for name in (arm, "smd"))
+        with style():
+            svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=rows))).svg
+        return float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]) / 72  # inches
+
+    assert width("naive") == pytest.approx(2.1 + 2.7, abs=0.1)
+    assert width("naive_int8-x2-or-snapkv-112-or-none") > 2.6 + 2.7
 
 
 def test_a_checkpoint_is_decided_by_policy(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
@@ -41,6 +42,8 @@ def broken(played: Sequence[Played], what: str) -> Any:
     made = {"nan": float("nan"), "huge": 10**400, "text": "1", "none": None}
     if what == "raises":
         raise KeyError(what)
+    if what == "exit":
+        sys.exit(0)
     return {"short": [], "number": 1.0, "string": "1"}.get(what, [made.get(what)] * len(played))
 
 
@@ -117,6 +120,7 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
         ({"function": f"{HERE}:broken", "what": "string"}, "gave '1', wanted a list"),
         ({"function": f"{HERE}:broken", "what": "short"}, "gave 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
+        ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
         ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 import urllib.error
@@ -27,6 +28,7 @@ from audit.core.records import Message
 from audit.core.text import inline, is_text
 from audit.core.yaml_file import one_line
 
+_VARIABLE = re.compile(r"[A-Za-z_]\w{0,99}")
 _PROBED = 2  # requests sent before all others
 _GRACE = 0.5  # seconds in which a reply that is late says so itself
 _LONGEST_REPLY = 1 << 20  # bytes
@@ -91,6 +93,10 @@ class Endpoint:
         """Raise SpecError, in the name of ``who``, for an address that is none or would carry a key into a file."""
         if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
             raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
+        if self.key and not _VARIABLE.fullmatch(self.key):  # not shown: it may be the key itself
+            raise SpecError(
+                f"{who}: key wants the name of the environment variable that holds the key, such as API_KEY"
+            )
 
     def line(self, who: str, send: Send | None = None) -> Line:
         """The endpoint with its key in hand; raises SpecError where the variable is not set."""

@@ -12,6 +12,7 @@ from audit.core.inputs import MODEL, ROWS, TABLE, check_same
 from audit.core.intact import check_checkpoint
 from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.records import Item, Record
+from audit.core.spec import BASE_ARM
 from audit.policies import Policy
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed
@@ -166,7 +167,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Reco
     noted = run.provenance().get(TABLE)
     if isinstance(noted, dict):  # a run of an earlier version noted none
         check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
-        if record.checkpoint == run.provenance().get("base_sha256"):
+        if record.arm == BASE_ARM and not run.spec.starts:  # by name: a checkpoint that learnt nothing has its weights
             check_same(MODEL, noted.get(MODEL, {}), model.files)
     found = {item.item_id: item for item in items}
     gone = next((record.item_id for record in records if record.item_id not in found), None)

@@ -71,7 +71,7 @@ class Function(Reward):
             scores: Scores = self._called(list(played), **self.options)
         except AuditError:
             raise
-        except Exception as error:  # an outsider's code may raise anything; its name and line are what helps
+        except (Exception, SystemExit) as error:  # an outsider's code may raise anything, or end the command
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(
                 f"reward function {self.function!r} fails: {type(error).__name__}: {one_line(error)} "

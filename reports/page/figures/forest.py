@@ -23,6 +23,7 @@ LOOK = {  # colour, marker, filled
 }
 _COLUMNS = 3
 _MOST_COLUMNS = 4  # where that spares a second line
+_LETTER, _LEAST_BESIDE, _MOST_BESIDE = 0.07, 2.1, 8.0  # inches of a row's name, beside the panels
 _ENDS = {"E2": ", end to end", "E3": ", worst policy"}
 _DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
 
@@ -64,13 +65,15 @@ def _panels(findings: Findings, known: list[Decision], groups: list[_Group], row
     columns = len(groups) if len(groups) <= _MOST_COLUMNS else _COLUMNS
     lines = -(-len(groups) // columns)
     pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
-    figure = blank(2.1 + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
+    names = _names(findings, rows)
+    beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)
+    figure = blank(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for panel, group in zip(panels.flat, groups, strict=False):
         own = [d for d in known if _group(d) == group]
-        _panel(panel, own, [_row(d) for d in own], _names(findings, rows), rows)
+        _panel(panel, own, [_row(d) for d in own], names, rows)
         panel.set_title(inline(_length(findings, *group)))
     return figure
 
