@@ -192,3 +192,8 @@ def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> No
     assert shades[0] == pytest.approx(0.25 * 0.55, abs=1e-3)
     assert shades.count(pytest.approx(0.5 * 0.55, abs=1e-3)) == 2  # a token that is longer than a line
     assert not set("\x1b\u202e\u2028") & set(drawn)
+
+
+def test_a_checkpoint_that_was_deleted_is_named_by_its_arm_and_seed(finished: Path) -> None:
+    with pytest.raises(DataError, match="holds no checkpoint of dense seed 21 any more; put "):
+        load_checkpoint(begun_run(finished), "dense", 21, "")

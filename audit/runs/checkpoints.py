@@ -10,10 +10,12 @@ from audit.sampling.model import LoadedModel, load_model
 
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:
-    """One checkpoint of a run; raises DataError where its weights have another sha256 than ``wanted``."""
+    """One checkpoint of a run; raises DataError where it is gone, or has another sha256 than ``wanted``."""
     spec, given = run.spec, run.spec.given(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
     name = given or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
+    if not is_model and given is None and not run.checkpoint(arm, seed).is_dir():
+        raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
     model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if not is_model:
         model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
