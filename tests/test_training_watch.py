@@ -91,6 +91,11 @@ def test_suites_to_watch_are_known_and_named_once() -> None:
         watched(watch={"every": 1, "suites": ["math", "math"]})
 
 
+def test_a_stop_that_can_never_come_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"'watch.patience' is 9, wanted at most the 2 steps of training"):
+        watched(watch={"every": 1, "stop_on": ["ess"], "patience": 9})
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

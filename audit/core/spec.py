@@ -258,6 +258,9 @@ class Training(Part):
         _require("group", self.group, one_group, self.group >= 2)
         _require("suites", list(self.suites), "at least one suite, each once", once)
         unique("train.watch.suites", self.watched)
+        if self.watch is not None and self.watch.stop_on:
+            in_time = f"at most the {self.steps} steps of training, or the stop never comes"
+            _require("watch.patience", self.watch.patience, in_time, self.watch.patience <= self.steps)
         whole_groups = f"0, or {self.group} or more: a group is sampled at once"
         _require(
             "rollout_rows", self.rollout_rows, whole_groups, self.rollout_rows == 0 or self.rollout_rows >= self.group
