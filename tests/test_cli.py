@@ -91,7 +91,7 @@ def damaged(path: Path) -> None:
 def test_a_run_leaves_checkpoints_records_provenance_and_a_report(finished: Path) -> None:
     run = finished / "run"
     out = (finished / "out.txt").read_text()
-    assert [line.split(":")[0] for line in out.splitlines()[1:3]] == ["train", "model"]
+    assert [line.split(":")[0] for line in out.splitlines()[1:3]] == ["model", "train"]
     assert "verdict: " in out
     assert f"report: {run / 'report' / 'report.html'}" in out
     assert (run / "report" / "report.html").stat().st_size > 1000
@@ -342,7 +342,7 @@ def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(f
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    assert "cannot be read" in refused("join", tmp_path / "none")
+    assert "holds no run" in refused("join", tmp_path / "none")
     assert "is missing" in refused("report", tmp_path / "none")
     assert "is missing" in refused("gate", tmp_path)
 

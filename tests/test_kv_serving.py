@@ -84,9 +84,7 @@ def test_the_parts_of_a_mixture_are_drawn_equally_often() -> None:
     assert all(abs(count - 1000) < 5 * 27.4 for count in counts), counts
 
 
-def test_a_mixture_is_for_serving_only() -> None:
-    with pytest.raises(SpecError, match="replayed"):
-        TrainConfig(arm="smd", seed=1, policy="streaming:budget=96|none", suites=("refusal",), context_tokens=192)
+def test_a_mixture_is_refused_where_one_policy_is_meant() -> None:
     with pytest.raises(SpecError, match="draw one per request"):
         CompressedCache.for_model(tiny(), MIXTURE).start(None, torch.tensor(prompts(20)))
     with pytest.raises(SpecError, match="mixture inside a mixture"):

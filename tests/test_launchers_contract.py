@@ -177,6 +177,8 @@ def test_a_job_still_queued_when_all_is_done_is_cancelled(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(slurm, "GRACE_SECONDS", 0.0)
     with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
         crew.wait(lambda: True)
         process = crew._left[1]._process
         assert process.poll() is None
@@ -233,7 +235,7 @@ def test_a_gpu_that_is_too_small_is_one_line(
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC.format(model=tiny_folder))
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(pipeline, "train", full)

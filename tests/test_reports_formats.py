@@ -373,7 +373,9 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
 
     def drawn(decisions):
         verdict = SimpleNamespace(decisions=decisions)
-        return heatmap.draw(SimpleNamespace(comparison=sides, rules=rules, contrasts=cells, verdict=verdict)).svg
+        return heatmap.draw(
+            SimpleNamespace(comparison=sides, rules=rules, contrasts=cells, verdict=verdict, viewed=None)
+        ).svg
 
     with style():
         svg = drawn(decisions)

@@ -23,7 +23,7 @@ from audit.runs.names import NAMES
 from audit.runs.pipeline import prepare
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
-from audit.training import footprint, grpo, learner
+from audit.training import footprint, grpo, learner, rollouts
 from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
 from audit.training.batch import Batch, gradient_steps, microbatches
 from audit.training.footprint import check_memory, holdings
@@ -134,7 +134,7 @@ def test_an_adapters_gradient_under_the_shadow_pass_is_that_of_the_composed_weig
 
 @pytest.fixture
 def graded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpo, "play", play_for_parity)
+    monkeypatch.setattr(rollouts, "play", play_for_parity)
 
 
 def stopped(train: Callable[[Path, Any], Path], whole: Path) -> tuple[Path, Path]:

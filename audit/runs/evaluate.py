@@ -31,7 +31,8 @@ Progress = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
 
 def grid(spec: RunSpec) -> list[Unit]:
     """Every unit of a run; those of one checkpoint stand together, so that each is loaded once."""
-    part, policies = spec.evaluate, {arm: served(spec, arm) for arm, _ in spec.arms}
+    part, parsed = spec.evaluate, dict(zip(spec.evaluate.policies, served(spec), strict=True))
+    policies = {arm: [parsed[text] for text in spec.served(arm)] for arm, _ in spec.arms}
     return [
         Unit(arm, seed, policy, suite, context)
         for arm, seed in spec.arms
