@@ -171,6 +171,15 @@ def test_a_job_that_ends_without_a_word_is_said(tmp_path: Path, monkeypatch: pyt
     assert "without a result; what it held goes back to the others; " in said[1]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Tests that run in the background of a shell inherit that interrupts are ignored, and so would their jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_job_still_queued_when_all_is_done_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = trial("slurm")
     (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
