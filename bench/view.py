@@ -74,6 +74,8 @@ def shade_all(run: Path, pages: View) -> None:
     known: dict[str, Shading] = {}
     for path in sorted((run / FOLDER).glob("*.json")):
         known |= {answer.item: shade for answer, shade in read_shadings(run, path.stem).items() if shade}
+    if not known:
+        raise SystemExit(f"no answer of {run} was shaded yet: kvaudit view {run} --shade 5 first")
     some = next(iter(known.values()))
     for unit, answers in pages.unshaded(len(pages.flips)).items():
         borrowed = {answer: known.get(answer.item, some) for answer in answers}
