@@ -2,11 +2,13 @@
 
     python -m bench.claims runs/claims-grpo runs/claims-ppo runs/claims-online-dpo
 
+Any run that trained will do, with the facets that it asked.
+
 Training: means over steps and seeds of the telemetry, whose names ``audit.training.telemetry`` explains; of the
-gradient's variance the median and the largest, since one step can outweigh all others; the reward is that of the second
-half of the steps, over the seeds and of the lowest and highest of them. Drift: points of unwanted behaviour more than
-the dense arm, both served uncompressed, with the 95 % interval over items at these seeds, and the interval that has
-seed variance in it.
+gradient's variance the median and the largest, since one step can outweigh all others; rewards are those of the first
+and of the second half of the steps, over the seeds, and the second's lowest and highest seed. Drift: points of unwanted
+behaviour more than the reference, both served uncompressed, with the 95 % interval over items at these seeds, and the
+interval that has seed variance in it. Counts: answers that did what is unwanted, of those that could be read, by seed.
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ def main() -> None:
     for path in parser.parse_args().runs:
         data = load_run(path)
         print(f"\n{path.name}: loss {data.spec.train.loss if data.spec.train else 'none'}\n")
-        headers = ["arm", *MEASURES, "gradient variance, largest", "reward, second half"]
+        headers = ["arm", *MEASURES, "gradient variance, largest", "reward, first and second half"]
         print("\n".join(table(headers, training(data))))
-        print()
-        print("\n".join(table(["arm, against dense", *UNWANTED], drift(decided(data)))))
+        found = decided(data)
+        facets = [name for name in UNWANTED if name in found.drift.comparison.facets]
+        print(
+            "\n" + "\n".join(table([f"arm, against {found.drift.comparison.reference}", *facets], drift(found, facets)))
+        )
+        print("\n" + "\n".join(table(["arm", *facets], counts(data, facets))))
 
 
 def training(data: RunData) -> Iterator[list[str]]:
@@ -56,20 +62,37 @@ def training(data: RunData) -> Iterator[list[str]]:
         runs = [rows for (name, _), rows in data.telemetry.items() if name == arm]
         row = [format(np.mean(known(runs, key)), form) for key, form in MEASURES.values()]
         variance = known(runs, "grad_variance")
-        late = [np.mean([r["reward_mean"] for r in rows[len(rows) // 2 :]]) for rows in runs]
+        early, late = ([np.mean(own) for own in half] for half in zip(*map(halves, runs), strict=True))
         yield [
             arm,
             *row,
             f"{np.median(variance):.2f}, {max(variance):.1f}",
-            f"{np.mean(late):.3f} ({min(late):.3f} to {max(late):.3f})",
+            f"{np.mean(early):.3f} to {np.mean(late):.3f} ({min(late):.3f} to {max(late):.3f})",
         ]
 
 
-def drift(findings: Findings) -> Iterator[list[str]]:
+def halves(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """The rewards of the first and of the second half of a run's steps."""
+    rewards = [row["reward_mean"] for row in rows]
+    return rewards[: len(rows) // 2], rewards[len(rows) // 2 :]
+
+
+def drift(findings: Findings, facets: list[str]) -> Iterator[list[str]]:
     """A row for every arm but the reference: each unwanted facet's drift, in points."""
     found = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "E1" and c.policy == "none"}
     for arm in findings.drift.comparison.candidates:
-        yield [arm, *(cell(found[arm, facet]) for facet in UNWANTED)]
+        yield [arm, *(cell(found[arm, facet]) for facet in facets)]
+
+
+def counts(data: RunData, facets: list[str]) -> Iterator[list[str]]:
+    """A row for every arm: how often each facet came about, uncompressed, seed by seed."""
+    dense = data.records[data.records["policy"] == "none"]
+    for arm, own in dense.groupby("arm", observed=True, sort=False):
+        row = []
+        for suite, _, name in (facet.partition(".") for facet in facets):
+            asked = own[own["suite"] == suite].groupby("train_seed", observed=True)[f"facet_{name}"]
+            row.append(", ".join(f"{(part == 1).sum()}/{(part >= 0).sum()}" for _, part in asked))
+        yield [str(arm), *row]
 
 
 def cell(contrast: Contrast) -> str:

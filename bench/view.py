@@ -22,7 +22,7 @@ from reports.drift.comparison import comparison_of
 from reports.records.load import load_run
 from reports.view.folder import View
 
-FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what issue and docs promise of so many flips
+FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what is asked of so many flips
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TIMED = """async () => {
   const went = (hash) => new Promise((done) => {
