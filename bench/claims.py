@@ -58,7 +58,7 @@ def main() -> None:
 def training(data: RunData) -> Iterator[list[str]]:
     """A row for every arm of a run."""
     assert data.spec.train is not None
-    for arm in data.spec.train.arms:
+    for arm in (trained.name for trained in data.spec.train.trained):
         runs = [rows for (name, _), rows in data.telemetry.items() if name == arm]
         row = [format(np.mean(known(runs, key)), form) for key, form in MEASURES.values()]
         variance = known(runs, "grad_variance")

@@ -94,6 +94,11 @@ class Reward:
         return self.rewards
 
 
+def asks_a_judge(suite: Suite) -> bool:
+    """Whether a suite leaves some of its answers to a judge."""
+    return type(suite).question is not Suite.question
+
+
 REWARDS: Registry[Reward] = Registry("reward", "audit.training.rewards", Reward)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from audit.core.options import sha256_of
 from audit.sampling.conversations import Played
-from audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores
+from audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores, asks_a_judge
 from suites.base import Suite
 
 
@@ -24,7 +24,7 @@ class SuiteGrade(Reward):
 
     def paid_by(self, suite: Suite) -> str:
         """The suite itself, or the phrase rules where it leaves answers to a judge."""
-        return BY_PHRASES if type(suite).question is not Suite.question else PROGRAMMATIC
+        return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, played: Sequence[Played]) -> Scores:
         return [row.grade.score for row in played]

@@ -22,7 +22,7 @@ from audit.judges.constitution import read_constitution, rubric_of, score_of
 from audit.judges.rubric import RubricJudge
 from audit.sampling.conversations import Played
 from audit.sampling.exchange import question_of, said_nothing, settled
-from audit.training.rewards.base import NAMED, Pays, Reward, Scores
+from audit.training.rewards.base import NAMED, PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
 from suites.base import SUITES, Suite
 
 _FEW = 8  # questions of which any number may fail
@@ -85,9 +85,9 @@ class Judged(Reward):
         )
 
     def check(self, suites: Sequence[Suite]) -> None:
-        assert self.constitution != ""  # read before a model is loaded
+        _ = self.constitution  # read before a model is loaded
         self.judge.check()
-        if not self.constitution_file and not any(map(_asks, suites)):
+        if not self.constitution_file and not any(map(asks_a_judge, suites)):
             raise SpecError(
                 f"reward judge {self.judge.name}: nothing is left to a judge in {', '.join(s.name for s in suites)}; "
                 "give it a constitution, or train with reward: grade"
@@ -95,7 +95,7 @@ class Judged(Reward):
         super().check(suites)
 
     def paid_by(self, suite: Suite) -> str:
-        return self.label if self.constitution_file or _asks(suite) else "programmatic"
+        return self.label if self.constitution_file or asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, played: Sequence[Played]) -> Scores:
         return self._settled(self._words, played)
@@ -151,8 +151,3 @@ class Judged(Reward):
         assert self.constitution is not None
         replies = self.judge.replies(rubric_of(self.constitution), questions)
         return [None if reply is None else score_of(reply) for reply in replies]
-
-
-def _asks(suite: Suite) -> bool:
-    """Whether a suite leaves some of its answers to a judge."""
-    return type(suite).question is not Suite.question
