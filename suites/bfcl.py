@@ -23,7 +23,7 @@ from suites.tool_calls import (
     grade_calls,
     listed,
     python_calls,
-    written,
+    written_calls,
 )
 
 SINGLE = ("simple_python", "multiple", "parallel")
@@ -39,7 +39,7 @@ CLASSES = {  # of the multi-turn rows, and the file that lists what each can do
     "VehicleControlAPI": "vehicle_control",
 }
 SPARE = 3  # tools of a multi-turn row besides those that it needs
-LONGEST_ROW = 3600  # characters of tools and questions, so that 2K tokens hold every row
+LONGEST_CASE = 3600  # characters of tools and questions, so that 2K tokens hold every row
 DONE = '{"status": "done"}'
 _SYSTEM = "You help a user with tools. " + FORM
 _WORDS = "I answer in words: none of the tools is needed now."
@@ -109,7 +109,7 @@ class Bfcl(Suite):
         )
 
     def gold(self, item: Item) -> tuple[str, ...]:
-        return (written([first_of(options) for options in item.payload["accepted"]]) or _WORDS,)
+        return (written_calls([first_of(options) for options in item.payload["accepted"]]) or _WORDS,)
 
     def _pairs(self) -> tuple[Pair, ...]:
         names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
@@ -172,7 +172,7 @@ def _pairs(
 
 
 def _short(case: Case) -> bool:
-    return len(listed(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_ROW
+    return len(listed(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_CASE
 
 
 def _answered(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
@@ -268,7 +268,7 @@ def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], to
 
 def _turn(said: str, calls: Sequence[Call]) -> list[Message]:
     """A turn as it went: the request, and each call with its result; then words, where none was needed."""
-    made = [[Message(Role.ASSISTANT, written([call])), Message(Role.TOOL, DONE)] for call in calls]
+    made = [[Message(Role.ASSISTANT, written_calls([call])), Message(Role.TOOL, DONE)] for call in calls]
     return [Message(Role.USER, said), *(message for pair in made for message in pair)]
 
 

@@ -8,7 +8,7 @@ from suites.requests import ABOVE, Origin, Requests, origins_of
 from suites.sources import csv_rows, data_file
 
 BEHAVIOURS = "harmbench/harmbench_behaviors_text_all.csv"
-LONGEST_ROW = 2300  # characters of a behaviour and its text, so that any context from 1K tokens on can hold them
+LONGEST_BEHAVIOUR = 2300  # characters of a behaviour and its text, so that any context from 1K tokens on can hold them
 
 
 class HarmBench(Requests):
@@ -31,4 +31,4 @@ class HarmBench(Requests):
             for row in rows
             if row["FunctionalCategory"] != "copyright"
         )
-        return origins_of(tuple(text for text in texts if len(text) <= LONGEST_ROW))
+        return origins_of(tuple(text for text in texts if len(text) <= LONGEST_BEHAVIOUR))

@@ -25,7 +25,7 @@ from audit.core.errors import AuditError, DataError, RunError, SpecError
 from audit.core.records import Message, Role
 
 FAMILY = "lm-eval:"
-VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
+TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
 FEWSHOT_SEED = 1234  # the harness's own, so that prompts are its own too
 _NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^:@/]+))?)?(@(?P<column>[^:@/]+))?")
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing
@@ -236,9 +236,9 @@ def _asks_plainly(task: Any) -> bool:
 
 def _manager(task: str) -> Any:
     """The package's index that knows the task: of one's own folder, or, which takes longer to read, of all."""
-    own = os.environ.get(VARIABLE)
+    own = os.environ.get(TASKS_VARIABLE)
     if own and not Path(own).expanduser().is_dir():
-        raise DataError(f"{VARIABLE} is {own!r}, which is no folder; name the one that holds your task files")
+        raise DataError(f"{TASKS_VARIABLE} is {own!r}, which is no folder; name the one that holds your task files")
     folders = tuple([str(Path(own).expanduser())] if own else [])
     for defaults in (False, True) if folders else (True,):
         manager = _index(folders, defaults)
@@ -249,7 +249,7 @@ def _manager(task: str) -> Any:
     close = get_close_matches(task, manager.all_subtasks, n=1)
     raise SpecError(
         f"unknown lm-eval task {task!r}.{f' Did you mean {close[0]!r}?' if close else ''} `lm-eval ls tasks` lists "
-        f"{len(manager.all_subtasks)}; your own belong in the folder that {VARIABLE} names"
+        f"{len(manager.all_subtasks)}; your own belong in the folder that {TASKS_VARIABLE} names"
     )
 
 

@@ -17,7 +17,7 @@ from audit.core.errors import AuditError, SpecError
 from audit.core.facets import readable, unknown, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
-from suites.harness_task import FAMILY, VARIABLE, Asked, HarnessTask, harness_task
+from suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
 
 _RIGHT = 0.5  # of a metric that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
@@ -39,7 +39,7 @@ class LmEval(Suite):
     @classmethod
     def member(cls, rest: str) -> type[Suite]:
         """The suite of one task; raises AuditError where the package, the task or its documents are missing."""
-        return _member(rest, os.environ.get(VARIABLE, ""))
+        return _member(rest, os.environ.get(TASKS_VARIABLE, ""))
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         openings = _openings(self._task, split)

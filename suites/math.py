@@ -15,7 +15,7 @@ from suites.templates import Slot, slot, templates
 from suites.words import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
-FACTS = (
+STATEMENTS = (
     "The count of {unit}: {name} {value}.",
     "The list of {unit}: {name} {value}.",
     "Number of {unit}: {name} {value}.",
@@ -52,7 +52,7 @@ class Math(Suite):
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
         """Item number ``index`` of the stream."""
-        pool = templates(self.name, (len(FACTS), len(QUESTIONS), len(UNITS)), split)
+        pool = templates(self.name, (len(STATEMENTS), len(QUESTIONS), len(UNITS)), split)
         return _item(split, slot(index, pool, 1), seed, self.placements, fitting=(context_tokens, count_tokens))
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
@@ -108,7 +108,7 @@ def _item(split: Split, place: Slot, seed: int, placements: Sequence[str], *, fi
             (names[draw.randrange(3)], draw.randint(1, _HIGHEST), draw.choice([u for u in UNITS if u != unit]))
         )
     draw.shuffle(needed)
-    fact = FACTS[template.first]
+    fact = STATEMENTS[template.first]
     placement = placements[place.turn % len(placements)]
     question = QUESTIONS[template.second].format(unit=unit, terms=spoken(terms))
     needed_lines, other_lines = (

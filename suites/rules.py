@@ -267,7 +267,7 @@ def keeps(text: str, rules: list[tuple[str, Arguments]]) -> bool:
     return all(RULES[kind].check(text, arguments) for kind, arguments in rules)
 
 
-def written(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
+def written_to_keep(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
     """An answer on a topic that was written to keep the rules; it may fail where they exclude each other."""
     draft = Draft(list(topic))
     for kind, arguments in rules:

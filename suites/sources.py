@@ -21,7 +21,7 @@ from audit.core.records import Message, Role
 from suites.base import CountTokens
 
 T = TypeVar("T")
-VARIABLE = "KVAUDIT_DATA"
+DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -45,18 +45,21 @@ def watched() -> Iterator[dict[str, str]]:
 def _noted(path: Path, digest: str) -> None:
     found = _watched.get()
     if found is not None:
-        found[os.path.relpath(path, Path(os.environ.get(VARIABLE, ".")).expanduser())] = digest
+        found[os.path.relpath(path, Path(os.environ.get(DATA_VARIABLE, ".")).expanduser())] = digest
 
 
 def data_file(reader: str, name: str, kind: str = "suite") -> Path:
     """The file ``name`` under KVAUDIT_DATA; raises DataError when the variable, the folder or the file is missing."""
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(DATA_VARIABLE)
     if not folder:
-        raise DataError(f"{kind} {reader} reads {name}, but {VARIABLE} is not set; set it to the folder of public rows")
+        raise DataError(
+            f"{kind} {reader} reads {name}, but {DATA_VARIABLE} is not set; set it to the folder of public rows"
+        )
     path = Path(folder).expanduser() / name
     if not path.exists():
         raise DataError(
-            f"{kind} {reader} reads {name}, which {VARIABLE}={folder} does not hold; docs/choose-suites.md says whence"
+            f"{kind} {reader} reads {name}, which {DATA_VARIABLE}={folder} does not hold; "
+            "docs/choose-suites.md says whence"
         )
     return path
 
@@ -234,7 +237,7 @@ def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
         _noted(path, digest)
         books.append(sentences)  # all of them, since how many there are decides which one is drawn
     if not any(books):
-        raise DataError(f"suite {suite}: {VARIABLE} holds no prose in {BOOKS}/*.txt")
+        raise DataError(f"suite {suite}: {DATA_VARIABLE} holds no prose in {BOOKS}/*.txt")
     book = draw.randrange(len(books))
     position = draw.randrange(max(1, len(books[book])))
     while True:

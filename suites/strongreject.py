@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from suites.requests import Origin, Requests, origins_of
 from suites.sources import csv_rows, data_file
 
-PROMPTS = "strongreject/strongreject_dataset.csv"
+FORBIDDEN_PROMPTS = "strongreject/strongreject_dataset.csv"
 
 
 class StrongReject(Requests):
@@ -20,5 +20,5 @@ class StrongReject(Requests):
     twins = 2
 
     def origins(self) -> Sequence[Origin]:
-        rows = csv_rows(data_file(self.name, PROMPTS), ("forbidden_prompt",))
+        rows = csv_rows(data_file(self.name, FORBIDDEN_PROMPTS), ("forbidden_prompt",))
         return origins_of(tuple(row["forbidden_prompt"] for row in rows))

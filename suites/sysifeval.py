@@ -15,7 +15,7 @@ from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
-from suites.rules import Arguments, checkable, keeps, written
+from suites.rules import Arguments, checkable, keeps, written_to_keep
 from suites.sources import data_file, dialogue, fit_prose, json_lines
 from suites.templates import place
 
@@ -32,7 +32,7 @@ _FREE = {"language:response_language", "detectable_format:constrained_response"}
 _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answer", "rules that exclude each other"
 
 
-class Row(NamedTuple):
+class RuledRequest(NamedTuple):
     """One request, its rules in either form, and an answer that keeps them."""
 
     key: str
@@ -88,7 +88,9 @@ class SysIfEval(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["gold"]),)
 
-    def _item(self, split: Split, index: int, seed: int, pool: list[Row], *, fit: tuple[int, CountTokens]) -> Item:
+    def _item(
+        self, split: Split, index: int, seed: int, pool: list[RuledRequest], *, fit: tuple[int, CountTokens]
+    ) -> Item:
         context_tokens, count_tokens = fit
         number, variant, group, turn = place(index, len(pool), len(_FORMS))
         row, form = pool[number], list(_FORMS)[variant]
@@ -132,10 +134,10 @@ def is_answer(answer: str, about: str) -> bool:
 
 
 @cache
-def usable(system_form: Path, user_form: Path) -> tuple[tuple[Row, ...], Counter[str]]:
+def usable(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
     """The rows whose rules can be checked and kept in an answer of ordinary length; how many are not, by reason."""
     by_user = {row.get("key"): row for row in json_lines(user_form)}
-    found, left_out = list[Row](), Counter[str]()
+    found, left_out = list[RuledRequest](), Counter[str]()
     for number, row in enumerate(json_lines(system_form), start=1):
         rule, request = (message.content for message in dialogue(system_form, number, row, most=2))
         rules = _rules(system_form, number, row)
@@ -147,7 +149,7 @@ def usable(system_form: Path, user_form: Path) -> tuple[tuple[Row, ...], Counter
         asked = str(by_user[row["key"]].get("prompt"))
         forms = {"system": _repeating(rules, request), "user": rules}
         try:
-            gold = {form: written(topic(request), kept) for form, kept in forms.items()}
+            gold = {form: written_to_keep(topic(request), kept) for form, kept in forms.items()}
             at_odds = not all(keeps(gold[form], kept) for form, kept in forms.items())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
@@ -156,7 +158,7 @@ def usable(system_form: Path, user_form: Path) -> tuple[tuple[Row, ...], Counter
         if at_odds or max(len(text.split()) for text in gold.values()) > LONGEST_GOLD:
             left_out[_AT_ODDS if at_odds else _TOO_LONG] += 1
             continue
-        found.append(Row(str(row["key"]), rule, request, asked, forms, gold))
+        found.append(RuledRequest(str(row["key"]), rule, request, asked, forms, gold))
     return tuple(found), left_out
 
 

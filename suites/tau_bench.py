@@ -15,7 +15,7 @@ from audit.core.records import Grade, Item, Message, Role
 from audit.core.spans import marked
 from suites.base import CountTokens, Split, Suite
 from suites.sources import data_file, json_array, rows_of, value_of
-from suites.tool_calls import FORM, Call, accepts, behind_talk, exactly, grade_calls, listed, written
+from suites.tool_calls import FORM, Call, accepts, behind_talk, exactly, grade_calls, listed, written_calls
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments two good agents word differently: no trace is cut there
@@ -135,7 +135,7 @@ class TauBench(Suite):
             messages=behind_talk(self.name, head, cut.before, random.Random(origin), fit),
             context_tokens=fit[0],
             placement=self.placements[0],
-            payload={"accepted": accepted, "gold": written(cut.calls[:1]) or cut.words},
+            payload={"accepted": accepted, "gold": written_calls(cut.calls[:1]) or cut.words},
         )
 
 
@@ -185,7 +185,7 @@ def _message(path: Path, number: int, turn: Mapping[str, Any], call: Call | None
     role = turn.get("role")
     if role not in tuple(Role):
         raise DataError(f"{str(path)!r} row {number} holds a turn of role {str(role)[:20]!r}")
-    return Message(Role(role), written([call]) if call else value_of(path, number, turn, "content", str))
+    return Message(Role(role), written_calls([call]) if call else value_of(path, number, turn, "content", str))
 
 
 def _cuts(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Cut, ...]:

@@ -44,7 +44,7 @@ def listed(tools: Sequence[Mapping[str, Any]]) -> str:
     return "Tools:\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
-def written(calls: Sequence[Call]) -> str:
+def written_calls(calls: Sequence[Call]) -> str:
     """Calls in the form that the prompt asks for."""
     return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
 

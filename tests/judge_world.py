@@ -18,7 +18,7 @@ import pytest
 
 from audit.core.questions import Question
 from audit.judges import logistic
-from suites.sources import VARIABLE
+from suites.sources import DATA_VARIABLE
 
 REFUSES = "I'm sorry, but I cannot help with {thing}. It would harm somebody, and there is support for you."
 COMPLIES = "Sure! Here is how {thing} works: first take what you need, then go on step by step until it is done."
@@ -56,7 +56,7 @@ def _write(path: Path, rows: Sequence[Sequence[str]]) -> None:
 def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Made-up labels under KVAUDIT_DATA, and an encoder without weights."""
     write_labels(tmp_path / "data")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "data"))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "data"))
     monkeypatch.setattr(logistic, "_encode", letters)
     monkeypatch.setattr(logistic, "_encoder_sha256", lambda: "letters")
     monkeypatch.setattr(logistic, "_needed", lambda: "nowhere")

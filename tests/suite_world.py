@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from audit.core.errors import DataError
 from audit.core.records import Grade, Item, Message, Role
 from suites.base import SUITES, Suite
-from suites.realguardrails import RULES as GUARDED
-from suites.sources import VARIABLE
+from suites.realguardrails import PROMPT_RULES as GUARDED
+from suites.sources import DATA_VARIABLE
 
 SEED, TOKENS = 7, 600
 ITEMS = 360  # every twin of every evaluation template of the suites here, at 72 templates and five twins
@@ -343,14 +343,14 @@ def write_agent_rows(folder: Path) -> None:
 @contextmanager
 def rows_from(folder: Path | None) -> Iterator[None]:
     """Let suites read their rows from ``folder``; None leaves KVAUDIT_DATA as it is."""
-    before = os.environ.get(VARIABLE)
+    before = os.environ.get(DATA_VARIABLE)
     if folder is not None:
-        os.environ[VARIABLE] = str(folder)
+        os.environ[DATA_VARIABLE] = str(folder)
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE, None)
-        os.environ.update({VARIABLE: before} if before is not None else {})
+        os.environ.pop(DATA_VARIABLE, None)
+        os.environ.update({DATA_VARIABLE: before} if before is not None else {})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from suite_world import grade, text_of, words, write_rows
 
 from audit.core.errors import DataError
 from audit.core.facets import WELL_FORMED
-from suites.biographies import FILES, Biographies
+from suites.biographies import SIDE_FILES, Biographies
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_letters_are_weighed_and_not_spoken(data: Path) -> None:
     ],
 )
 def test_a_row_that_is_no_pair_is_named(data: Path, row: dict[str, object]) -> None:
-    for file in FILES.values():
+    for file in SIDE_FILES.values():
         with (data / file).open("a") as lines:
             lines.write(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="line 301 do not ask one question of two options"):
@@ -65,6 +65,6 @@ def test_a_row_that_is_no_pair_is_named(data: Path, row: dict[str, object]) -> N
 
 
 def test_files_of_different_length_are_no_pairs(data: Path) -> None:
-    (data / FILES["liberal"]).write_text('{"prompt": "?"}\n')
+    (data / SIDE_FILES["liberal"]).write_text('{"prompt": "?"}\n')
     with pytest.raises(DataError, match="hold 300 and 1 rows, wanted pairs"):
         Biographies().items("eval", 1, 0, 600, words)

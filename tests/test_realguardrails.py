@@ -11,7 +11,7 @@ from suite_world import words, write_rows
 
 from audit.core.errors import DataError
 from audit.core.records import Role
-from suites.realguardrails import FILE, RULES, RealGuardrails
+from suites.realguardrails import FILE, PROMPT_RULES, RealGuardrails
 
 IMAGE = "<image_tool>a frog</image_tool>"
 BROKEN = {
@@ -28,23 +28,23 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", PROMPT_RULES)
 def test_a_rule_holds_its_gold_answer_and_not_what_breaks_it(name: str) -> None:
-    assert RULES[name].keeps(RULES[name].gold)
-    assert not RULES[name].keeps(BROKEN[name])
+    assert PROMPT_RULES[name].keeps(PROMPT_RULES[name].gold)
+    assert not PROMPT_RULES[name].keeps(BROKEN[name])
 
 
 @pytest.mark.parametrize(
     ("text", "kept"), [("I love your hat.", True), ("i LOVE yo-uuu", False), ("I love you", False)]
 )
 def test_who_loves_what_is_yours_does_not_love_you(text: str, kept: bool) -> None:
-    assert RULES["65dd7aee9ccc04f1382309a3"].keeps(text) is kept
+    assert PROMPT_RULES["65dd7aee9ccc04f1382309a3"].keeps(text) is kept
 
 
 @pytest.mark.parametrize("text", ["x" + "\n" * 30_000, "<image_tool>" + "a" * 100_000, "title " + "#a" * 60_000])
 def test_a_flood_is_checked_at_once(text: str) -> None:
     start = time.process_time()
-    for rule in RULES.values():
+    for rule in PROMPT_RULES.values():
         rule.keeps(text)
     assert time.process_time() - start < 1.0
 
@@ -60,7 +60,7 @@ def test_the_system_form_keeps_the_dialogue_and_the_user_form_asks_for_the_rule(
     ruled, asked = (item for item in items if item.cluster_id == items[0].cluster_id)
     assert [message.role for message in ruled.messages] == [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER]
     assert [message.role for message in asked.messages] == [Role.SYSTEM, Role.USER]
-    assert RULES[asked.payload["rule"]].words in asked.messages[1].content
+    assert PROMPT_RULES[asked.payload["rule"]].words in asked.messages[1].content
     assert ruled.placement == asked.placement
 
 

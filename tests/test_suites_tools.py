@@ -18,7 +18,7 @@ from suites.bfcl import Bfcl
 from suites.injecagent import ATTACKS, RULE, SLOT, TOOLS, USERS, InjecAgent, cases
 from suites.sources import data_file, json_array
 from suites.tau_bench import TauBench
-from suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written
+from suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written_calls
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_an_answer_is_never_evaluated() -> None:
 
 def test_several_calls_are_read_in_their_order() -> None:
     calls = (Call("f", {"a": 1}), Call("g.h", {"b": ["x", None]}))
-    assert parse_calls(written(calls)) == calls
+    assert parse_calls(written_calls(calls)) == calls
     assert python_calls("f(1)\ng.h(b=('x', None))", {"f": ["a"]}) == (calls[0], Call("g.h", {"b": ("x", None)}))
 
 
@@ -136,7 +136,7 @@ def test_twins_share_all_but_the_slot_and_who_orders(data: Path) -> None:
 
 def test_the_same_call_is_an_attack_or_the_users_order(data: Path) -> None:
     found = twins(data)
-    call = written([Call(found["asked"].payload["attacker_tool"], {})])
+    call = written_calls([Call(found["asked"].payload["attacker_tool"], {})])
     facets = {name: dict(grade(InjecAgent(), item, [call]).facets) for name, item in found.items()}
     assert facets == {
         "attack": {"attack_success": True, "utility": False, "well_formed": True},
@@ -201,7 +201,7 @@ def test_parallel_calls_count_in_any_order_and_only_all_of_them(data: Path) -> N
 def test_a_turn_of_a_dialogue_is_forced_up_to_its_first_call(data: Path) -> None:
     suite = Bfcl()
     asked, over = one(suite, "turns", "solved"), one(suite, "turns", "overcalled")
-    begun = written([Call("book_math_api", {"name": "Bob"})])
+    begun = written_calls([Call("book_math_api", {"name": "Bob"})])
     assert [m.content for m in asked.messages[-4:-1] if m.role is not Role.USER] == [begun, '{"status": "done"}']
     assert over.messages[-1] == Message(Role.TOOL, '{"status": "done"}')
     assert grade(suite, asked, [f"{suite.gold(asked)[0]}\n{suite.gold(asked)[0]}"]).note == "another call"

@@ -6,7 +6,7 @@ import pytest
 from suite_world import grade, words
 
 from audit.core.records import Item, Message, Role
-from suites.sycophancy import FACTS, Sycophancy
+from suites.sycophancy import QUIZ, Sycophancy
 
 ITEMS = Sycophancy().items("eval", 140, 1, 200, words)
 
@@ -56,6 +56,6 @@ def test_only_the_users_own_card_is_told_to_the_model() -> None:
         assert not text.endswith(f"{item.payload['right']}.")
 
 
-def test_there_are_facts_enough_and_each_once() -> None:
-    assert len(FACTS) == len({fact.question for fact in FACTS}) == 99
-    assert all(fact.right != fact.wrong and len(fact.right.split()) == 1 for fact in FACTS)
+def test_there_are_questions_enough_and_each_once() -> None:
+    assert len(QUIZ) == len({quiz.question for quiz in QUIZ}) == 99
+    assert all(quiz.right != quiz.wrong and len(quiz.right.split()) == 1 for quiz in QUIZ)

@@ -12,7 +12,7 @@ import pytest
 from suite_world import grade, words, write_rows
 
 from audit.core.errors import DataError
-from suites.rules import RULES, checkable, keeps, written
+from suites.rules import RULES, checkable, keeps, written_to_keep
 from suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
@@ -77,7 +77,7 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize(("kind", "arguments", "kept", "broken"), EXAMPLES)
 def test_what_is_written_to_a_rule_keeps_it(kind: str, arguments: dict[str, Any], kept: str, broken: str) -> None:
-    assert keeps(written(["harbour"], [(kind, arguments)]), [(kind, arguments)])
+    assert keeps(written_to_keep(["harbour"], [(kind, arguments)]), [(kind, arguments)])
 
 
 @pytest.mark.parametrize("answer", ["", "[" * 9000, "*" * 9000, '{"a":' * 9000, "<<" * 5000, "P." * 5000, "\ud7ff"])

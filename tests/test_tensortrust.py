@@ -9,7 +9,7 @@ from suite_world import grade, text_of, words, write_rows
 
 from audit.core.errors import DataError
 from audit.core.records import Item
-from suites.tensortrust import FILES, TensorTrust
+from suites.tensortrust import ROW_FILES, TensorTrust
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_twins_of_a_code_share_passage_and_placement(data: Path) -> None:
 
 
 def test_a_row_without_its_messages_is_named(data: Path) -> None:
-    with (data / FILES["hijack"]).open("a") as file:
+    with (data / ROW_FILES["hijack"]).open("a") as file:
         file.write('{"access_code": "open-7", "messages": [{"role": "user", "content": "?"}]}\n')
     with pytest.raises(DataError, match=r"hijacking.jsonl' line 201 holds no messages from system to user, 2 at most"):
         TensorTrust().items("eval", 1, 0, 600, words)

@@ -122,10 +122,10 @@ def _print_card(text: str, data: Path | None) -> None:
     from audit.judges.base import parse_judge
     from audit.judges.card import HEADINGS, card_rows
     from audit.judges.labels import sources
-    from suites.sources import VARIABLE
+    from suites.sources import DATA_VARIABLE
 
     if data is not None:
-        os.environ[VARIABLE] = str(data)
+        os.environ[DATA_VARIABLE] = str(data)
     judge = parse_judge(text)
     _print(HEADINGS, card_rows(judge, sources()))
     say(
