@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError
 from audit.core.records import Message, Role
-from reports.gate.decide import decide, guarded
+from reports.gate.decide import decide, judge_may_pass
 from reports.gate.rules import Asked
 from reports.gate.verdict import Status
-from reports.labels.blind import key_of
-from reports.labels.pairs import chosen, digest, paired_answers, texts_of, usual
+from reports.labels.blind import sheet_key
+from reports.labels.pairs import digest, paired_answers, pairs_to_see, texts_of, usual
 from reports.labels.relabelled import human_labels, relabelled, with_labels
 from reports.labels.sheet import (
     CHARACTERS,
@@ -39,7 +39,7 @@ from reports.labels.sheet import (
     text_hash,
 )
 from reports.labels.stored import LABELS_FILE, CellLabels, Labels, load_labels, render_labels
-from reports.page.people_tables import cells_table, errors_table, labelled_cells, panel_notes
+from reports.page.people_tables import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from reports.records.load import load_run
 from reports.run import decided, measured
 
@@ -157,9 +157,9 @@ def test_the_order_of_rows_says_nothing_of_items():
 
 def test_the_same_seed_draws_the_same_pairs(written):
     pairs = pairs_of(written[0])
-    assert list(chosen(pairs, 50, 0)) == list(chosen(pairs, 50, 0))
-    assert list(chosen(pairs, 50, 0)) != list(chosen(pairs, 50, 1))
-    assert len(chosen(pairs, 10**6, 0)) == len(pairs.items)
+    assert list(pairs_to_see(pairs, 50, 0)) == list(pairs_to_see(pairs, 50, 0))
+    assert list(pairs_to_see(pairs, 50, 0)) != list(pairs_to_see(pairs, 50, 1))
+    assert len(pairs_to_see(pairs, 10**6, 0)) == len(pairs.items)
 
 
 def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
@@ -225,7 +225,7 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     command("adjudicate", written[0], "--read", sheet)
     cell = labelled(written[0])[0]
     assert cell.people.bias_upper > 0.025  # 60 pairs cannot show an even judge
-    assert not guarded(cell.people, cell.margin)
+    assert not judge_may_pass(cell.people, cell.margin)
     passed = cell._replace(judged=Status.PASS)
     assert passed.alone is Status.INCONCLUSIVE
     assert passed._replace(margin=1.0).alone is Status.PASS
@@ -300,7 +300,7 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     assert command("adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
     report = decided(load_run(run))
     (cell,) = labelled_cells(report)
-    assert guarded(cell.people, cell.margin)
+    assert judge_may_pass(cell.people, cell.margin)
     assert report.verdict.status is Status.PASS
 
 
@@ -409,7 +409,7 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
 def stored_as_before(run, concordant):
     """Labels as they were written when all concordant pairs were drawn at once: people agree with the judge."""
     data, pairs = load_run(run), pairs_of(run)
-    indices = chosen(pairs, concordant, 0, spread=False)
+    indices = pairs_to_see(pairs, concordant, 0, spread=False)
     labels = {text_hash(row): int(row.answer == GOOD) for row in texts_of(data, [(pairs, indices)]).values()}
     cell = CellLabels("E1", "naive", "none", "refusal", 192, 0, concordant, labels)
     body = asdict(Labels(digest(data.records), "dense", (cell,), format=2))
@@ -426,7 +426,7 @@ def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed
     data, pairs = stored_as_before(run, 60)
     drift = with_labels(data, measured(data, Asked())[0])
     (c,) = [c for c in drift.contrasts if c.people]
-    drawn = chosen(pairs, 60, 0, spread=False)
+    drawn = pairs_to_see(pairs, 60, 0, spread=False)
     missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
     assert 10 < missed < 40
     assert (c.people.concordant, c.people.templates, c.people.unseen) == (60, 60, missed)
@@ -436,7 +436,7 @@ def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed
 def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
     run, path = tmp_path / "run", tmp_path / "old.csv"
     shutil.copytree(written[0], run)
-    key, shown = key_of(load_run(run), [pairs_of(run)], seed=0, concordant=60, spread=False)
+    key, shown = sheet_key(load_run(run), [pairs_of(run)], seed=0, concordant=60, spread=False)
     path.write_text(render_sheet(shown))
     key_path(path).write_text(render_key(replace(key, format=1)))
     label(path)
@@ -681,7 +681,7 @@ def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
     command("adjudicate", written[0], "--read", sheet)
     found = decided(load_run(written[0]))
-    (row,) = cells_table(found).rows
+    (row,) = labelled_cells_table(found).rows
     assert row[0] == "E1, naive @ none, refusal 192"
     assert row[2] == "FAIL"
     assert len(errors_table(found).rows) == 2

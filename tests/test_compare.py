@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import AuditError, DataError, SpecError
 from reports.compare.files import Sides, compare, two_judges
-from reports.compare.page import comparison_cautions, pages
+from reports.compare.page import comparison_cautions, comparison_files
 from reports.gate.verdict import Status
 from reports.records.load import load_run
 from reports.records.readers.base import Request, read_log
@@ -228,8 +228,8 @@ def test_without_clusters_nothing_passes_and_the_reason_says_what_to_do(tmp_path
     assert "give --cluster what items share" in reason.text
     assert "or say --items-are-independent" in reason.text
     said = f"NOCLUSTERS: {reason.text}. Each item counts as its own template"
-    assert all(said in " ".join(text.split()) for text in pages(done).values())
-    assert "name what items share, no further run is needed" in pages(done)["compare.md"]
+    assert all(said in " ".join(text.split()) for text in comparison_files(done).values())
+    assert "name what items share, no further run is needed" in comparison_files(done)["compare.md"]
 
 
 def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):
@@ -634,7 +634,7 @@ def test_hostile_names_are_escaped_on_the_page(tmp_path):
     header = "item,suite,cluster,score"
     rows = [(f"i{i}", "<b>x</b>`|", f"t{i // 5}", 1) for i in range(300)]
     done = compare(sides(*(table(tmp_path / f"{n}.csv", rows, header) for n in "ab")), "score")
-    found = pages(done)
+    found = comparison_files(done)
     assert "<b>x</b>" not in found["compare.html"]
     assert "<b>" not in found["compare.md"]
 
@@ -666,7 +666,7 @@ def test_random_tables_compare_or_give_one_line(tmp_path_factory, a, b, padding,
     except AuditError:
         return
     assert done.verdict.exit_code in (0, 3, 4, 5)
-    for text in pages(done).values():
+    for text in comparison_files(done).values():
         assert text
     effect = next((d.effect for d in done.verdict.decisions if d.gated and d.effect), None)
     assert effect is None or (math.isfinite(effect.low) and effect.low <= effect.estimate <= effect.high)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.core.errors import SpecError
 from reports.compare.files import Sides, compare, margins_from
-from reports.compare.page import comparison_table, facets, pages
+from reports.compare.page import comparison_files, comparison_table, facets
 from reports.gate.rules import Asked
 from reports.gate.verdict import Status
 from reports.gate.waivers import read_waivers
@@ -120,7 +120,7 @@ def test_pages_of_files_without_facets_have_no_such_section(tmp_path):
             "item,cluster,score\n" + "".join(f"i{i},t{i // 5},1\n" for i in range(300))
         )
     found = compare(Sides(*(read_log(tmp_path / f"{name}.csv", Request()) for name in "ab")), "score")
-    assert "facets" not in pages(found)["compare.md"]
+    assert "facets" not in comparison_files(found)["compare.md"]
 
 
 @pytest.mark.parametrize(

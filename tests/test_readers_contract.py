@@ -20,7 +20,7 @@ from fuzz import LOGS, mutant
 
 from audit.core.errors import AuditError, DataError
 from reports.records.readers.base import READERS, Log, Reader, Request, Row, read_log
-from reports.records.readers.table import Table
+from reports.records.readers.table import CsvTable
 
 FOUND = [found() for found in READERS.all().values()]
 FILES = sorted((path for path in LOGS.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -176,7 +176,7 @@ def test_a_file_of_no_kind_is_one_line_that_names_every_kind(tmp_path: Path) -> 
 # --- readers that are wrong in one way -----------------------------------------------------------------------------
 
 
-class Changed(Table):
+class Changed(CsvTable):
     """The reader of tables with what it gives changed; subclasses say how."""
 
     def read(self, path: Path, request: Request) -> Log:
@@ -195,7 +195,7 @@ class CallsItselfAnother(Changed):
         return replace(log, reader="another")
 
 
-class KeyErrorOnHalfALine(Table):
+class KeyErrorOnHalfALine(CsvTable):
     def read(self, path: Path, request: Request) -> Log:
         header, *lines = path.read_text().splitlines()
         for line in lines:
@@ -208,7 +208,7 @@ class SilentOnHalfALine(Changed):
         return replace(log, problems=())
 
 
-class TwoLines(Table):
+class TwoLines(CsvTable):
     def read(self, path: Path, request: Request) -> Log:
         try:
             return super().read(path, request)
@@ -236,22 +236,22 @@ class NothingScored(Changed):
         return replace(log, rows=log.rows.assign(score=float("nan")))
 
 
-class ReadsAnything(Table):
+class ReadsAnything(CsvTable):
     def recognises(self, path: Path) -> bool:
         return not path.is_dir()
 
 
-class RaisesForContent(Table):
+class RaisesForContent(CsvTable):
     def recognises(self, path: Path) -> bool:
         return super().recognises(path) and bool(path.read_text()) if path.is_file() and path.read_text() else False
 
 
-class WithoutExample(Table):
+class WithoutExample(CsvTable):
     def recognises(self, path: Path) -> bool:
         return False
 
 
-class OwnClusters(Table):
+class OwnClusters(CsvTable):
     def read(self, path: Path, request: Request) -> Log:
         return super().read(path, Request())
 
@@ -262,7 +262,7 @@ class Shuffled(Changed):
 
 
 Check = Callable[..., None]
-WRONG: list[tuple[Check, type[Table]]] = [
+WRONG: list[tuple[Check, type[CsvTable]]] = [
     (test_a_log_of_its_tool_is_read_whole, OtherColumns),
     (test_a_log_of_its_tool_is_read_whole, Percent),
     (test_a_log_of_its_tool_is_read_whole, NothingScored),
@@ -283,7 +283,7 @@ WRONG: list[tuple[Check, type[Table]]] = [
 
 
 @pytest.mark.parametrize(("check", "wrong"), WRONG, ids=lambda value: value.__name__)
-def test_a_wrong_reader_fails_the_test_that_it_breaks(check: Check, wrong: type[Table], tmp_path: Path) -> None:
+def test_a_wrong_reader_fails_the_test_that_it_breaks(check: Check, wrong: type[CsvTable], tmp_path: Path) -> None:
     given: dict[str, Any] = {"reader": wrong(), "tmp_path": tmp_path, "body": b"\x00\x01\x02\xff"}
     with pytest.raises((AssertionError, KeyError, UnicodeDecodeError)):
         check(**{name: given[name] for name in inspect.signature(check).parameters})

@@ -15,7 +15,7 @@ from reports.analysis.analyse import analyse
 from reports.analysis.cells import BothSides
 from reports.analysis.dose import families
 from reports.analysis.results import MethodVerdict
-from reports.analysis.safe import sentence
+from reports.analysis.safe import cleared_sentence
 from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
 from reports.analysis.sensitivity import scored as scored_only
 from reports.page.about import about
@@ -150,7 +150,7 @@ def test_safe_length_goes_from_the_shortest_up():
     )
     [safe] = [s for s in found.safe if s.axis == "length" and s.arm == "naive"]
     assert (safe.amounts, safe.cleared, safe.failed) == ((128, 512), 128, 512)
-    assert sentence(safe) == "refusal cleared to 128 tokens, not at 512"
+    assert cleared_sentence(safe) == "refusal cleared to 128 tokens, not at 512"
 
 
 def roomy(lost, **more):
@@ -166,15 +166,15 @@ def test_safe_budget_stops_at_the_first_that_does_not_pass():
     assert (safe["naive"].estimand, safe["naive"].amounts) == ("E2", (96, 48, 24))
     assert safe["naive"].statuses == ("PASS", "FAIL", "PASS")
     assert (safe["naive"].cleared, safe["naive"].failed) == (96, 48)
-    assert sentence(safe["naive"]) == "refusal cleared to budget 96, not at 48"
-    assert sentence(safe["dense"]) == "refusal cleared to budget 24, the last one tested"
+    assert cleared_sentence(safe["naive"]) == "refusal cleared to budget 96, not at 48"
+    assert cleared_sentence(safe["dense"]) == "refusal cleared to budget 24, the last one tested"
 
 
 def test_a_largest_budget_that_fails_clears_none():
     found, _ = roomy({("naive", 96): 64})
     [safe] = [s for s in found.safe if s.arm == "naive"]
     assert (safe.cleared, safe.failed) == (None, 96)
-    assert sentence(safe) == "refusal cleared at no budget: not at 96"
+    assert cleared_sentence(safe) == "refusal cleared at no budget: not at 96"
 
 
 def test_a_reference_with_nothing_to_lose_clears_nothing():

@@ -22,7 +22,7 @@ from reports.page.figures import heatmap
 from reports.page.formats import html, markdown
 from reports.page.gate_table import gate_table
 from reports.page.story import page_of
-from reports.page.tables import decided_table, outcomes
+from reports.page.tables import decided_table, outcomes_table
 from reports.records.load import load_run
 from reports.records.panel import CellKey
 from reports.records.rows import UNREAD
@@ -304,7 +304,7 @@ def test_facets_stand_right_under_the_first_page(detailed):
 
 def test_truncated_answers_have_a_column_of_their_own(found):
     cells = tuple(replace(c, outcomes=c.outcomes | {"truncated": 17}) for c in found.drift.cells)
-    table = outcomes(replace(found, drift=replace(found.drift, cells=cells)))
+    table = outcomes_table(replace(found, drift=replace(found.drift, cells=cells)))
     assert {row[table.headers.index("truncated")] for row in table.rows} == {"17"}
 
 

@@ -21,7 +21,7 @@ from reports.analysis.results import MethodVerdict
 from reports.calibration.stamp import stamp
 from reports.drift.results import ClusterSums
 from reports.gate.verdict import Status
-from reports.labels.pairs import cell_name, chosen, digest, pairs_of, texts_of
+from reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
 from reports.labels.sheet import text_hash
 from reports.labels.stored import CellLabels, Labels, render_labels
 from reports.page.about import SENTENCES
@@ -290,7 +290,7 @@ def labelled(run, records=None):
     report = decided(data)
     name = ("E1", "smd", "none", "refusal", 192)
     pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if cell_name(c) == name))
-    texts = texts_of(data, [(pairs, chosen(pairs, 20, 1))])
+    texts = texts_of(data, [(pairs, pairs_to_see(pairs, 20, 1))])
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
     stored = Labels(records or digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
     write_output(run / "report" / "adjudication.json", render_labels(stored))

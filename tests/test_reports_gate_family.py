@@ -8,7 +8,7 @@ from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
 from reports.drift.results import ClusterSums
-from reports.gate.family import HOLM, MAX_T, Row, joint_family
+from reports.gate.family import HOLM, MAX_T, FamilyRow, joint_family
 from reports.gate.verdict import Status
 from reports.page.remarks import remarks
 from reports.records.load import load_run
@@ -37,7 +37,7 @@ def row_of(report, z, clusters, *, suite="refusal", sign=1):
     some = next(c for c in report.drift.contrasts if c.effect)
     names, codes = np.unique(clusters, return_inverse=True)
     part = ClusterSums(suite, 1.0, tuple(names), np.bincount(codes, weights=z), np.bincount(codes).astype(float))
-    return Row(dataclasses.replace(some, effect=cr3_effect(z, clusters), sums=(part,)), sign)
+    return FamilyRow(dataclasses.replace(some, effect=cr3_effect(z, clusters), sums=(part,)), sign)
 
 
 @pytest.fixture(scope="module")

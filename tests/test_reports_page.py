@@ -9,7 +9,7 @@ from reports_synthetic import Design, build, policy
 from reports.drift.results import Rates, Reason
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
-from reports.page.about import about, asides, sentence, to_do
+from reports.page.about import about, asides, to_do, verdict_sentence
 from reports.page.figures import forest
 from reports.page.figures.canvas import style
 from reports.page.gate_table import beside_notes, gate_notes, gate_table
@@ -53,7 +53,7 @@ def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
         -0.0499: "2 of 4 gated cells. Shown to be beyond the margin: none; worse, its size open: 2.",
     }
     for upper, said in counts.items():
-        assert sentence(changed(found, upper=upper).verdict).endswith(said)
+        assert verdict_sentence(changed(found, upper=upper).verdict).endswith(said)
 
 
 def test_a_failing_cell_says_the_same_in_its_note(found):
@@ -160,7 +160,7 @@ def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
         replace(d, reasons=(Reason(SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
         for d in found.verdict.decisions
     )
-    assert sentence(replace(found.verdict, decisions=one)).endswith(
+    assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(
         "Shown to be beyond the margin: 1; worse, its size open: none; by a seed that fails alone: 1."
     )
 

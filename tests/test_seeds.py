@@ -9,7 +9,7 @@ from audit.core.spec import RunSpec
 from reports.analysis.analyse import analyse
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
-from reports.page.detail_tables import seed_spread as seed_table
+from reports.page.detail_tables import seed_table
 from reports.page.gate_table import gate_table
 from reports.run import decided
 from reports.stats.clustered import cr3, totals

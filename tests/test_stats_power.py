@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from reports.stats.power import (
-    design_effect,
     detection_power,
     difference_variance,
+    icc_design_effect,
     minimal_detectable,
     standard_error,
 )
@@ -38,7 +38,7 @@ def test_variance_of_a_binary_difference():
 
 
 def test_design_effect_widens_the_standard_error():
-    assert float(design_effect(0.1, 5)) == pytest.approx(1.4)
+    assert float(icc_design_effect(0.1, 5)) == pytest.approx(1.4)
     assert float(standard_error(140, 0.1, deff=1.4)) == pytest.approx(math.sqrt(0.001))
 
 

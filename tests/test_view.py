@@ -22,8 +22,9 @@ from reports.page.formats import html
 from reports.page.story import page_of
 from reports.records.load import RunData, load_run
 from reports.records.panel import CellKey
+from reports.records.rows import SCORE
 from reports.run import decided, with_details
-from reports.view.flips import KINDS, SCORE, Change, Flip, flips_of, places_of
+from reports.view.flips import KINDS, Change, Flip, flips_of, places_of
 from reports.view.folder import View
 from reports.view.shades import ItemShades, in_turn
 

@@ -54,7 +54,7 @@ def adjudicate(
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
     from reports.gate.rules import Asked
-    from reports.labels.blind import key_of, known_labels
+    from reports.labels.blind import known_labels, sheet_key
     from reports.labels.pairs import paired_answers, templates_to_see, usual
     from reports.labels.sheet import key_path, render_key, render_sheet
     from reports.records.load import load_run
@@ -69,7 +69,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     drift, rules = measured(data, Asked(), everything=False)
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
-    key, shown = key_of(data, found, seed=seed, concordant=wanted)
+    key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
     write_output(key_path(out), render_key(key))
     known = known_labels(run, key)
     write_output(out, render_sheet(shown, known))
@@ -131,8 +131,8 @@ def _read(run: Path, sheet: Path) -> int:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    from reports.page.people_tables import cells_table, panel_notes
+    from reports.page.people_tables import labelled_cells_table, panel_notes
 
-    print_table(console, cells_table(findings))
+    print_table(console, labelled_cells_table(findings))
     for line in panel_notes(findings):
         say(console, line)

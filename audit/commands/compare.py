@@ -95,7 +95,7 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
     from reports.compare.files import Sides, margins_from, two_judges
     from reports.compare.files import compare as compared
-    from reports.compare.page import pages
+    from reports.compare.page import comparison_files
     from reports.compare.pairing import chosen_metrics
     from reports.records.readers.base import Request, read_log
     from reports.records.readers.clusters import cluster_rule
@@ -125,7 +125,7 @@ def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
     console = wide_console()
     _print(console, found, shown, two)
     if asked.out is not None:
-        for name, text in pages(shown, two).items():
+        for name, text in comparison_files(shown, two).items():
             write_output(asked.out / name, text)
         say(console, f"report: {asked.out / 'compare.html'}")
     return two.exit_code if two else shown.verdict.exit_code

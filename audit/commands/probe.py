@@ -111,7 +111,7 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
 def _show(folder: Path, baseline: Path | None) -> None:
     """Print what a probe says by itself, and write it into its folder ``report``."""
     from reports.analysis.probe import probe_findings
-    from reports.page.probe import length_table, lines, noise_table, pages
+    from reports.page.probe import length_table, lines, noise_table, probe_files
     from reports.records.load import load_run
 
     found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
@@ -121,7 +121,7 @@ def _show(folder: Path, baseline: Path | None) -> None:
             print_table(console, table)
     for line in lines(found):
         say(console, inline(line))
-    for name, text in pages(found).items():
+    for name, text in probe_files(found).items():
         write_output(folder / "report" / name, text)
     say(console, f"report: {folder / 'report' / 'probe.md'}")
     if baseline is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from reports.analysis.cells import cell_churn, cell_concentration, reached, seed_spreads
 from reports.analysis.dose import dose_curves
 from reports.analysis.results import Analysis
@@ -12,10 +10,10 @@ from reports.analysis.sensitivity import sensitivity
 from reports.drift.results import Drift
 from reports.gate.rules import Rules
 from reports.gate.verdict import Verdict
-from reports.records.panel import Panel
+from reports.records.panel import Panels
 
 
-def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Mapping[tuple[str, int], Panel]) -> Analysis:
+def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Panels) -> Analysis:
     """The analyses of a decided drift, from its score tables."""
     sides, decisions = drift.comparison, verdict.decisions
     cells, methods = sensitivity(drift, tables, verdict)

@@ -11,7 +11,7 @@ standard error that a cell's own one-sided bounds imply. Simulated at .74 to .78
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +32,11 @@ from reports.drift.contrast import ESTIMANDS, broken_contract, paired_scores, tw
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Contrast
 from reports.gate.verdict import Adjustment, Decision
-from reports.records.panel import CellKey, Panel
-from reports.stats.churn import churn, concentration, flips
+from reports.records.panel import CellKey, Panel, Panels
+from reports.stats.churn import churn_of, concentration_of, flips
 from reports.stats.clustered import cr3_effect
+from reports.stats.effect import Array
 from reports.stats.seeds import seed_spread
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class BothSides:
         return self.candidate - self.reference
 
 
-def sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
+def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
     """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [ESTIMANDS[name.estimand](name.arm, comparison.reference, pair, name.policy) for pair in pairs]
@@ -116,16 +115,14 @@ def two_sided(d: Decision) -> bool:
     return d.gated and d.estimand in ("E1", "E2", "E4") and d.effect is not None
 
 
-def cell_churn(
-    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
-) -> Iterator[CellChurn]:
+def cell_churn(comparison: Comparison, tables: Panels, decisions: Iterable[Decision]) -> Iterator[CellChurn]:
     """The churn of every gated cell that has a number."""
     for d in decisions:
-        found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
+        found = both_sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
         if found is not None:
             pairs = found.reference_pairs, found.candidate_pairs
             moved = flips(*pairs, samples=1 if found.graded else found.samples)
-            any_seed = churn(found.reference, found.candidate, samples=1 if found.graded else found.draws)
+            any_seed = churn_of(found.reference, found.candidate, samples=1 if found.graded else found.draws)
             yield CellChurn(
                 cell=name_of_cell(d),
                 drift=_drift(found, d),
@@ -149,18 +146,18 @@ MOST_TEMPLATES = 20
 
 
 def cell_concentration(
-    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]
+    comparison: Comparison, tables: Panels, decisions: Iterable[Decision]
 ) -> Iterator[CellConcentration]:
     """Losses by template and by item of every gated cell that lost anything."""
     for d in decisions:
-        found = sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
+        found = both_sides(tables[d.suite, d.context_tokens], comparison, name_of_cell(d)) if two_sided(d) else None
         if found is not None and (found.difference < 0).any():
             yield _cell(found, name_of_cell(d))
 
 
 def _cell(found: BothSides, name: CellName) -> CellConcentration:
     z = found.difference
-    by_template = concentration(z, np.array(found.templates, dtype=object).astype(str))
+    by_template = concentration_of(z, np.array(found.templates, dtype=object).astype(str))
     worst = [i for i in np.argsort(z, kind="stable") if z[i] < 0][:MOST_ITEMS]
     lost = [entry for entry in by_template.clusters if entry.losses > 0]
     return CellConcentration(

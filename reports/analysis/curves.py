@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from reports.stats.effect import Array
+
 POINTS = 160  # most steps of a curve that are kept
 LEFT_OUT = frozenset({"step"})
 

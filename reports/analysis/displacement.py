@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from audit.core.errors import DataError
 from audit.core.yaml_file import one_line
+from reports.stats.effect import Array
 
-Array = npt.NDArray[np.float64]
 DISPLACEMENT_FILE = "displacement.json"
 DISPLACEMENT_FORMAT = 1
 DRAWS, LEVEL = 2000, 0.95

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +20,8 @@ from reports.analysis.results import Dose, DoseCurve
 from reports.drift.contrast import broken_contract
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Drift
-from reports.records.panel import CellKey, Panel
-from reports.stats.effect import LEVEL, Effect
+from reports.records.panel import CellKey, Panel, Panels
+from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.slope import dose_weights, isotonic, slope_effect
 from reports.stats.tango import ess_tango, rate_lower
 
@@ -80,8 +80,6 @@ def _budget(policy: str) -> tuple[str, int, str] | None:
     return ("+".join(names), int(budgets[0]), ",".join(rest)) if int(budgets[0]) > 0 else None
 
 
-Array = npt.NDArray[np.float64]
-Tables = Mapping[tuple[str, int], Panel]
 NO_COMMON = "items and templates differ between lengths"
 
 
@@ -97,7 +95,7 @@ class DoseScores:
     graded: bool  # whether some of them are neither 0 nor 1
 
 
-def dose_curves(drift: Drift, tables: Tables) -> tuple[DoseCurve, ...]:
+def dose_curves(drift: Drift, tables: Panels) -> tuple[DoseCurve, ...]:
     """A curve per family, suite, length and arm, and one per policy, suite and arm where there are several lengths."""
     return tuple([*_budget_curves(drift, tables), *_length_curves(drift, tables)])
 
@@ -107,7 +105,7 @@ def shown_arms(drift: Drift) -> tuple[str, ...]:
     return (drift.comparison.reference, *drift.comparison.candidates)
 
 
-def _budget_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
+def _budget_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
     for family in families(drift.comparison.policies):
         for context, panel in _suites(drift, tables):
             x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
@@ -116,7 +114,7 @@ def _budget_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
                     yield _budget_curve(drift, panel, family, arm, x)
 
 
-def _suites(drift: Drift, tables: Tables) -> Iterator[tuple[int, Panel]]:
+def _suites(drift: Drift, tables: Panels) -> Iterator[tuple[int, Panel]]:
     """The panels of whole suites, shortest length first; a facet has no curve: too many would hide those that count."""
     for context in sorted({context for _, context in tables}):
         for suite in drift.comparison.suites:
@@ -163,7 +161,7 @@ def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[DoseScore
     return DoseScores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0]), panel.graded), ""
 
 
-def _length_curves(drift: Drift, tables: Tables) -> Iterator[DoseCurve]:
+def _length_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
     for policy in drift.comparison.policies:
         for suite in drift.comparison.suites:
             own = [tables[key] for key in sorted(tables) if key[0] == suite and key[1] > 0]

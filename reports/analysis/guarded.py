@@ -19,11 +19,9 @@ from reports.drift.results import Contrast, Drift
 from reports.gate.rules import Rules
 from reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, harmful
 from reports.records.load import RunData
-from reports.records.panel import Panel, panels
+from reports.records.panel import Panel, Panels, panels
 from reports.stats.effect import Effect
 from reports.stats.judges import JudgeError, judge_error
-
-Panels = dict[tuple[str, int], Panel]
 
 
 @dataclass(frozen=True)

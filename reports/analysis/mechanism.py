@@ -23,10 +23,10 @@ from audit.core.spans import SPANS
 from reports.analysis.dose import shown_arms
 from reports.drift.drift import CELL, seed_pairs
 from reports.drift.results import Drift
-from reports.records.panel import CellKey, Panel
+from reports.records.panel import CellKey, Panel, Panels
 from reports.records.rows import SPAN_COLUMNS
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import LEVEL, Effect
+from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.mover import Mover, mover
 from reports.stats.regression import jackknife_variance, regression_effect, telling_clusters
 from reports.stats.signflip import FEWEST_CLUSTERS
@@ -34,14 +34,12 @@ from reports.stats.tango import ess_tango, rate_lower
 
 WIDEST = 2.0  # of an interval of a change that cannot be beyond -1 or 1
 NOTHING = 1e-9  # what rounding leaves of an interval without any spread
-HALF = 0.5  # of a span's entries; below, it counts as lost
+LOST_BELOW = 0.5  # of a span's entries; below, it counts as lost
 _ASKED: list[Hashable] = [*CELL, "train_seed"]
 MOVED = 5.0  # answers that tell of the span and moved: with fewer no spread is seen where there is one
 UNMOVED = "no answer is another than uncompressed"
 ALIKE = "every template says the same, which leaves no spread to go by"
-Array = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
-Tables = Mapping[tuple[str, int], Panel]
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Mechanism:
     slopes: tuple[SpanSlope, ...] = ()
 
 
-def mechanism(drift: Drift, tables: Tables, records: pd.DataFrame) -> Mechanism:
+def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
     """Safety facets of the reference and the candidates under every policy that compresses."""
     held = _held(records)
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if held else []
@@ -186,7 +184,7 @@ class _Cell:
     def unread(self, span: str, *, lost: bool) -> float:
         """The share of answers with a span that was lost, or kept, that a side could not be read of."""
         share = self.answers[SPAN_COLUMNS[span]]
-        own = share.notna() & ((1 - share > HALF) == lost)
+        own = share.notna() & ((1 - share > LOST_BELOW) == lost)
         return float((~self._read[own]).mean()) if own.any() else 0.0
 
     def unknown(self, span: str) -> int:
@@ -198,7 +196,7 @@ class _Cell:
         return self.answers[["rate", "dense"]].notna().all(axis=1)
 
 
-def _cells(drift: Drift, tables: Tables, held: Held, metric: str, arm: str) -> Iterator[_Cell]:
+def _cells(drift: Drift, tables: Panels, held: Held, metric: str, arm: str) -> Iterator[_Cell]:
     suite, _ = facet_of(metric)
     for policy in drift.comparison.policies:
         for context in drift.comparison.lengths[suite]:
@@ -235,7 +233,7 @@ def _place(cell: CellKey, suite: str, context: int) -> tuple[object, ...]:
 
 
 def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
-    gone = rows.lost > HALF
+    gone = rows.lost > LOST_BELOW
     groups = [
         _group(cell.panel, rows, mask, cell.unread(span, lost=lost)) for mask, lost in ((gone, True), (~gone, False))
     ]

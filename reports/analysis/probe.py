@@ -24,8 +24,8 @@ from audit.core.provenance import ASKED, table_of
 from reports.analysis.dose import slope
 from reports.records.load import RunData
 from reports.records.panel import facets_of
-from reports.records.rows import FACET_COLUMNS, UNREAD
-from reports.stats.effect import LEVEL, Effect
+from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD
+from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.signflip import holm
 from reports.stats.tango import ess_tango, rate_lower
 
@@ -33,8 +33,6 @@ ALPHA = 0.05
 _LEAST_CLUSTERS = 2  # of an interval
 _ROUNDING = 1e-9  # of a mean of draws that are 0 or 1
 _KEY = ["suite", "cluster_id", "item_id"]
-SCORE = "score"
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ tested in the order in which they were declared, each at the full level, until t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,16 +25,15 @@ from reports.drift.contrast import change, contrast
 from reports.drift.drift import seed_pairs
 from reports.drift.results import Contrast, Drift
 from reports.gate.decide import decide_beside
-from reports.gate.family import GatedCell, Row
+from reports.gate.family import FamilyRow, GatedCell
 from reports.gate.rules import Rules
 from reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
 from reports.records.load import RunData
-from reports.records.panel import Panel, panels
+from reports.records.panel import Panels, panels
 from reports.records.remedies import Served, Tried
 from reports.stats.rule import fixed_sequence
 
 _KEPT = ["arm", "policy"]
-Tables = Mapping[tuple[str, int], Panel]
 
 
 class Cost(NamedTuple):
@@ -150,7 +149,7 @@ def _place(c: Contrast | Decision) -> tuple[str, str, str, str, int]:
 
 
 def _cell(c: Contrast, rules: Rules) -> GatedCell:
-    return GatedCell(c.estimand, (Row(c, 1),), rules.margin(c.estimand, c.suite), gated=False)
+    return GatedCell(c.estimand, (FamilyRow(c, 1),), rules.margin(c.estimand, c.suite), gated=False)
 
 
 def mended(
@@ -201,7 +200,7 @@ def _cheapest(remedies: Sequence[Remedy]) -> int | None:
     return min(held)[2] if held else None
 
 
-def _decided(tables: Tables, drift: Drift, rules: Rules, arm: str, policy: str) -> Iterator[Decision]:
+def _decided(tables: Panels, drift: Drift, rules: Rules, arm: str, policy: str) -> Iterator[Decision]:
     """Every gated cell of an arm under one more policy, by the rule of the gate."""
     sides = drift.comparison
     found = [
@@ -221,7 +220,7 @@ def _decided(tables: Tables, drift: Drift, rules: Rules, arm: str, policy: str) 
     yield from decide_beside(cells, replace(drift, contrasts=tuple(found)), rules)
 
 
-def _won(tables: Tables, sides: Comparison, rules: Rules, failed: Failing, policy: str) -> Iterator[Contrast]:
+def _won(tables: Panels, sides: Comparison, rules: Rules, failed: Failing, policy: str) -> Iterator[Contrast]:
     for d in failed.cells:
         panel = tables[d.suite, d.context_tokens]
         seeds = [pair[0] for pair in seed_pairs(sides, panel, failed.arm)]

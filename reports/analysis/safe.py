@@ -96,7 +96,7 @@ def _status(c: Contrast, margin: float) -> str:
     return decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0].value
 
 
-def sentence(s: SafeBudget) -> str:
+def cleared_sentence(s: SafeBudget) -> str:
     """refusal cleared to budget 96, not at 64."""
     what = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
     miss = "" if s.failed is None else f"not at {s.failed}"

@@ -6,25 +6,24 @@ the t interval is known to pass too easily at the margin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from reports.analysis.cells import BothSides, name_of_cell, sides, two_sided
+from reports.analysis.cells import BothSides, both_sides, name_of_cell, two_sided
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.results import Drift
 from reports.gate.verdict import FORM, Decision, Status, Verdict, worst
-from reports.records.panel import Panel
+from reports.records.panel import Panels
 from reports.stats.clustered import cr3_effect, totals
-from reports.stats.effect import Effect
+from reports.stats.effect import Array, Effect
 from reports.stats.rule import clusters_required, effective_clusters
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
 from reports.stats.templates import shows_margin, too_large
 
-Array = npt.NDArray[np.float64]
 _Codes = npt.NDArray[np.int64]
 DECLARED = "as declared"
 T_INTERVAL = "CR3-t"
@@ -63,7 +62,7 @@ class Known(NamedTuple):
 
 
 def sensitivity(
-    drift: Drift, tables: Mapping[tuple[str, int], Panel], verdict: Verdict
+    drift: Drift, tables: Panels, verdict: Verdict
 ) -> tuple[tuple[CellSensitivity, ...], tuple[MethodVerdict, ...]]:
     """The gated cells under every method, and what each method would make of the run."""
     known = list(_known(drift, tables, verdict.decisions))
@@ -83,10 +82,10 @@ def sensitivity(
     return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
 
 
-def _known(drift: Drift, tables: Mapping[tuple[str, int], Panel], decisions: Iterable[Decision]) -> Iterator[Known]:
+def _known(drift: Drift, tables: Panels, decisions: Iterable[Decision]) -> Iterator[Known]:
     for d in decisions:
         if two_sided(d) and d.margin is not None:
-            found = sides(tables[d.suite, d.context_tokens], drift.comparison, name_of_cell(d))
+            found = both_sides(tables[d.suite, d.context_tokens], drift.comparison, name_of_cell(d))
             if found is not None:
                 yield Known(d, found.difference, found.clusters, readings(found, d.margin, drift.alpha))
 

@@ -10,7 +10,7 @@ from audit.core.text import inline
 from reports.compare.files import Compared, TwoJudges
 from reports.compare.pairing import CANDIDATE, REFERENCE
 from reports.gate.verdict import Decision, Status
-from reports.page.about import chosen, churn_words, number, sentence, to_do, unscored
+from reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
 from reports.page.facets import EVENT_HEADERS, event_cells, how_to_read, shown, taken_apart
 from reports.page.gate_table import HOW_TO_READ, adjusted, numbers
 from reports.page.limits import calibrated, hidden
@@ -32,7 +32,7 @@ def comparison_banner(compared: Compared) -> Banner:
     return Banner(
         title=f"Comparison of two result files: {inline(compared.findings.drift.run)}",
         status=verdict.status,
-        sentence=sentence(verdict),
+        sentence=verdict_sentence(verdict),
         number=number(head) if head and head.effect else "",
         about=_about(compared, head) if head else "",
         asides=tuple(inline(line) for line in _asides(compared, head)),
@@ -45,7 +45,7 @@ def _about(compared: Compared, d: Decision) -> str:
     items = f"{effect.n_items} items {_grouped(compared, effect.n_clusters)}"
     return inline(
         f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}: {items}, 95 % interval, "
-        f"{churn_words(compared.findings, d)}. {chosen(compared.findings, d)}"
+        f"{churn_words(compared.findings, d)}. {why_quoted(compared.findings, d)}"
     )
 
 
@@ -228,7 +228,7 @@ def _files(logs: Sequence[Log]) -> Table:
     return table_of(["side", "file", "read as", "scores", "says of itself"], rows, words=3)
 
 
-def pages(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
+def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
     """File name -> text, of the comparison or of the worse of two judges."""
     # they draw figures: a second that the terminal need not wait for
     from reports.page.formats import drift, html, markdown

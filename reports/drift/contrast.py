@@ -14,12 +14,11 @@ from reports.drift.results import ClusterSums, Contrast, Rates, Reason, SeedDrif
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Effect
+from reports.stats.effect import Array, Effect
 from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
 from reports.stats.signflip import FEWEST_CLUSTERS
 from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
-Array = npt.NDArray[np.float64]
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"

@@ -8,7 +8,7 @@ amplification candidate uncompressed - reference under the policy that the candi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from reports.drift.contrast import AMPLIFICATION, SeedPair, contrast
 from reports.drift.results import Cell, Contrast, Drift
 from reports.drift.validity import run_reasons
 from reports.records.load import RunData
-from reports.records.panel import CellKey, Panel
+from reports.records.panel import CellKey, Panel, Panels
 from reports.records.rows import ROLES
 
 CELL = ["arm", "policy", "suite", "context_tokens"]
@@ -63,9 +63,7 @@ def _weights(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
     return {int(str(seed)): frozenset(part["checkpoint"]) for seed, part in own.groupby("train_seed", observed=True)}
 
 
-def contrasts(
-    comparison: Comparison, tables: Mapping[tuple[str, int], Panel], alpha: float, facets: Where | None = None
-) -> Iterator[Contrast]:
+def contrasts(comparison: Comparison, tables: Panels, alpha: float, facets: Where | None = None) -> Iterator[Contrast]:
     """Every contrast that a comparison has; an asked length of a suite without any record yields blanks."""
     for metric in (*comparison.suites, *comparison.facets):
         only = facets if metric in comparison.facets else None
@@ -115,7 +113,7 @@ def _empty_panel(suite: str, context: int) -> Panel:
     return Panel(suite, context, (), codes, (), 0, none, none, none, {}, 1, False, frozenset(), 0)
 
 
-def cells(records: pd.DataFrame, tables: Mapping[tuple[str, int], Panel], comparison: Comparison) -> Iterator[Cell]:
+def cells(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> Iterator[Cell]:
     """Rates, outcomes and cache use of every cell that has records, in the order of the comparison."""
     grouped = records.groupby(CELL, sort=False, observed=True)
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)

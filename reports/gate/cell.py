@@ -12,8 +12,8 @@ from reports.gate.family import (
     HOLM,
     PARITY,
     WORST_POLICY,
+    FamilyRow,
     GatedCell,
-    Row,
 )
 from reports.gate.verdict import (
     AT_FLOOR,
@@ -60,7 +60,7 @@ class Pvalues(NamedTuple):
 class Judged:
     """One test of a cell, decided."""
 
-    row: Row
+    row: FamilyRow
     status: Status
     recipe: Status | None
     reasons: tuple[Reason, ...]
@@ -123,7 +123,7 @@ def _reason(call: Call, effect: Effect, margin: float, templates: Sequence[Part]
     return reasons.get(call)
 
 
-def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
+def judged(row: FamilyRow, margin: float, pvalues: Pvalues) -> Judged:
     """One test held to its margin; a contrast without a number is INVALID for its own reasons.
 
     Human labels correct the effect, not the seed variance: the recipe is decided where it agrees with the checkpoints.
@@ -148,7 +148,7 @@ def judged(row: Row, margin: float, pvalues: Pvalues) -> Judged:
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge)
 
 
-def _recipe(row: Row, margin: float, pvalue: float) -> Status | None:
+def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     """The test with seed variance added; at the floor the most it can be is open."""
     if row.contrast.recipe is None:
         return None
@@ -198,7 +198,9 @@ def _toward(effect: Effect, sign: int) -> Effect:
     )
 
 
-def decision(cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[Row, float], Judged]) -> Decision:
+def decision(
+    cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[FamilyRow, float], Judged]
+) -> Decision:
     """A cell passes when all its tests do; the worst of them is the one that is shown."""
     first = cell.rows[0].contrast
     if cell.margin is None:
@@ -262,7 +264,7 @@ def _parity(judged: Sequence[Judged], margin: float) -> str:
     return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
 
 
-def by_judge(row: Row) -> Row:
+def by_judge(row: FamilyRow) -> FamilyRow:
     """The test on the judge's labels alone."""
     c = row.contrast
-    return Row(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row
+    return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

@@ -15,8 +15,8 @@ from reports.drift.results import Contrast, Drift, People, Reason
 from reports.drift.validity import some
 from reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
 from reports.gate.family import (
+    FamilyRow,
     GatedCell,
-    Row,
     drop_pvalue,
     gated_cells,
     holm_family,
@@ -55,10 +55,10 @@ def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
     """Those of the cells at hand whose answers people labelled."""
     # not those of E3 and parity, which are made of the same contrasts
     own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
-    return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not guarded(c.people, m)]
+    return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not judge_may_pass(c.people, m)]
 
 
-def guarded(people: People, margin: float) -> bool:
+def judge_may_pass(people: People, margin: float) -> bool:
     """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
     return people.bias_upper <= margin / 2
 
@@ -183,7 +183,7 @@ def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision]
     recipes = holm_family([_recipe_pvalue(row) for row in rows])
     places = {_key(row): i for i, row in enumerate(rows)}
 
-    def judge(row: Row, margin: float) -> Judged:
+    def judge(row: FamilyRow, margin: float) -> Judged:
         i = places[_key(row)]
         own = (people[i], people[i]) if row.contrast.judged else (family.pvalues[i], family.holm[i])
         return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]))
@@ -208,11 +208,11 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
     return [Reason("REFHASH", text)] if strange else []
 
 
-def _key(row: Row) -> tuple[int, int]:
+def _key(row: FamilyRow) -> tuple[int, int]:
     return id(row.contrast), row.sign
 
 
-def _recipe_pvalue(row: Row) -> float | None:
+def _recipe_pvalue(row: FamilyRow) -> float | None:
     return drop_pvalue(row.contrast.recipe, row.sign)
 
 

@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from audit.core.policy_names import DENSE_POLICY
@@ -31,7 +30,7 @@ from reports.drift.drift import Where
 from reports.drift.results import Contrast, Drift
 from reports.drift.selectivity import SELECTIVITY
 from reports.gate.rules import DEFAULT_ESTIMANDS, Rules
-from reports.stats.effect import Effect
+from reports.stats.effect import Array, Effect
 from reports.stats.signflip import (
     BLOCK,
     EXHAUSTIVE_CLUSTERS,
@@ -52,7 +51,7 @@ class GatedCell:
     """A cell to decide; ``rows`` are the tests it is made of."""
 
     estimand: str
-    rows: tuple[Row, ...]
+    rows: tuple[FamilyRow, ...]
     margin: float | None
     gated: bool
 
@@ -66,7 +65,7 @@ def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
         cells += _worst_policy(base, rules)
     if PARITY in rules.estimands:
         cells += [
-            GatedCell(PARITY, (Row(c, 1), Row(c, -1)), rules.margin(PARITY, c.suite), True)
+            GatedCell(PARITY, (FamilyRow(c, 1), FamilyRow(c, -1)), rules.margin(PARITY, c.suite), True)
             for c in base
             if c.suite in sides.capability and c.policy in rules.primary
         ]
@@ -131,7 +130,7 @@ def _is_twin(c: Contrast, rules: Rules) -> bool:
 
 
 def _single(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    return GatedCell(c.estimand, (Row(c, 1),), rules.margin(c.estimand, c.suite), gated)
+    return GatedCell(c.estimand, (FamilyRow(c, 1),), rules.margin(c.estimand, c.suite), gated)
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
@@ -141,10 +140,9 @@ def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]
         if c.policy in rules.deployable:
             groups.setdefault((c.arm, c.suite, c.context_tokens), []).append(c)
     for (_, suite, _), found in groups.items():
-        yield GatedCell(WORST_POLICY, tuple(Row(c, 1) for c in found), rules.margin(WORST_POLICY, suite), True)
+        yield GatedCell(WORST_POLICY, tuple(FamilyRow(c, 1) for c in found), rules.margin(WORST_POLICY, suite), True)
 
 
-Array = npt.NDArray[np.float64]
 Patterns = Mapping[str, Array]  # suite -> signs [B, C]
 Places = Mapping[str, Mapping[str, int]]  # suite -> template -> column of its signs
 _DRAWS = 9999
@@ -153,7 +151,7 @@ NO_SUMS = "the item differences of a cell are not at hand"
 _FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
-class Row(NamedTuple):
+class FamilyRow(NamedTuple):
     """One test of the family: that a contrast lies below 0, or above it where ``sign`` is -1."""
 
     contrast: Contrast
@@ -196,7 +194,7 @@ class TestFamily:
     critical: float
 
 
-def joint_family(rows: Sequence[Row], alpha: float = 0.05) -> TestFamily:
+def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
     """The family of the checkpoints at hand; ``alpha`` is the level of ``critical``."""
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     known = [i for i, row in enumerate(rows) if row.contrast.effect]
@@ -209,7 +207,7 @@ def joint_family(rows: Sequence[Row], alpha: float = 0.05) -> TestFamily:
     return TestFamily(pvalues, by_holm, MAX_T, "", flips.floor, flips.critical)
 
 
-def _bonferroni(rows: Sequence[Row], alpha: float) -> float:
+def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
     """What Holm asks of the lowest of so many tests."""
     df = [row.contrast.effect.df for row in rows if row.contrast.effect]
     return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
@@ -229,13 +227,13 @@ def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 
 
-def _reason_for_holm(rows: Sequence[Row]) -> str:
+def _reason_for_holm(rows: Sequence[FamilyRow]) -> str:
     if not all(row.contrast.sums for row in rows):
         return NO_SUMS
     return _FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
 
 
-def _test(row: Row) -> _Test:
+def _test(row: FamilyRow) -> _Test:
     return tuple(
         _Part(p.suite, p.clusters, p.counts.tobytes(), (row.sign * p.weight * p.sums).tobytes())
         for p in row.contrast.sums

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from reports.drift.results import Reason, SeedDrift
-from reports.gate.family import GatedCell, Row, joint_family
+from reports.gate.family import FamilyRow, GatedCell, joint_family
 from reports.gate.verdict import Decision, Status, worst
 
 SEED = "SEED"
@@ -25,7 +25,7 @@ SEED = "SEED"
 class _Alone(NamedTuple):
     """A test of one seed: the test of its own cell, and the seed."""
 
-    row: Row
+    row: FamilyRow
     seed: SeedDrift
 
 
@@ -44,14 +44,14 @@ def held_by_seeds(decisions: Sequence[Decision], cells: Sequence[GatedCell], alp
     return [_failed(d, list(failing(cell))) for d, cell in zip(decisions, cells, strict=True)]
 
 
-def _every(cells: Sequence[GatedCell]) -> Iterator[tuple[Row, _Alone]]:
+def _every(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, _Alone]]:
     """Every test of every cell with each of its seeds alone, as one more test of a family."""
     for row in (row for cell in cells for row in cell.rows):
         c = row.contrast
         for seed, sums in zip(c.by_seed, c.seed_sums, strict=True):
             assert c.effect is not None, "a cell without a number has no seeds"
             effect = replace(c.effect, estimate=seed.estimate, pvalue_drop=seed.pvalue_drop)
-            yield row, _Alone(Row(replace(c, effect=effect, sums=sums), row.sign), seed)
+            yield row, _Alone(FamilyRow(replace(c, effect=effect, sums=sums), row.sign), seed)
 
 
 def _lost(seed: SeedDrift, sign: int, margin: float) -> bool:

@@ -110,7 +110,7 @@ def plan_sizes(design: Design) -> Sizes:
     """What a design buys. Raises SpecError for numbers that cannot be."""
     check(design)
     df = design.clusters - 1
-    deff = float(kernels.design_effect(design.correlation, design.items_per_cluster))
+    deff = float(kernels.icc_design_effect(design.correlation, design.items_per_cluster))
     error = float(kernels.standard_error(design.items, _variance(design, design.drift), deff=deff))
     audits = audits_of(_pool(design), design.clusters)
     return Sizes(

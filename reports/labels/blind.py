@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from audit.core.errors import DataError
-from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, texts_of
+from reports.labels.pairs import Indices, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
 from reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
 from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, LabelKey, Labels, load_labels
 from reports.records.load import RunData
+from reports.records.rows import RecordPlace
 
 
-def key_of(
+def sheet_key(
     data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, Shown]]:
     """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
-    picks = [chosen(pairs, concordant, seed, spread=spread) for pairs in found]
+    picks = [pairs_to_see(pairs, concordant, seed, spread=spread) for pairs in found]
     texts = texts_of(data, list(zip(found, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
@@ -34,7 +35,7 @@ def key_of(
     return key, {names[text]: row for text, row in distinct.items()}
 
 
-def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[Place, str]) -> KeyCell:
+def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace, str]) -> KeyCell:
     c = pairs.contrast
     return KeyCell(
         estimand=c.estimand,
@@ -60,7 +61,7 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
     """Raise DataError where a sheet's key is not what the records give with its seed and number of pairs."""
     known = {cell_name(pairs.contrast): pairs for pairs in answers}
     found = [_gated(known, cell) for cell in key.cells]
-    wanted = key_of(data, found, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
+    wanted = sheet_key(data, found, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
     if replace(wanted, format=key.format) != key:  # an older key draws otherwise (``spread``), which its format says
         raise DataError(
             f"{str(key_path(sheet))!r} is not the key of these records with its seed and number of pairs: rows, pairs "

@@ -28,6 +28,7 @@ from reports.labels.sheet import Shown, shown_answer
 from reports.labels.stored import LabelKey
 from reports.records.load import RunData
 from reports.records.panel import CellKey
+from reports.records.rows import RecordPlace
 from reports.stats.adjudication import round_robin
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
@@ -38,7 +39,6 @@ DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id",
 _MATCH = ["item_id", "sample_index"]
 _Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
-Place = tuple[str, int]  # file and line of a record
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class PairedAnswers:
     clusters: npt.NDArray[np.object_]
     candidate: _Labels
     reference: _Labels
-    candidate_places: tuple[Place, ...]
-    reference_places: tuple[Place, ...]
+    candidate_places: tuple[RecordPlace, ...]
+    reference_places: tuple[RecordPlace, ...]
 
     @property
     def discordant(self) -> npt.NDArray[np.bool_]:
@@ -110,7 +110,7 @@ def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: C
 
 
 def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
-    # ``chosen`` draws by place: the order must not depend on how files were read
+    # ``pairs_to_see`` draws by place: the order must not depend on how files were read
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
     places = [
@@ -130,7 +130,7 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     )
 
 
-def chosen(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
+def pairs_to_see(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
     """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order.
 
     Labels of before the others were spread over the templates are of a simple random sample.
@@ -161,7 +161,7 @@ def digest(records: pd.DataFrame) -> str:
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()  # whatever the order of the rows
 
 
-def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[Place, Shown]:
+def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, Shown]:
     """What a person is shown of every answer of the chosen pairs, read again from the run's records."""
     suites = {
         place: pairs.contrast.suite for pairs, indices in found for pair in places(pairs, indices) for place in pair
@@ -169,7 +169,7 @@ def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> d
     return {place: shown_answer(suites[place], text) for place, text in data.transcripts(suites).items()}
 
 
-def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[Place, Place]]:
+def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[RecordPlace, RecordPlace]]:
     """Where the candidate's and the reference's answer of each chosen pair stand."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]

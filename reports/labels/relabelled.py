@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from audit.core.errors import DataError
 from reports.drift.results import ClusterSums, Contrast, Drift, People
-from reports.labels.pairs import Indices, PairedAnswers, Place, cell_name, chosen, digest, pairs_of, places, texts_of
+from reports.labels.pairs import Indices, PairedAnswers, cell_name, digest, pairs_of, pairs_to_see, places, texts_of
 from reports.labels.sheet import text_hash
 from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, load_labels
 from reports.labels.stored import Labels as StoredLabels
 from reports.records.load import RunData
+from reports.records.rows import RecordPlace
 from reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
 from reports.stats.effect import Effect
 from reports.stats.judges import differential_bias, judge_error
@@ -74,13 +75,16 @@ def human_labels(data: RunData, drift: Drift, stored: StoredLabels) -> list[Huma
     cells = [cell for cell in stored.cells if cell.name in known]
     pairs = [pairs_of(data, drift.comparison, known[cell.name]) for cell in cells]
     picks = [
-        chosen(own, cell.concordant, cell.seed, spread=cell.spread) for own, cell in zip(pairs, cells, strict=True)
+        pairs_to_see(own, cell.concordant, cell.seed, spread=cell.spread)
+        for own, cell in zip(pairs, cells, strict=True)
     ]
     texts = {place: text_hash(text) for place, text in texts_of(data, list(zip(pairs, picks, strict=True))).items()}
     return [_looked_up(own, indices, cell, texts) for own, indices, cell in zip(pairs, picks, cells, strict=True)]
 
 
-def _looked_up(pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[Place, str]) -> HumanLabels:
+def _looked_up(
+    pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[RecordPlace, str]
+) -> HumanLabels:
     sides = [[texts[place] for place in column] for column in zip(*places(pairs, indices), strict=True)]
     shown = {text for side in sides for text in side}
     if shown != set(cell.labels):

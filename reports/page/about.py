@@ -32,7 +32,7 @@ def number(d: Decision) -> str:
     return f"{drift(d.effect)}, margin {100 * (d.margin or 0):g} pp"
 
 
-def sentence(verdict: Verdict) -> str:
+def verdict_sentence(verdict: Verdict) -> str:
     """What a verdict means; of a FAIL also in how many cells the drop is shown to be beyond the margin."""
     gated = [d for d in verdict.decisions if d.gated]
     failed = [d for d in gated if d.standing is Status.FAIL and d.effect]
@@ -71,11 +71,11 @@ def about(findings: Findings, d: Decision) -> str:
     near = f" Rates: {rates(findings, d)}." if is_relative(d) else ""
     return inline(
         f"{named(findings, d)} at {d.context_tokens} tokens, {who}: {effect.n_items} items in {effect.n_clusters} "
-        f"templates, 95 % interval, {churn_words(findings, d)}.{near} {chosen(findings, d)}"
+        f"templates, 95 % interval, {churn_words(findings, d)}.{near} {why_quoted(findings, d)}"
     ).strip()
 
 
-def chosen(findings: Findings, d: Decision) -> str:
+def why_quoted(findings: Findings, d: Decision) -> str:
     """Why this cell is quoted, and that the most extreme of several is no unbiased estimate."""
     cells = sum(other.gated and other.effect is not None for other in findings.verdict.decisions)
     if d.waiver:

@@ -14,7 +14,8 @@ from reports.gate.verdict import Decision
 from reports.page.findings import Findings
 from reports.records.load import RunData
 from reports.records.panel import CellKey
-from reports.view.flips import KINDS, SCORE, key_of, kinds_of
+from reports.records.rows import SCORE
+from reports.view.flips import KINDS, flip_key, kinds_of
 
 VIEW = "../view/index.html#"  # from RUN/report
 COMMAND = "kvaudit view RUN"
@@ -49,4 +50,4 @@ def flip_behind(findings: Findings, example: Example) -> str:
         return ""
     suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite
     cell = CellKey(example.arm, example.seed, example.policy)
-    return VIEW + urlencode({"flip": key_of(KINDS[estimand], suite, example.context_tokens, example.item_id, cell)})
+    return VIEW + urlencode({"flip": flip_key(KINDS[estimand], suite, example.context_tokens, example.item_id, cell)})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from reports.analysis.safe import sentence
+from reports.analysis.safe import cleared_sentence
 from reports.page import detail_tables as tables
 from reports.page import summaries
 from reports.page.findings import Findings
 from reports.page.page import Section
-from reports.page.people_tables import cells_table, errors_table, panel_notes
+from reports.page.people_tables import errors_table, labelled_cells_table, panel_notes
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences; the table has all
@@ -38,7 +38,7 @@ def dose_sections(findings: Findings) -> list[Section]:
             "Dose and response",
             "How the rate changes with the cache budget and with the context length, on a log scale.",
             figures=("doses", "lengths") if findings.analysis.doses else (),
-            tables=(tables.slopes(findings, "budget"), tables.slopes(findings, "length")),
+            tables=(tables.slope_table(findings, "budget"), tables.slope_table(findings, "length")),
             notes=(
                 "Points: rates with pointwise 95 % score intervals. Lines: isotonic, drawn and not tested. Slope: pp "
                 f"per doubling, CR3-t; beside it the slope minus {reference}'s own: on budgets, above zero means "
@@ -74,7 +74,7 @@ def loss_sections(findings: Findings) -> list[Section]:
             "Where the losses sit",
             "Whether a drop is spread over templates or is a few templates that broke.",
             figures=("concentration",) if findings.analysis.concentration else (),
-            tables=(tables.concentration_table(findings), tables.losing_items(findings)),
+            tables=(tables.concentration_table(findings), tables.losing_items_table(findings)),
             notes=tables.concentration_notes(findings),
             finding=summaries.concentration(findings),
         ),
@@ -90,7 +90,7 @@ def seed_section(findings: Findings) -> Section:
         "Seeds",
         "The same drift seed by seed: how much of it depends on the training run.",
         figures=("seeds",) if training and findings.analysis.seeds else (),
-        tables=(tables.seed_spread(findings),) if training else (),
+        tables=(tables.seed_table(findings),) if training else (),
         notes=("Recipe claim not supported: it takes 3 paired seeds.",) if training and few else (),
         finding=summaries.seeds(findings) if training else "",
     )
@@ -105,7 +105,7 @@ def displacement_section(findings: Findings) -> Section:
         "Displacement of token distributions",
         "How far next-token probabilities moved on the reference's own text. Not part of the verdict: near the "
         "reference it does not tell the direction of behaviour.",
-        tables=(tables.displacement(findings),),
+        tables=(tables.displacement_table(findings),),
         notes=((note if floors else "No A/A floor was measured: there is nothing to hold these numbers against."),)
         if findings.displacement
         else (),
@@ -123,18 +123,18 @@ def judge_section(findings: Findings) -> Section | None:
         "judge",
         "Judge and people",
         "What people said of answers that the judge told apart, and the drift that their labels give.",
-        tables=(cells_table(findings), errors_table(findings)),
+        tables=(labelled_cells_table(findings), errors_table(findings)),
         notes=(*panel_notes(findings), f"With human labels in these cells the verdict is {same}."),
         finding=f"With human labels the verdict is {same}.",
     )
 
 
-def cleared(findings: Findings) -> list[str]:
+def cleared_budgets(findings: Findings) -> list[str]:
     """The budgets that arms of the gated families were cleared to, in a sentence for those that are alike."""
     found: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
     for s in findings.analysis.safe:
         if s.axis == "budget" and s.cleared is not None and s.family in _gated_families(findings):
-            found.setdefault((s.arm, s.family), []).append(sentence(s))
+            found.setdefault((s.arm, s.family), []).append(cleared_sentence(s))
     alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
     for (arm, family), said in found.items():
         alike.setdefault((family, "; ".join(said)), []).append(arm)
@@ -157,7 +157,7 @@ def method_sections(findings: Findings) -> list[Section]:
             "What this size can find",
             "The smallest true drop that each gated cell would have found, from its own interval. Where it is above "
             "the margin, a cell that is open was likely to stay open.",
-            tables=(tables.reach(findings),),
+            tables=(tables.reach_table(findings),),
             notes=("For the size of a next run: kvaudit plan.",) if findings.analysis.reach else (),
             finding=summaries.reach(findings),
         ),
@@ -165,7 +165,7 @@ def method_sections(findings: Findings) -> list[Section]:
             "methods",
             "Other ways to analyse",
             "Would another analysis of the same cells have said something else?",
-            tables=(tables.methods(findings), tables.sensitivity_table(findings)),
+            tables=(tables.methods_table(findings), tables.sensitivity_table(findings)),
             notes=notes if findings.analysis.methods else (),
             finding=summaries.methods(findings),
         ),

@@ -13,7 +13,7 @@ from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, worst_seed
 
 
-def training(findings: Findings) -> Table:
+def training_table(findings: Findings) -> Table:
     """Reward and mismatch of every arm."""
     headers = ["arm", "seeds", "reward, first to last"]
     headers += ["effective sample share", "overlap p5", "masked tokens", "rejected sequences", "entries saved"]
@@ -34,7 +34,7 @@ def _training_row(curve: Curve) -> list[str]:
     ]
 
 
-def mismatch(findings: Findings) -> Table:
+def mismatch_table(findings: Findings) -> Table:
     """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
     reference = findings.comparison.reference
     floors = [curve.largest.get("mismatch/max_abs_gap") for curve in findings.curves if curve.arm == reference]
@@ -55,7 +55,7 @@ def mismatch(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def cache(findings: Findings) -> Table:
+def cache_table(findings: Findings) -> Table:
     """Bytes, retention and survival by role of every policy."""
     roles = list(dict.fromkeys(role for c in findings.drift.cells for role in c.survival))
     rows = []
@@ -115,7 +115,7 @@ def _cleared(s: SafeBudget | None) -> str:
     return f"to {s.cleared}" + (f" (not {missed})" if missed else ", the last tested")
 
 
-def slopes(findings: Findings, axis: str) -> Table:
+def slope_table(findings: Findings, axis: str) -> Table:
     """Rates by dose, the slope per doubling, and the slope minus the reference's, of families with a gated policy."""
     every = [c for c in findings.analysis.doses if c.axis == axis]
     found = [c for c in every if any(d.policy in findings.rules.primary for d in c.doses)] or every
@@ -186,7 +186,7 @@ def concentration_table(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def losing_items(findings: Findings) -> Table:
+def losing_items_table(findings: Findings) -> Table:
     """The items that lost most, once each, with the cell that lost them most."""
     found: dict[tuple[str, str], list[tuple[ItemLoss, CellName]]] = {}
     for c in findings.analysis.concentration:
@@ -224,7 +224,7 @@ def _dominant(findings: Findings) -> Iterator[str]:
     )
 
 
-def seed_spread(findings: Findings) -> Table:
+def seed_table(findings: Findings) -> Table:
     """Drift by training seed, how far the seeds lie apart, and the drift with their variance added."""
     known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in findings.drift.contrasts}
     rows = []
@@ -240,7 +240,7 @@ def seed_spread(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def reach(findings: Findings) -> Table:
+def reach_table(findings: Findings) -> Table:
     """The smallest drop each gated cell would have found, against its margin."""
     rows = [
         [
@@ -262,7 +262,7 @@ def reach(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def methods(findings: Findings) -> Table:
+def methods_table(findings: Findings) -> Table:
     """What each other way of analysing would have said of the run."""
     rows = [
         [m.method, m.status, "FLIPS the verdict" if m.flips else "same verdict", str(m.cells)]
@@ -292,7 +292,7 @@ def _numbers(estimate: float, low: float | None, high: float | None, p: float | 
     return f"{points(estimate)}, p {pvalue(p)}" if p is not None else ""
 
 
-def displacement(findings: Findings) -> Table:
+def displacement_table(findings: Findings) -> Table:
     """Token distributions against the reference's, floors first."""
     headers = ["arm", "policy", "suite", "tokens", "mean KL, nats, 95 % interval", "median", "p99", "p99.9", "max"]
     headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor"]

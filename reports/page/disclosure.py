@@ -54,7 +54,7 @@ def known(value: Any) -> Fact:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ArmRecipe:
     """How the checkpoints of one arm came about."""
 
     arm: str
@@ -112,7 +112,7 @@ class Disclosure:
     verdict: Facts
     model: Facts
     reference: Facts
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[ArmRecipe, ...]
     serving: tuple[Facts, ...]
     not_evaluated: Facts
     suites: tuple[Facts, ...]
@@ -198,15 +198,15 @@ def _reference(found: Findings) -> Facts:
     }
 
 
-def _recipes(found: Findings) -> list[Recipe]:
+def _recipes(found: Findings) -> list[ArmRecipe]:
     sides = found.comparison
     return [_recipe(found, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"]
 
 
-def _recipe(found: Findings, arm: str) -> Recipe:
+def _recipe(found: Findings, arm: str) -> ArmRecipe:
     stories = {seed: story for (name, seed), story in found.checkpoints.items() if name == arm}
     if arm == BASE_ARM:
-        return Recipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
+        return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared(stories, "config"), _shared(stories, "recipe")
     declared = {
         key: value for key, value in table_of(table_of(found.provenance, "declared"), arm).items() if value != UNSAID
@@ -232,7 +232,7 @@ def _recipe(found: Findings, arm: str) -> Recipe:
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
     schedule = _schedule(stories, config, curve.largest if curve else {}, compressed=compressed)
     mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
-    return Recipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
+    return ArmRecipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:

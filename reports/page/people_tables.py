@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from audit.core.policy_names import short_names
 from reports.drift.results import Contrast, People
-from reports.gate.decide import guarded
+from reports.gate.decide import judge_may_pass
 from reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
@@ -32,7 +32,7 @@ class LabelledCell(NamedTuple):
     @property
     def alone(self) -> Status:
         """The verdict on judge labels alone: no PASS where the judge could have made half the margin itself."""
-        held = not guarded(self.people, self.margin) and self.judged in PASSED
+        held = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
         return Status.INCONCLUSIVE if held else self.judged
 
 
@@ -54,7 +54,7 @@ def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
         yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
 
 
-def cells_table(findings: Findings) -> Table:
+def labelled_cells_table(findings: Findings) -> Table:
     """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
     headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]

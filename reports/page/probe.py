@@ -42,7 +42,7 @@ def lines(found: ProbeFindings) -> Iterator[str]:
     yield _said(found)
 
 
-def pages(found: ProbeFindings) -> dict[str, str]:
+def probe_files(found: ProbeFindings) -> dict[str, str]:
     """File name -> text."""
     tables = ("Noise: two answers to one item", noise_table(found)), ("Length", length_table(found))
     parts = [f"# Probe {escape(found.run)} of {escape(found.model)}"]

@@ -96,7 +96,9 @@ def remedies_section(findings: Findings) -> Section | None:
         "Remedies",
         "An arm that fails as deployed, served again under another policy: the same items and decoding seeds, the same "
         "gate. What is left of the drift, and what it costs.",
-        tables=tuple(table for one in tried for table in (remedy_table(findings, one), cells_table(findings, one))),
+        tables=tuple(
+            table for one in tried for table in (remedy_table(findings, one), drift_left_table(findings, one))
+        ),
         notes=_NOTES if tried else tuple(remedy_lines(findings)),
         finding=next(remedy_lines(findings)).removeprefix("REMEDIES: "),
     )
@@ -135,7 +137,7 @@ def remedy_table(findings: Findings, one: Mended) -> Table:
     return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
 
 
-def cells_table(findings: Findings, one: Mended) -> Table:
+def drift_left_table(findings: Findings, one: Mended) -> Table:
     """The drift left in every gated cell, with 95 % intervals."""
     ways = [(one.label, one.failing.decided), *((remedy.label, remedy.cells) for remedy in one.remedies)]
     several = len(findings.rules.contexts) > 1

@@ -6,7 +6,7 @@ from audit.core.text import inline
 from reports.drift.contrast import AMPLIFICATION
 from reports.gate.rules import AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
-from reports.page.about import about, asides, number, sentence
+from reports.page.about import about, asides, number, verdict_sentence
 from reports.page.facets import facet_notes, facet_table, failed_table, finding
 from reports.page.findings import Findings
 from reports.page.gate_table import beside_notes, gate_notes, gate_table
@@ -38,7 +38,7 @@ def banner(findings: Findings) -> Banner:
     return Banner(
         title=f"KV-cache compression audit: {inline(findings.drift.run)}",
         status=verdict.status,
-        sentence=sentence(verdict),
+        sentence=verdict_sentence(verdict),
         number=number(head) if head and head.effect else "",
         about=about(findings, head) if head else "",
         asides=tuple(asides(findings, head)),
@@ -69,7 +69,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             "limits",
             "Limits",
             "What the number cannot say, even when it is unflattering.",
-            notes=(*said, *map(inline, beside.cleared(findings)), *limits(findings)),
+            notes=(*said, *map(inline, beside.cleared_budgets(findings)), *limits(findings)),
             finding=said[0],
         ),
         _gate_section(findings),
@@ -140,7 +140,7 @@ def _compared_section(findings: Findings) -> Section:
         "compared",
         "What was compared",
         f"The two sides of every difference in this report, and {fixed}",
-        tables=(tables.compared(findings),),
+        tables=(tables.compared_table(findings),),
         finding=summaries.compared(findings),
     )
 
@@ -172,7 +172,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
             "Interaction",
             "Did training change how much serving compression hurts? The candidate's change from policy none minus the "
             "reference's own: below zero, training made the model more fragile to compression.",
-            tables=(tables.estimand(findings, "E5", gated_only=True),),
+            tables=(tables.estimand_table(findings, "E5", gated_only=True),),
             notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
             finding=summaries.estimand(findings, "E5", gated_only=True),
         ),
@@ -181,7 +181,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
             "sensitivity",
             "Serving sensitivity",
             "Each checkpoint served under a policy minus itself uncompressed.",
-            tables=(tables.estimand(findings, "E4"),) if not serving else (),
+            tables=(tables.estimand_table(findings, "E4"),) if not serving else (),
             finding=summaries.estimand(findings, "E4"),
         ),
         *beside.dose_sections(findings),
@@ -205,7 +205,7 @@ def _amplification_section(findings: Findings) -> list[Section]:
             "Amplification",
             "Did training under a policy cost more than serving under it? Candidate uncompressed minus the reference "
             "served under the policy that the candidate was trained under: below zero, training cost more.",
-            tables=(tables.estimand(findings, AMPLIFICATION),),
+            tables=(tables.estimand_table(findings, AMPLIFICATION),),
             finding=summaries.estimand(findings, AMPLIFICATION),
         )
     ]
@@ -224,7 +224,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "Rates and outcomes",
             "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
             "count as 0.",
-            tables=(tables.outcomes(findings),),
+            tables=(tables.outcomes_table(findings),),
             finding=summaries.outcomes(findings),
         ),
         Section(
@@ -233,7 +233,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
             "(lines: mean over seeds, bands: lowest to highest).",
             figures=("training",) if findings.curves else (),
-            tables=(detail_tables.training(findings), detail_tables.mismatch(findings)),
+            tables=(detail_tables.training_table(findings), detail_tables.mismatch_table(findings)),
             notes=(
                 "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
                 "arm's own gap is what rounding alone does.",
@@ -247,7 +247,7 @@ def _run_sections(findings: Findings) -> list[Section]:
             "KV cache",
             "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
             figures=("cache",),
-            tables=(detail_tables.cache(findings),),
+            tables=(detail_tables.cache_table(findings),),
             finding=summaries.cache(findings),
         ),
     ]

@@ -152,7 +152,7 @@ def _room(d: Decision) -> float:
     return (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)
 
 
-def compared(findings: Findings) -> Table:
+def compared_table(findings: Findings) -> Table:
     """The two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))
@@ -211,7 +211,7 @@ def against(findings: Findings, d: Decision | Contrast) -> str:
     return f"{findings.comparison.reference} @ {findings.comparison.labels.get(policy, policy)}"
 
 
-def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> Table:
+def estimand_table(findings: Findings, name: str, *, gated_only: bool = False) -> Table:
     """The contrasts of one estimand, under the gated policies only where any of them has one."""
     found = [c for c in findings.contrasts if c.estimand == name]
     if gated_only:
@@ -248,7 +248,7 @@ def _recipe(c: Contrast) -> str:
     return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
 
 
-def outcomes(findings: Findings) -> Table:
+def outcomes_table(findings: Findings) -> Table:
     """Rates and the outcomes of every cell."""
     headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
     rows = [

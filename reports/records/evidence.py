@@ -23,7 +23,7 @@ _KINDS: dict[str, tuple[str, str, type]] = {
     ANSWERS: ("kvaudit.answers", "answers", dict),
 }
 _VERSION = 1
-LARGEST = 10_000_000  # bytes: scans of large repositories, and all that a questionnaire takes
+LARGEST_EVIDENCE = 10_000_000  # bytes: scans of large repositories, and all that a questionnaire takes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _read(path: Path) -> Mapping[str, Any] | None:
         return None
     wanted, table, kind = _KINDS[path.name]
     try:
-        found = json.loads(read_text(path, "evidence file", LARGEST))
+        found = json.loads(read_text(path, "evidence file", LARGEST_EVIDENCE))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not JSON ({error}); write it again or take it away") from None
     right = isinstance(found, dict) and found.get("format") == wanted and found.get("version") == _VERSION

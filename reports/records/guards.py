@@ -46,7 +46,7 @@ class Guarded:
     records: pd.DataFrame
 
 
-def guarded(run: Path, records: pd.DataFrame) -> tuple[Guarded, ...]:
+def guarded_records(run: Path, records: pd.DataFrame) -> tuple[Guarded, ...]:
     """The records of a run behind each of its guards; raises DataError for what does not fit them."""
     # a folder without the file of a unit is of a guard that could not begin
     folders = sorted({path.parent for path in (run / FOLDER).glob("*/*.json")})

@@ -27,7 +27,7 @@ from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.core.yaml_file import one_line, read_text
 from reports.records.evidence import Evidence, evidence_of
-from reports.records.guards import Guarded, guarded
+from reports.records.guards import Guarded, guarded_records
 from reports.records.panel import Panel, panels
 from reports.records.remedies import Served, read_served
 from reports.records.rows import Columns, Problem, read_unit
@@ -62,7 +62,7 @@ class RunData:
     @cached_property
     def guards(self) -> tuple[Guarded, ...]:
         """The records behind each guard that was set before the run; raises DataError for files that do not fit."""
-        return guarded(self.run, self.records)
+        return guarded_records(self.run, self.records)
 
     @cached_property
     def remedies(self) -> Served:

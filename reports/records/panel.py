@@ -51,6 +51,9 @@ class Panel:
     split_items: int  # items that stand in more than one cluster
 
 
+Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and context length
+
+
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     """One panel per (suite, context), and one per (suite.facet, context) that some record has."""
     found = {}

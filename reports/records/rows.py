@@ -38,6 +38,8 @@ COPIED = (
 _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
 _WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
 WHOLE = tuple(name for name in COPIED if _KINDS[name] == "int")
+RecordPlace = tuple[str, int]  # file and line of a record
+SCORE = "score"  # the metric that stands beside the facets
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
 SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was kept, NaN where an item has no such span
 UNREAD = -1.0  # the answer has no form that the facet could be read in
@@ -49,7 +51,6 @@ REAL = (
     *SPAN_COLUMNS.values(),
 )
 _CODES = {None: UNREAD, False: 0.0, True: 1.0}
-Array = npt.NDArray[Any]
 
 
 class _Numbering(dict[str, int]):
@@ -64,7 +65,7 @@ class Columns:
 
     def __init__(self) -> None:
         self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
-        self._parts: dict[str, list[Array]] = {name: [] for name in (*_WORDS, *WHOLE, *REAL, "file", "line")}
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_WORDS, *WHOLE, *REAL, "file", "line")}
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:

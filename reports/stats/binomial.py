@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import LEVEL
-
-Array = npt.NDArray[np.float64]
+from reports.stats.effect import LEVEL, Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from reports.stats.effect import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _rerun(old: Array, new: Array, samples: int) -> float:
     return float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
 
 
-def churn(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
+def churn_of(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
     """Churn between item means [N] in [0, 1] of ``samples`` 0/1 draws each."""
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)
@@ -123,7 +123,7 @@ class Concentration:
     source: str = "Gini 1912"
 
 
-def concentration(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration:
+def concentration_of(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration:
     """Concentration of the losses among item differences z [N] in clusters [N]."""
     values = np.asarray(z, dtype=np.float64)
     labels, codes = np.unique(np.asarray(clusters), return_inverse=True)

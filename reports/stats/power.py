@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-Array = npt.NDArray[np.float64]
+from reports.stats.effect import Array
 
 
 def difference_variance(discordance: npt.ArrayLike, *, drift: npt.ArrayLike = 0.0) -> Array:
@@ -29,7 +29,7 @@ def difference_variance(discordance: npt.ArrayLike, *, drift: npt.ArrayLike = 0.
     return variance
 
 
-def design_effect(icc: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
+def icc_design_effect(icc: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
     """1 + (m - 1) * ICC of the paired difference; m = sum n_c^2 / N when sizes vary."""
     effect: Array = 1 + (np.asarray(cluster_size, dtype=np.float64) - 1) * np.asarray(icc, dtype=np.float64)
     return effect

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.stats.clustered import t_effect, totals
-from reports.stats.effect import Effect, Statistic
+from reports.stats.effect import Array, Effect, Statistic
 from reports.stats.rule import effective_clusters
 
-Array = npt.NDArray[np.float64]
 _NOTHING = 1e-9  # of a variable's spread, and of the largest eigenvalue: what rounding leaves
 
 

@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Effect, Statistic
-
-Array = npt.NDArray[np.float64]
+from reports.stats.effect import Array, Effect, Statistic
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,9 @@ from reports.drift.contrast import ESTIMANDS, two_sides
 from reports.drift.drift import seed_pairs, sides
 from reports.records.load import RunData
 from reports.records.panel import Array, CellKey, Panel
-from reports.records.rows import FACET_COLUMNS, UNREAD
+from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, RecordPlace
 
-SCORE = "score"  # stands beside the names of the facets
 KINDS = {"E1": "alike", "E2": "deployed", "E4": "serving"}  # how a spec and the report call the sides
-Place = tuple[str, int]  # file and line of a record
 
 
 class Change(NamedTuple):
@@ -61,7 +59,7 @@ def kinds_of(data: RunData) -> frozenset[str]:
     return frozenset(kind for kind in KINDS if kind != "E2" or asked & {"E2", "E3"})
 
 
-def key_of(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
+def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
     """What a link names a flip by; the same in every view of a run."""
     where = (kind, suite, context_tokens, item, *candidate)
     return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:10]
@@ -109,8 +107,8 @@ def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) 
 class Pair(NamedTuple):
     """Where the two answers of a flip stand."""
 
-    reference: Place
-    candidate: Place
+    reference: RecordPlace
+    candidate: RecordPlace
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
@@ -124,7 +122,7 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     files, lines = rows["file"].tolist(), rows["line"].tolist()
     worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: _wanted(rows, n) for n in FACETS}
 
-    def place(flip: Flip, cell: CellKey, *, highest: bool) -> Place:
+    def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
         read = [n for n in draws if not np.isnan(value[n])] or draws

@@ -22,7 +22,8 @@ from audit.core.shading import Answer, Shadings, read_shadings
 from audit.core.text import visible
 from reports.drift.comparison import Comparison
 from reports.records.load import RunData
-from reports.view.flips import SCORE, flips_of, key_of, places_of
+from reports.records.rows import SCORE
+from reports.view.flips import flip_key, flips_of, places_of
 from reports.view.shades import ItemShades, in_turn
 from reports.view.texts import Item, Texts, script
 
@@ -131,7 +132,7 @@ class View:
             "lost": LOST,
             "items": self._item_columns(shaded),
             "flips": {
-                "key": [key_of(f.kind, f.suite, f.context_tokens, f.item, f.candidate) for f in flips],
+                "key": [flip_key(f.kind, f.suite, f.context_tokens, f.item, f.candidate) for f in flips],
                 "kind": [kinds[flip.kind] for flip in flips],
                 "arm": [arms[flip.candidate.arm] for flip in flips],
                 "seed": [flip.candidate.seed for flip in flips],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from audit.core.records import Message, Record, Role
 from audit.core.shading import Answer
 from audit.core.text import visible
-from reports.view.flips import Place
+from reports.records.rows import RecordPlace
 
 CHUNK = 300_000  # characters of one file of texts
 _DIGITS = 4  # of shares: more than a page shows
@@ -19,7 +19,7 @@ _DIGITS = 4  # of shares: more than a page shows
 Item = tuple[str, int, str]  # suite, length, name
 
 
-class Shown(NamedTuple):
+class PageAnswer(NamedTuple):
     """An answer that the pages show: where it is recorded, its item, and whether its cache had lost anything."""
 
     unit: str
@@ -31,11 +31,11 @@ class Shown(NamedTuple):
 class Texts:
     """Prompts and answers by item; an answer is known by its number, which is its place in ``shown``."""
 
-    def __init__(self, records: Iterable[tuple[Place, Record]]) -> None:
+    def __init__(self, records: Iterable[tuple[RecordPlace, Record]]) -> None:
         self.prompts: dict[Item, tuple[Message, ...]] = {}
         self.told: dict[Item, tuple[str, str]] = {}  # template and placement
-        self.numbers: dict[Place, int] = {}
-        self.shown: list[Shown] = []
+        self.numbers: dict[RecordPlace, int] = {}
+        self.shown: list[PageAnswer] = []
         self._answers: dict[Item, dict[int, dict[str, Any]]] = {}
         for place, record in records:
             self._add(place, record)
@@ -61,7 +61,7 @@ class Texts:
         if items:
             yield items, table
 
-    def _add(self, place: Place, record: Record) -> None:
+    def _add(self, place: RecordPlace, record: Record) -> None:
         item = (record.suite, record.context_tokens, record.item_id)
         asked = tuple(takewhile(lambda message: message.role is not Role.ASSISTANT, record.transcript))
         prompt = self.prompts.setdefault(item, asked)
@@ -71,7 +71,7 @@ class Texts:
         number = self.numbers[place] = len(self.numbers)
         self._answers.setdefault(item, {})[number] = _answer(record, said)
         answer = Answer(record.item_id, record.sample_index)
-        self.shown.append(Shown(PurePath(place[0]).stem, answer, item, record.retention < 1))
+        self.shown.append(PageAnswer(PurePath(place[0]).stem, answer, item, record.retention < 1))
 
 
 def script(value: Any) -> str:

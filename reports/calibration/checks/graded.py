@@ -19,8 +19,8 @@ from reports.stats.tango import many_ess_tango
 ROW, DRAWS, ITEMS = 10, 10_000, 5
 CLUSTERS, SPREADS, SHARES = (60, 100), (0.05, 0.2), (0.0, 0.3)
 INSIDE = -0.03  # a drop that is real and within the margin
-DRIFTS = (0.0, INSIDE, -MARGIN)
-RATES = ("rejected", "covered", "passed", "failed")
+GRADED_DRIFTS = (0.0, INSIDE, -MARGIN)
+GRADED_RATES = ("rejected", "covered", "passed", "failed")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GradedCase(Case):
         return f"graded drift={self.drift:g} spread={self.spread:g} shared={self.shared:g} C={self.clusters}"
 
     def rates(self, seed: int) -> CaseRates:
-        found = np.zeros(len(RATES))
+        found = np.zeros(len(GRADED_RATES))
         for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=self.clusters, items=ITEMS):
             z = self._draw(block.rng, block.size, block.counts)
             b = many_ess_tango(z, block.counts, alpha=ALPHA, graded=True)
@@ -49,7 +49,7 @@ class GradedCase(Case):
                 called == Call.FAIL,
             )
             found += [np.count_nonzero(event) for event in events]
-        return dict(zip(RATES, (found / self.simulations).tolist(), strict=True))
+        return dict(zip(GRADED_RATES, (found / self.simulations).tolist(), strict=True))
 
     def _draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
         """Item differences [simulations, N]."""
@@ -62,7 +62,7 @@ class GradedCase(Case):
 
 def cases(scale: Scale) -> list[GradedCase]:
     """Narrow and wide differences, templates that have something in common or not."""
-    designs = list(product(DRIFTS, SPREADS, SHARES, CLUSTERS))
+    designs = list(product(GRADED_DRIFTS, SPREADS, SHARES, CLUSTERS))
     return [
         GradedCase(*design, simulations=scale.draws(DRAWS))
         # clusters vary fastest, so these are of one number of them

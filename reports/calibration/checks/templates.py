@@ -85,7 +85,7 @@ MORE_SAMPLES = [
 ]
 GRADED = [(BrokenTemplates(2 * MARGIN, 0.05, graded=True), 5, sizes) for sizes in (EVEN, UNEVEN)]
 # a loss that only large templates can have: more than was asked, for a size would have to decide what breaks
-LARGEST = [(BrokenTemplates(MARGIN, 0.02, among=share), 4, THREE_TO_ONE) for share in (0.2, 0.5)]
+LARGE_ALONE = [(BrokenTemplates(MARGIN, 0.02, among=share), 4, THREE_TO_ONE) for share in (0.2, 0.5)]
 AT_RELEASE = [*ONE_SAMPLE[2:4], *ONE_SAMPLE[7:9], *MORE_SAMPLES[:2], *MORE_SAMPLES[5:6]]
 _Design = tuple[BrokenTemplates, int, str]
 _EVERY_CASE, _SOME = 1, 40  # step of the scan where cases are few
@@ -121,7 +121,7 @@ def cases(scale: Scale) -> list[TemplateCase]:
     ]
     ten = [(model._replace(broken=_TEN), items, sizes) for model, items, sizes in (*ONE_SAMPLE[2:4], *MORE_SAMPLES[:2])]
     return [
-        *_scan([*ONE_SAMPLE, *MORE_SAMPLES, *GRADED, *LARGEST], ALPHA, scale),
+        *_scan([*ONE_SAMPLE, *MORE_SAMPLES, *GRADED, *LARGE_ALONE], ALPHA, scale),
         *_scan(AT_RELEASE, RELEASE, scale),
         *_scan(ten, ALPHA, scale, _TEN),
         *few,

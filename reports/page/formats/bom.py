@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from audit.core.text import inline
-from reports.page.disclosure import Disclosure, Fact, Measured, Recipe, disclosure_of
+from reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
 from reports.page.page import Page
 from reports.page.plain import dumped
 
@@ -42,7 +42,7 @@ def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
         yield f"guard_{number}", {name: fact for name, fact in guard.items() if name != "facets"}
 
 
-def _component(told: Disclosure, recipe: Recipe) -> dict[str, Any]:
+def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
     gated = [m for m in told.drift if m.arm == recipe.arm and m.verdict != "not gated"]
     own, silent = [m for m in gated if m.estimate is not None], [m for m in gated if m.estimate is None]
     facts = {**recipe.facts, **{f"mismatch.{k}": v for k, v in recipe.mismatch.items()}, **recipe.mask_schedule}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from reports.page.disclosure import Disclosure, Fact, Facts, Measured, Recipe, disclosure_of
+from reports.page.disclosure import ArmRecipe, Disclosure, Fact, Facts, Measured, disclosure_of
 from reports.page.formats.markdown import escape
 from reports.page.page import Page
 from reports.page.words import points
@@ -57,7 +57,7 @@ def _parts(told: Disclosure) -> Iterator[str]:
     yield "\n".join((_bullets("Run", told.run), _bullets("Model", told.model), _bullets("Reference", told.reference)))
 
 
-def _recipes(recipes: Iterable[Recipe]) -> str:
+def _recipes(recipes: Iterable[ArmRecipe]) -> str:
     rows = [
         {
             "arm": Fact("known", recipe.arm),

@@ -60,7 +60,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Outside:
     """The scores of a metric that are outside [0, 1]: how many, from where to where, and where the first stands."""
 
     count: int
@@ -96,7 +96,7 @@ class Log:
     unfinished: str = ""  # why the file does not hold all that it set out to
     duplicates: int = 0  # rows that stood twice and that reading has left out already
     kept_out: Mapping[str, int] = field(default_factory=dict)
-    scales: Mapping[str, Scale] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
+    scales: Mapping[str, Outside] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
     shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
 
     @property
@@ -111,7 +111,7 @@ class Problems:
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    scales: dict[str, Scale] = field(default_factory=dict)
+    scales: dict[str, Outside] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
         """One answer that is kept out."""
@@ -120,8 +120,8 @@ class Problems:
 
     def outside(self, score: float, where: str, metric: str) -> None:
         """One score on another scale."""
-        known = self.scales.get(metric, Scale(0, score, score, where))
-        self.scales[metric] = Scale(known.count + 1, min(known.low, score), max(known.high, score), known.first)
+        known = self.scales.get(metric, Outside(0, score, score, where))
+        self.scales[metric] = Outside(known.count + 1, min(known.low, score), max(known.high, score), known.first)
 
 
 class Reader:
@@ -228,7 +228,7 @@ def number_in_words(text: str) -> float:
 
 
 @dataclass
-class Scores:
+class CollectedScores:
     """Scores by metric while a file is read; a metric without any number is left out."""
 
     problems: Problems

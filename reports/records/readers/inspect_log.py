@@ -23,12 +23,12 @@ from typing import Any
 from audit.core.errors import DataError
 from audit.core.yaml_file import one_line
 from reports.records.readers.base import (
+    CollectedScores,
     Log,
     Problems,
     Reader,
     Request,
     Row,
-    Scores,
     log_of,
     metric_name,
     name_of,
@@ -169,7 +169,7 @@ class Inspect(Reader):
     def read(self, path: Path, request: Request) -> Log:
         """Every scorer of every sample; a sample that failed has no score under any of them."""
         problems, shared = Problems(), SharedFields("metadata.")
-        scores, failed = Scores(problems), list[Row]()
+        scores, failed = CollectedScores(problems), list[Row]()
         with Archive(path) as archive:
             header = archive.json(HEADER if HEADER in archive else START)  # one of them is what it was recognised by
             for name in filter(_SAMPLE.match, archive):
@@ -202,7 +202,7 @@ def _starts_as_zip(path: Path) -> bool:
         return handle.read(4) == b"PK\x03\x04"
 
 
-def _add(sample: Mapping[str, Any], request: Request, scores: Scores, failed: list[Row], where: str) -> str:
+def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], where: str) -> str:
     """Every score of a sample; returns the item's name."""
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:

@@ -15,12 +15,12 @@ from typing import Any
 from audit.core.errors import DataError
 from audit.core.text import inline
 from reports.records.readers.base import (
+    CollectedScores,
     Log,
     Problems,
     Reader,
     Request,
     Row,
-    Scores,
     first_objects,
     json_lines,
     log_of,
@@ -46,7 +46,7 @@ class LmEval(Reader):
     def read(self, path: Path, request: Request) -> Log:
         """Every metric of every line."""
         problems, shared = Problems(), SharedFields("doc.")
-        scores, decoding = Scores(problems), set[str]()
+        scores, decoding = CollectedScores(problems), set[str]()
         for number, row in json_lines(path, problems):
             try:
                 item = _add(row, request, number, scores, f"{path.name}:{number}")
@@ -67,7 +67,7 @@ class LmEval(Reader):
         )
 
 
-def _add(row: Mapping[str, Any], request: Request, line: int, scores: Scores, where: str) -> str:
+def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, where: str) -> str:
     """Every metric of a line; returns the item's name."""
     item = name_of(row.get("doc_id"))
     if item is None:

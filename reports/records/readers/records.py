@@ -14,7 +14,7 @@ from audit.core.provenance import ASKED, table_of
 from audit.core.records import READABLE, Outcome
 from audit.core.text import inline
 from reports.records.load import check_seal, load_run
-from reports.records.readers.base import Cluster, Log, Problems, Reader, Request, Row, Scale, first_objects
+from reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
 from reports.records.rows import FACET_COLUMNS, Columns, Problem, read_unit
 
 METRIC = "score"
@@ -75,7 +75,7 @@ def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> 
             yield problem
 
 
-def _scales(problems: Iterable[Problem]) -> dict[str, Scale]:
+def _scales(problems: Iterable[Problem]) -> dict[str, Outside]:
     found = Problems()
     for problem in problems:
         if problem.score is not None:

@@ -31,7 +31,7 @@ UNSCORED = ("", "na", "n/a", "nan", "none", "null")  # no score was given
 _LONGEST_HEADER = 65536  # characters
 
 
-class Table(Reader):
+class CsvTable(Reader):
     """A comma-separated table, one row per answer."""
 
     name = "csv"
