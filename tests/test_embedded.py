@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from audit.core.errors import RunError
 from audit.core.records import Role
-from audit.embedded.pretrain import EMBEDDED, FILES, PARENT, pretrain
+from audit.embedded.pretrain import FILES, begin, complete, new_model
+from audit.embedded.recipes import EMBEDDED, PARENT, SHIPPED, SIZES
 from audit.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
@@ -27,6 +31,11 @@ from suites.base import SUITES
 @cache
 def shipped_tokenizer():
     return AutoTokenizer.from_pretrained(EMBEDDED, padding_side="left")
+
+
+@cache
+def shipped():
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED).eval()
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ def test_files_take_at_most_eight_megabytes():
 
 def test_provenance_tells_recipe_seed_and_minutes():
     story = json.loads((EMBEDDED / "pretraining.json").read_text())
-    assert story["recipe"]["seed"] >= 0
+    assert story["recipe"] == json.loads(json.dumps(SIZES["embedded"].recipe.written()))
     assert story["parent"] == sha256(PARENT.read_bytes()).hexdigest()
     assert 0 < story["minutes"] < 60
     assert 400_000 < story["parameters"] < 2_000_000
@@ -87,13 +96,27 @@ def test_chat_template_ends_every_message_with_the_stop_token(tokenizer):
     assert tokenizer.pad_token == "<|pad|>"
 
 
-def test_pretraining_is_deterministic_and_writes_an_ordinary_folder(tmp_path):
+def test_a_pretraining_stopped_and_resumed_gives_the_bytes_of_an_unbroken_one(tmp_path):
     told = []
-    for name in ("a", "b"):
-        pretrain(tmp_path / name, seed=3, steps=2, progress=lambda step, steps, measures: told.append((step, steps)))
-    assert [step for step, _ in told] == [1, 2] * 2
+    for name, stops in (("a", (2,)), ("b", (1, 2))):
+        for steps in stops:
+            training = begin(tmp_path / name, seed=3)
+            complete(training, tmp_path / name, steps=steps, progress=lambda step, of, _: told.append((step, of)))
+    assert told == [(1, 1300), (2, 1300)] * 2
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
-    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == "llama"
+    assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama"
+    with pytest.raises(RunError, match="was begun by another recipe"):
+        begin(tmp_path / "a", seed=4)
+
+
+def test_the_mid_size_begins_as_the_shipped_model_and_takes_at_most_eight_megabytes(tmp_path):
+    recipe = replace(SIZES["mid"].recipe, theta=None)  # at the shipped one's positions
+    grown = new_model(recipe, SHIPPED, build_tokenizer()).eval()
+    tokens = torch.randint(0, grown.config.vocab_size, (1, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(grown(tokens).logits, shipped()(tokens).logits, rtol=0, atol=0.01)
+    complete(begin(tmp_path, size="mid"), tmp_path, steps=1)
+    assert 7_000_000 < (tmp_path / "model.safetensors").stat().st_size <= 8_000_000
 
 
 @cache

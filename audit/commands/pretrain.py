@@ -1,4 +1,4 @@
-"""``kvaudit pretrain``: the command that made the embedded model."""
+"""``kvaudit pretrain``: the command that made the embedded model, and makes the larger one for long contexts."""
 
 from __future__ import annotations
 
@@ -7,40 +7,54 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import check_seed, say, user_errors
-from audit.core.errors import RunError
+from audit.commands.command_line import Resume, check_seed, say, user_errors
+from audit.core.errors import RunError, UnknownName
 
 
 def pretrain(
     out: Annotated[Path, typer.Option(help="The folder for the model.", show_default=False)],
+    size: Annotated[
+        str,
+        typer.Option(
+            help="embedded: what ships, up to 224 tokens; mid: five times the parameters, up to 1,088 tokens."
+        ),
+    ] = "embedded",
     seed: Annotated[int, typer.Option(min=0, help="0 gave the model that ships.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop the recipe early.", show_default=False)] = None,
+    resume: Resume = False,
 ) -> None:
-    """Train the small model that ships with the package, from procedural text."""
-    with user_errors(f"kvaudit pretrain --out {out}"):
-        _train(out, seed=seed, steps=steps)
+    """Train the small model that ships with the package, or a larger one, from procedural text."""
+    with user_errors(f"kvaudit pretrain --out {out} --size {size} --seed {seed} --resume"):
+        _train(out, size=size, seed=seed, steps=steps, resume=resume)
 
 
-def _train(out: Path, *, seed: int, steps: int | None) -> None:
-    """Train into an empty folder; raises RunError where something is there already."""
+def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) -> None:
+    """Train into an empty folder, or one with a state; raises RunError where something else is there."""
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.embedded.pretrain import Recipe, pretrain
+    from audit.embedded.pretrain import STATE, begin, complete
+    from audit.embedded.recipes import SIZES
     from audit.runs.folder import make_folder
     from audit.runs.progress import Meter
 
     check_seed(seed)
+    if size not in SIZES:
+        raise UnknownName("--size", size, SIZES)
     make_folder(out)
-    if any(out.iterdir()):
-        raise RunError(f"{str(out)!r} is not empty; give another --out")
+    if any(out.iterdir()) and not resume:
+        raise RunError(f"{str(out)!r} is not empty; give another --out, or --resume where a training stopped")
+    if any(out.iterdir()) and not (out / STATE).exists():
+        raise RunError(
+            f"{str(out)!r} has no {STATE} to go on from: it is finished, or none of ours; give another --out"
+        )
     disable_progress_bar()
-    console = Console()
-    total = min(steps or Recipe().steps, Recipe().steps)
-    with Meter(console, "pretrain", total) as meter:
-        pretrain(
+    console, training = Console(), begin(out, size=size, seed=seed)
+    total = min(steps or training.recipe.steps, training.recipe.steps)
+    with Meter(console, "pretrain", total, done=training.steps) as meter:
+        complete(
+            training,
             out,
-            seed=seed,
             steps=steps,
             progress=lambda done, _, measures: meter.at(done, f"loss {measures['loss']:.3f}"),
         )

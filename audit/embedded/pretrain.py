@@ -1,20 +1,23 @@
-"""Train the embedded model from procedural text: the first one that shipped goes on, with a layer more.
+"""Train a small model from procedural text: the weights of a smaller one go on, widened and with a layer more.
 
 Departures from ordinary language-model pretraining: only the assistant's words are predicted, contexts grow by a fixed
 curriculum, and one answer in ten is a careless one. A model that never lapses has nothing to lose or to gain by later
-training; one that lapses as often as its lessons did can move both ways. The same seed and number of threads give the
-same weights on the same machine type.
+training; one that lapses as often as its lessons did can move both ways. The same recipe and number of threads give the
+same weights on the same machine type, killed and resumed or not.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import transformers
@@ -22,12 +25,13 @@ from safetensors import safe_open
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from audit.embedded.lessons import IGNORED, Batch, Lessons, Mix
+from audit.core.errors import RunError
+from audit.core.files import PARTIAL, sync
+from audit.embedded.lessons import IGNORED, Batch, Lessons
+from audit.embedded.recipes import SIZES, Recipe, Size, Stage
 from audit.embedded.tokenizer import build_tokenizer
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
-EMBEDDED = Path(__file__).parent
-PARENT = EMBEDDED / "parent.safetensors"  # the first model that shipped, three layers, in bfloat16, with its tokens
 FILES = (
     "config.json",
     "generation_config.json",
@@ -37,114 +41,59 @@ FILES = (
     "chat_template.jinja",
     "pretraining.json",
 )
+STATE = "state.pt"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
+SAVE_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stretch of the curriculum: conversations of ``shortest`` to ``longest`` context tokens.
-
-    The learning rate goes in a line from the first to the second of ``rates``.
-    """
-
-    steps: int
-    shortest: int
-    longest: int
-    mix: Mix
-    rows: int = 8
-    rates: tuple[float, float] = (1.5e-3, 1.5e-3)
-
-
-# New words and whose order counts in short contexts; then all of it, as long as it will be asked.
-STAGES = (
-    Stage(
-        500,
-        88,
-        128,
-        Mix({"refusal": 0.8, "agent": 2.0, "math": 0.8}, {"refusal": 6, "agent": 3, "math": 4}, quizzes=6),
-    ),
-    Stage(
-        500,
-        112,
-        224,
-        Mix(
-            {"refusal": 0.8, "agent": 1.6, "math": 1.4},
-            {"refusal": 4, "agent": 2, "math": 3},
-            quizzes=1,
-            kinds=(4, 7, 2, 1, 1),
-        ),
-        rates=(1.5e-3, 5e-5),
-    ),
-    Stage(
-        300,
-        112,
-        224,
-        Mix(
-            {"refusal": 0.6, "agent": 2.4, "math": 1.2},
-            {"refusal": 4, "agent": 2, "math": 3},
-            quizzes=1,
-            kinds=(5, 8, 1, 1, 1),
-        ),
-        rates=(1e-3, 5e-5),
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the weights, beside the parent's."""
-
-    seed: int = 0
-    layers: int = 4
-    width: int = 128
-    mlp: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    stages: tuple[Stage, ...] = STAGES
-    warmup_steps: int = 30
-    copying_every: int = 20  # one step in so many is a copying exercise
-
-    @property
-    def steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
-
-
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A model of the Llama architecture that answers as its parent does, with a layer on top that does nothing yet."""
+def new_model(recipe: Recipe, parent: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A model of the Llama architecture that answers as its parent does: what it has more of does nothing yet."""
     torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=recipe.width,
-            intermediate_size=recipe.mlp,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.kv_heads,
-            tie_word_embeddings=True,
-            max_position_embeddings=4096,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_size or recipe.width // recipe.heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **({} if recipe.theta is None else {"rope_parameters": {"rope_type": "default", "rope_theta": recipe.theta}}),
     )
-    inherit(model, tokenizer)
+    model = LlamaForCausalLM(config)
+    inherit(model, parent, tokenizer)
     return model
 
 
 @torch.no_grad()
-def inherit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Take over the parent's layers, and its embeddings token by token; what the parent lacks is drawn, or silent."""
-    with safe_open(PARENT, "pt") as parent:
+def inherit(model: LlamaForCausalLM, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Take over the parent's weights as the first rows and columns, and its embeddings token by token.
+
+    New channels are read, by weights as drawn, before anything writes to them: they stay at zero until training
+    moves them, and so do new neurons and layers, which write nothing yet. An RMS norm divides by the root of the mean
+    over all channels, so its scales shrink by what the zeros take from that mean.
+    """
+    with safe_open(path, "pt") as parent:
         given = {name: parent.get_tensor(name).float() for name in parent.keys()}  # noqa: SIM118 - not a mapping
-        places = {token: place for place, token in enumerate(json.loads(parent.metadata()["tokens"]))}
+        metadata = parent.metadata() or {}
+    places = (
+        {token: place for place, token in enumerate(json.loads(metadata["tokens"]))} if "tokens" in metadata else {}
+    )
     embeddings = given.pop("model.embed_tokens.weight")  # [V, width]
+    width, own = embeddings.shape[1], model.model.embed_tokens.weight
+    own[:, width:] = 0
     for token, place in tokenizer.get_vocab().items():
-        if token in places:
-            model.model.embed_tokens.weight[place] = embeddings[places[token]]
-    model.load_state_dict(given, strict=False)
-    for number, layer in enumerate(model.model.layers):
-        if f"model.layers.{number}.input_layernorm.weight" not in given:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+        if token in places or not places:
+            own[place, :width] = embeddings[places.get(token, place)]
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # what writes into the channels
+            weight.zero_()
+        if name in given:
+            scale = (width / own.shape[1]) ** 0.5 if weight.dim() == 1 else 1.0
+            weight[tuple(map(slice, given[name].shape))] = given[name] * scale
 
 
 def answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
@@ -174,82 +123,138 @@ def lesson(recipe: Recipe, lessons: Lessons, step: int) -> Batch:
     return lessons.talking(step, stage.rows, context_tokens, stage.mix)
 
 
-def fit(
-    recipe: Recipe, progress: Progress, limit: int | None = None
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train by the recipe; ``limit`` cuts it short. ``progress`` gets (step, steps, measures) after every step."""
-    tokenizer = build_tokenizer()
-    lessons, model = Lessons(tokenizer, recipe.seed), new_model(recipe, tokenizer)
-    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    model.train()
-    for step in range(recipe.steps if limit is None else min(limit, recipe.steps)):
-        _, rate = stage_at(recipe, step)
-        loss = take_step(model, optimiser, rate, lesson(recipe, lessons, step))
-        progress(step + 1, recipe.steps, {"loss": loss})
-    return model.eval(), tokenizer
+class Pretraining:
+    """A model on its way through a recipe: its weights, its optimiser, and the steps and seconds that it took."""
+
+    def __init__(self, size: Size) -> None:
+        self.recipe, self.parent = size.recipe, sha256(size.parent.read_bytes()).hexdigest()
+        self.tokenizer = build_tokenizer()
+        self.model = new_model(size.recipe, size.parent, self.tokenizer).train()
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        self.steps, self.seconds = 0, 0.0
+
+    def fit(self, folder: Path, limit: int, progress: Progress) -> None:
+        """Train to step ``limit``, with a state in ``folder`` every few minutes and where the recipe is not at its end.
+
+        ``progress`` gets (step, steps of the recipe, measures) after every step.
+        """
+        lessons, half = Lessons(self.tokenizer, self.recipe.seed), self.recipe.precision == "bfloat16"
+        last = saved = time.monotonic()
+        while self.steps < limit:
+            _, rate = stage_at(self.recipe, self.steps)
+            batch = lesson(self.recipe, lessons, self.steps)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+                loss = answer_loss(self.model, batch)
+            take_step(self.model, self.optimiser, rate, loss)
+            self.steps, now = self.steps + 1, time.monotonic()
+            self.seconds, last = self.seconds + now - last, now
+            progress(self.steps, self.recipe.steps, {"loss": float(loss.item())})
+            if now - saved > SAVE_SECONDS or self.steps == limit < self.recipe.steps:
+                self.save(folder)
+                saved = now
+
+    def save(self, folder: Path) -> None:
+        """Write the state, whole or not at all."""
+        state = {
+            "recipe": self._named(),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+        }
+        partial = folder / (STATE + PARTIAL)
+        torch.save(state, partial)
+        sync(partial)
+        os.replace(partial, folder / STATE)
+
+    def load(self, folder: Path) -> None:
+        """Go on from the state in ``folder``; raises RunError where it is of another recipe or cannot be read."""
+        path = folder / STATE
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+            named = state["recipe"]
+        except (OSError, RuntimeError, UnpicklingError, EOFError, KeyError, TypeError):
+            raise RunError(f"{str(path)!r} cannot be read as a state; delete the folder to begin again") from None
+        if named != self._named():
+            raise RunError(
+                f"{str(folder)!r} was begun by another recipe; give the --size and --seed that it was begun with, or "
+                "another --out"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.steps, self.seconds = state["steps"], state["seconds"]
+
+    def write(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder with its story and a manifest."""
+        model = self.model.eval()
+        (model.to(torch.bfloat16) if self.recipe.precision == "bfloat16" else model).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        story = {
+            "format": 1,
+            "recipe": self.recipe.written(),
+            "parent": self.parent,
+            "steps": self.steps,
+            "minutes": round(self.seconds / 60, 1),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        (folder / "pretraining.json").write_text(json.dumps(story, indent=2) + "\n", encoding="utf-8")
+        write_manifest(folder)
+
+    def _named(self) -> str:
+        return json.dumps({"recipe": self.recipe.written(), "parent": self.parent})
 
 
-def take_step(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, rate: float, batch: Batch) -> float:
-    """One step at a learning rate; the loss before it, in nats."""
+def take_step(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, rate: float, loss: torch.Tensor) -> None:
+    """One step at a learning rate."""
     for group in optimiser.param_groups:
         group["lr"] = rate
-    loss = answer_loss(model, batch)
     optimiser.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
-    return float(loss.item())
 
 
-def pretrain(out: Path, *, seed: int = 0, steps: int | None = None, progress: Progress = lambda *_: None) -> Path:
-    """Train the embedded model and write it to ``out`` as a Hugging Face folder with a manifest; returns ``out``.
+def begin(out: Path, *, size: str = "embedded", seed: int = 0) -> Pretraining:
+    """A pretraining of a size at its start, or where its state in the folder ``out`` says.
 
-    About ten minutes on one core; ``steps`` stops the recipe early. Sets torch to one thread while it runs.
+    Raises RunError where that state is of another recipe or cannot be read.
     """
-    recipe, started, threads = Recipe(seed=seed), time.monotonic(), torch.get_num_threads()
+    made = SIZES[size]
+    training = Pretraining(replace(made, recipe=replace(made.recipe, seed=seed)))
+    if (out / STATE).exists():
+        training.load(out)
+    return training
+
+
+def complete(
+    training: Pretraining, out: Path, *, steps: int | None = None, progress: Progress = lambda *_: None
+) -> None:
+    """Train and write the model into ``out``, a Hugging Face folder with a manifest.
+
+    ``steps`` stops the recipe early, and the state stays for more. Sets torch to one thread while it runs.
+    """
+    whole = training.recipe.steps
+    out.mkdir(parents=True, exist_ok=True)
+    with _one_thread():
+        training.fit(out, whole if steps is None else min(steps, whole), progress)
+    training.write(out)
+    if training.steps == whole:
+        (out / STATE).unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, tokenizer = fit(recipe, progress, steps)
+        yield
     finally:
         torch.set_num_threads(threads)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    story = {
-        "format": 1,
-        "recipe": asdict(recipe),
-        "parent": sha256(PARENT.read_bytes()).hexdigest(),
-        "steps": recipe.steps if steps is None else min(steps, recipe.steps),
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    (out / "pretraining.json").write_text(json.dumps(story, indent=2) + "\n", encoding="utf-8")
-    write_manifest(out)
-    return out
 
 
 def write_manifest(folder: Path) -> None:
     """Record the sha256 of every model file in ``manifest.json``."""
     hashes = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
     (folder / "manifest.json").write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """``python -m audit.embedded.pretrain --out DIR``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=EMBEDDED, help="folder to write (default: the shipped model)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="stop the recipe after so many steps")
-    choice = parser.parse_args()
-    pretrain(choice.out, seed=choice.seed, steps=choice.steps, progress=_print_progress)
-
-
-def _print_progress(step: int, steps: int, measures: Mapping[str, float]) -> None:
-    if step % 100 == 0 or step == steps:
-        print(f"step {step}/{steps}  loss {measures['loss']:.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -48,6 +49,7 @@ def corpus(items: int = 720) -> Iterator[str]:
             yield from (message.content for message in played(suite, item))
 
 
+@cache
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer; deterministic."""
     tokenizer = Tokenizer(models.BPE())

@@ -1,0 +1,121 @@
+"""How the embedded model and its larger relative are made: one table of recipes, by size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from audit.embedded.lessons import Mix
+
+EMBEDDED = Path(__file__).parent
+PARENT = EMBEDDED / "parent.safetensors"  # the first model that shipped, three layers, in bfloat16, with its tokens
+SHIPPED = EMBEDDED / "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the curriculum: conversations of ``shortest`` to ``longest`` context tokens.
+
+    The learning rate goes in a line from the first to the second of ``rates``.
+    """
+
+    steps: int
+    shortest: int
+    longest: int
+    mix: Mix
+    rows: int = 8
+    rates: tuple[float, float] = (1.5e-3, 1.5e-3)
+
+
+# New words and whose order counts in short contexts; then all of it, as long as it will be asked.
+STAGES = (
+    Stage(
+        500,
+        88,
+        128,
+        Mix({"refusal": 0.8, "agent": 2.0, "math": 0.8}, {"refusal": 6, "agent": 3, "math": 4}, quizzes=6),
+    ),
+    Stage(
+        500,
+        112,
+        224,
+        Mix(
+            {"refusal": 0.8, "agent": 1.6, "math": 1.4},
+            {"refusal": 4, "agent": 2, "math": 3},
+            quizzes=1,
+            kinds=(4, 7, 2, 1, 1),
+        ),
+        rates=(1.5e-3, 5e-5),
+    ),
+    Stage(
+        300,
+        112,
+        224,
+        Mix(
+            {"refusal": 0.6, "agent": 2.4, "math": 1.2},
+            {"refusal": 4, "agent": 2, "math": 3},
+            quizzes=1,
+            kinds=(5, 8, 1, 1, 1),
+        ),
+        rates=(1e-3, 5e-5),
+    ),
+)
+
+# A long context is read once and asked about often: questions cost little beside it.
+_LONG = Mix(
+    {"refusal": 0.7, "agent": 2.0, "math": 1.2},
+    {"refusal": 8, "agent": 4, "math": 5},
+    quizzes=2,
+    kinds=(5, 6, 2, 2, 1),
+)
+LONG_STAGES = (
+    Stage(150, 160, 640, _LONG, rows=4, rates=(1e-3, 1e-3)),
+    Stage(200, 160, 1088, _LONG, rows=3, rates=(1e-3, 5e-5)),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, beside the parent's.
+
+    ``head_size`` None is ``width`` / ``heads``; ``theta`` is the base of the rotary positions. ``precision`` None
+    trains and stores float32; "bfloat16" multiplies and stores bfloat16, with float32 weights while it trains.
+    """
+
+    seed: int = 0
+    layers: int = 4
+    width: int = 128
+    mlp: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    stages: tuple[Stage, ...] = STAGES
+    warmup_steps: int = 30
+    copying_every: int = 20  # one step in so many is a copying exercise
+    head_size: int | None = None
+    theta: float | None = None
+    precision: str | None = None
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def written(self) -> dict[str, Any]:
+        """The recipe as plain values, without what it leaves at None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A recipe and the weights that it goes on from."""
+
+    recipe: Recipe
+    parent: Path
+
+
+# The shipped model's heads keep their size, since attention is what costs at length. Five times the rotary base lets it
+# answer at 512 tokens before a single step of training (docs/decisions.md).
+_MID = Recipe(layers=5, width=256, mlp=768, stages=LONG_STAGES, head_size=32, theta=5e4, precision="bfloat16")
+SIZES: Mapping[str, Size] = MappingProxyType({"embedded": Size(Recipe(), PARENT), "mid": Size(_MID, SHIPPED)})
