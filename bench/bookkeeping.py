@@ -21,7 +21,7 @@ from audit.core.provenance import PROVENANCE
 from audit.core.spec import BASE_ARM, RunSpec
 from audit.core.spec_file import load_spec
 from audit.runs import pipeline
-from audit.runs.evaluate import Progress, grid
+from audit.runs.evaluate import RowsDone, grid
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
@@ -37,7 +37,7 @@ class Sealer:
     def __init__(self, *_: object) -> None:
         pass
 
-    def run_together(self, units: Sequence[Unit], run: RunFolder, progress: Progress, *_: object, **__: object) -> None:
+    def run_together(self, units: Sequence[Unit], run: RunFolder, progress: RowsDone, *_: object, **__: object) -> None:
         for unit in units:
             files = UnitFiles.of(run.records, unit)
             progress(unit, 0, 1)

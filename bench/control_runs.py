@@ -19,7 +19,7 @@ from audit.policies.draws import derive_seed
 from audit.runs.evaluate import Batches, Evaluator, served
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare
+from audit.runs.pipeline import Pipeline, prepare_run
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
@@ -86,7 +86,7 @@ def sample(folder: Path, size: Size) -> RunFolder:
     """The reference under every policy by the ordinary pipeline, then its reruns; goes on where it stopped."""
     spec = spec_of(size, (DENSE, SERVED, RUINOUS))
     run = open_run(folder, spec, resume=True)
-    prepared = prepare(spec)
+    prepared = prepare_run(spec)
     Pipeline(run, Console(), 1, prepared).evaluate()
     for number in range(size.reruns):
         evaluator = Rerun(prepared.model, spec, number)

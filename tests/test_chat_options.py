@@ -20,7 +20,7 @@ from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare
+from audit.runs.pipeline import Pipeline, prepare_run
 from audit.runs.verify import checkpoint_rollouts
 from audit.sampling.chat import Chat
 from suites.math import Math
@@ -99,7 +99,7 @@ def asked(model: Path | str, more: str = "") -> RunSpec:
 def run(spec: RunSpec, folder: Path) -> str:
     """Train and evaluate; returns what was said."""
     said = StringIO()
-    prepared = prepare(spec)
+    prepared = prepare_run(spec)
     pipeline = Pipeline(open_run(folder, spec, resume=False), Console(file=said, width=200), 1, prepared)
     pipeline.train()
     pipeline.evaluate()
@@ -148,7 +148,7 @@ def test_a_template_that_refuses_neighbours_of_one_role_is_one_line_that_names_t
 
     monkeypatch.setattr(Math, "items", said_by_the_user)
     with pytest.raises(AuditError) as caught:
-        prepare(asked(with_template(tiny_folder, tmp_path / "strict", STRICT)))
+        prepare_run(asked(with_template(tiny_folder, tmp_path / "strict", STRICT)))
     assert str(caught.value) == (
         "suite math: the chat template refuses messages of roles user, user: must alternate; "
         "take another model or suite"

@@ -13,8 +13,8 @@ from training_world import sharp
 from audit.core.errors import DataError
 from audit.core.records import Message, Outcome, Record, Role
 from audit.policies import parse_policy
-from audit.runs.displacement.forced import ForcedEpisode, Seen, again, dense_logits, served_logits
-from audit.runs.displacement.measure import Refusal, Tally, distances, log_odds
+from audit.runs.displacement.forced import ForcedEpisode, StepLogits, again, dense_logits, served_logits
+from audit.runs.displacement.measure import Refusal, UnitDistances, distances, log_odds
 from audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
 from audit.runs.evaluate import row_seed
 from audit.sampling.chat import Chat, Rendered
@@ -59,10 +59,10 @@ def test_two_tokens_by_hand() -> None:
 def test_a_unit_of_two_tokens_by_hand() -> None:
     one = Trajectory("i", "c", 0, Rendered((3,), ("user",)), (Turn((1, 0), NOTHING),))
     seen = [
-        Seen([0, 0], [0, 1], torch.log(torch.tensor(rows)))
+        StepLogits([0, 0], [0, 1], torch.log(torch.tensor(rows)))
         for rows in ([[0.9, 0.1], [0.9, 0.1]], [[0.6, 0.4], [0.2, 0.8]])
     ]
-    tally = Tally(Refusal(1, frozenset({"i"})))
+    tally = UnitDistances(Refusal(1, frozenset({"i"})))
     tally.add([one], [seen[0]], iter([seen[1]]))
     row = tally.row()
     low, high = 0.2262891, 1.1457255
@@ -88,13 +88,13 @@ def test_a_token_without_any_probability_adds_nothing() -> None:
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     one = Trajectory("i", "c", 0, Rendered((3,), ("user",)), (Turn((1,), NOTHING),))
-    seen = Seen([0], [0], torch.tensor([[0.0, 1.0]]))
+    seen = StepLogits([0], [0], torch.tensor([[0.0, 1.0]]))
     with pytest.raises(DataError, match="no finite numbers"):
-        Tally(None).add([one], [seen], iter([Seen([0], [0], torch.tensor([[0.0, math.nan]]))]))
+        UnitDistances(None).add([one], [seen], iter([StepLogits([0], [0], torch.tensor([[0.0, math.nan]]))]))
 
 
 def kl(model: LoadedModel, seen: object, batch: list[Trajectory] = BATCH) -> float:
-    tally = Tally(None)
+    tally = UnitDistances(None)
     tally.add(batch, dense_logits(model, batch), seen)  # type: ignore[arg-type]
     return float(tally.row()["max_kl"])
 

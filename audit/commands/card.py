@@ -29,18 +29,18 @@ Hub = Annotated[
     typer.Option(help="A model repository: write its .eval_results, as the hub reads them.", show_default=False),
 ]
 Benchmark = Annotated[str | None, typer.Option(help="The benchmark on the hub that --hub writes results of.")]
-Arm = Annotated[str | None, typer.Option(help="The arm whose results --hub writes, of several.")]
-Check = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
+ResultsArm = Annotated[str | None, typer.Option(help="The arm whose results --hub writes, of several.")]
+CardToCheck = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
 
 
 def card(
     run: Run,
     *,
     into: Into = None,
-    check: Check = None,
+    check: CardToCheck = None,
     hub: Hub = None,
     benchmark: Benchmark = None,
-    arm: Arm = None,
+    arm: ResultsArm = None,
     gate_file: GateFile = None,
     waivers: Waivers = None,
     on_inconclusive: OnInconclusive = None,

@@ -34,7 +34,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQU
 
 SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
 Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
-Out = Annotated[
+RunOut = Annotated[
     Path | None, typer.Option(help="The run folder; by default runs/<name of the spec>.", show_default=False)
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder; starts it if there is none.")]

@@ -24,7 +24,7 @@ MOST_METRICS = 2  # two judges
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompareOptions:
     """What the command line says beside the two files; ``margins`` as they were given."""
 
     margins: tuple[str, ...]
@@ -77,7 +77,7 @@ def compare(
 ) -> None:
     """Compare two result files: kvaudit runs or records, lm-eval, Inspect, AgentDojo, CSV. Exits like `gate`."""
     with user_errors():
-        asked = Asked(
+        asked = CompareOptions(
             tuple(margin or ()),
             alpha,
             cluster,
@@ -91,7 +91,7 @@ def compare(
         raise typer.Exit(_compare(reference, candidate, asked))
 
 
-def _compare(reference: Path, candidate: Path, asked: Asked) -> int:
+def _compare(reference: Path, candidate: Path, asked: CompareOptions) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
     from reports.compare.files import Sides, margins_from, two_judges
     from reports.compare.files import compare as compared

@@ -8,7 +8,7 @@ from html import escape
 from rich.style import Style
 from rich.text import Text
 
-from audit.commands.picture import Entry, Picture, legend, summary
+from audit.commands.picture import Entry, Picture, legend, picture_sentence
 
 SIDE, LEAST_SIDE, CELL = 720.0, 360.0, 9.0  # pixels of the triangle: at most, at least, and per token between
 LEFT, RIGHT, BOTTOM, LINE = 64.0, 24.0, 52.0, 17.0
@@ -42,13 +42,13 @@ _COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435
 _SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.GONE: "·", Entry.FUTURE: " "}
 
 
-def svg(drawn: Picture) -> str:
+def picture_svg(drawn: Picture) -> str:
     """The picture as a document of its own, for a light and a dark page. Every key is a bar from its own query down."""
     side = min(SIDE, max(LEAST_SIDE, CELL * drawn.tokens))
     lines = wrapped(drawn.heading, WIDE if side > LEAST_SIDE else NARROW)
     top = 26.0 + LINE * (len(lines) + 2)
     width, height = LEFT + side + RIGHT, top + side + BOTTOM
-    title, about = escape(f"{drawn.heading}, {drawn.place}"), escape(summary(drawn))
+    title, about = escape(f"{drawn.heading}, {drawn.place}"), escape(picture_sentence(drawn))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -93,7 +93,7 @@ def _head(drawn: Picture, lines: list[str]) -> list[str]:
     for line in lines:
         parts.append(f'<text class="title" x="{LEFT:g}" y="{y:g}">{escape(line)}</text>')
         y += LINE
-    parts.append(f'<text x="{LEFT:g}" y="{y:g}">{escape(drawn.place)}; {escape(summary(drawn))}</text>')
+    parts.append(f'<text x="{LEFT:g}" y="{y:g}">{escape(drawn.place)}; {escape(picture_sentence(drawn))}</text>')
     y, x = y + LINE, LEFT
     for kind, words in legend(drawn):
         parts.append(f'<rect class="{kind.name.lower()}" x="{x:g}" y="{y - 10:g}" width="11" height="11"/>')

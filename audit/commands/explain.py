@@ -16,14 +16,14 @@ from audit.core.text import inline, visible
 
 if TYPE_CHECKING:
     from audit.policies import Policy
-    from audit.runs.explain import Served, Where
+    from audit.runs.explain import ServedAgain, Where
     from audit.runs.folder import RunFolder
 
 _INDENT = "\n" + " " * 12
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExplainOptions:
     """The command's options."""
 
     item: str
@@ -60,16 +60,15 @@ def explain(
 ) -> None:
     """Serve one item of a run again: its answer, and what the cache still held of its prompt."""
     with user_errors():
-        _explain(run, Asked(item, policy or ["none"], arm, seed, length, sample, svg, plugin or ()))
+        _explain(run, ExplainOptions(item, policy or ["none"], arm, seed, length, sample, svg, plugin or ()))
 
 
-def _explain(path: Path, asked: Asked) -> None:
+def _explain(path: Path, asked: ExplainOptions) -> None:
     """Print every policy's answer, and draw the prompts where asked."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.commands.shading import Shaded
-    from audit.commands.shading import svg as drawn
+    from audit.commands.shading import Shaded, shading_svg
     from audit.runs.explain import explain as served
 
     run = opened(path, asked.plugins)
@@ -86,11 +85,11 @@ def _explain(path: Path, asked: Asked) -> None:
             say(console, line)
     if asked.svg is not None:
         parts = [Shaded(one.policy.canonical, _outcome(one), one.pieces, one.held) for one in found]
-        write_output(asked.svg, drawn(title, parts))
+        write_output(asked.svg, shading_svg(title, parts))
         say(console, inline(f"picture: {asked.svg}"))
 
 
-def _where(run: RunFolder, asked: Asked) -> Where:
+def _where(run: RunFolder, asked: ExplainOptions) -> Where:
     from audit.core.spec import BASE_ARM
     from audit.runs.explain import Where
 
@@ -109,7 +108,7 @@ def _policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     return [parse_policy(text) for text in match_policies(texts, known)]
 
 
-def _lines(one: Served) -> Iterator[str]:
+def _lines(one: ServedAgain) -> Iterator[str]:
     from audit.core.records import Role
 
     begun = len(one.played.item.messages)
@@ -126,7 +125,7 @@ def _lines(one: Served) -> Iterator[str]:
     yield f"by layer    {' '.join(f'{share:.0%}' for share in one.depth)}"
 
 
-def _recorded(one: Served) -> str:
+def _recorded(one: ServedAgain) -> str:
     """Whether the run has this answer on record."""
     if one.record is None:
         return "no: the run did not serve this policy"
@@ -136,7 +135,7 @@ def _recorded(one: Served) -> str:
     return f"ANOTHER ANSWER ({one.record.new_tokens} tokens): {inline(' | '.join(message.content for message in said))}"
 
 
-def _outcome(one: Served) -> str:
+def _outcome(one: ServedAgain) -> str:
     grade = one.played.grade
     words = {True: "yes", False: "no", None: "could not be read"}
     facets = [f"{name} {words[value]}" for name, value in grade.facets.items()]

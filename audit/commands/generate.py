@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class GenerateOptions:
     """What to ask and how to draw the answer; ``text`` "-" is standard input."""
 
     text: str
@@ -56,11 +56,11 @@ def generate(
 ) -> None:
     """Answer one question with a compressed cache, and show what was kept."""
     with user_errors():
-        asked = Question(text, system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        asked = GenerateOptions(text, system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         _answer(asked, model=model, dtype=dtype, policy=policy, plugins=plugin or [])
 
 
-def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins: Sequence[Path]) -> None:
+def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, plugins: Sequence[Path]) -> None:
     """Print the completion, then retention, bytes and what every layer kept."""
     from rich.console import Console
     from transformers.utils.logging import set_verbosity_error
@@ -90,7 +90,7 @@ def _answer(question: Question, *, model: str, dtype: str, policy: str, plugins:
         say(console, line)
 
 
-def _check(question: Question) -> None:
+def _check(question: GenerateOptions) -> None:
     from audit.core.numbers import HEATS, is_heat
 
     if not is_heat(question.temperature):
@@ -99,7 +99,7 @@ def _check(question: Question) -> None:
         raise SpecError("the text is not UTF-8; give it in UTF-8")
 
 
-def _sample(question: Question, model: LoadedModel, policy: Policy) -> tuple[Completion, Rollout]:
+def _sample(question: GenerateOptions, model: LoadedModel, policy: Policy) -> tuple[Completion, Rollout]:
     from audit.sampling.sampler import Decoding, Sampler
 
     prompt = model.chat.opening(question.messages)

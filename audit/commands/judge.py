@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from audit.core.inputs import Digests
     from audit.judges.base import Judge
-    from audit.runs.judge import Change
+    from audit.runs.judge import SuiteChange
 
 By = Annotated[
     str | None,
@@ -112,7 +112,7 @@ def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str,
     return {"verdict_before": verdicts[0], "judges_before": sorted(judges - {PROGRAMMATIC})}
 
 
-def _print(changes: Sequence[Change]) -> None:
+def _print(changes: Sequence[SuiteChange]) -> None:
     from rich.table import Table
 
     table = Table("suite", "version", "answers", "scores changed", "outcomes changed", "judged", "judge failed")

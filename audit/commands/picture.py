@@ -105,7 +105,7 @@ def picture(
     return Picture(heading, place, prompt_length, gone, code, chosen)
 
 
-def summary(drawn: Picture) -> str:
+def picture_sentence(drawn: Picture) -> str:
     """The picture in one sentence."""
     coded = f", {drawn.coded} of them in lower precision" if drawn.coded else ""
     return f"the last of {drawn.tokens} queries sees {drawn.kept} entries{coded}"

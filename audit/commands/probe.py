@@ -10,9 +10,9 @@ import typer
 
 from audit.commands.command_line import (
     Limit,
-    Out,
     Plugins,
     Resume,
+    RunOut,
     print_table,
     say,
     set_data,
@@ -46,7 +46,7 @@ def probe(
     plan: _Plan,
     *,
     base_url: _Url = None,
-    out: Out = None,
+    out: RunOut = None,
     resume: Resume = False,
     dry_run: _DryRun = False,
     baseline: _Baseline = None,

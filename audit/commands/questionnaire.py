@@ -9,15 +9,15 @@ import typer
 
 from audit.commands.command_line import USAGE, user_errors
 
-Out = Annotated[
+QuestionsOut = Annotated[
     Path | None,
     typer.Option("--out", help="Write the questions: FILE.md, or FILE.json for the schema.", show_default=False),
 ]
 Blank = Annotated[Path | None, typer.Option(help="Write a file of answers to fill in.", show_default=False)]
-Check = Annotated[Path | None, typer.Option("--check", help="Check a file of answers.", show_default=False)]
+AnswersToCheck = Annotated[Path | None, typer.Option("--check", help="Check a file of answers.", show_default=False)]
 
 
-def questionnaire(*, out: Out = None, blank: Blank = None, check: Check = None) -> None:
+def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: AnswersToCheck = None) -> None:
     """Print or write the questions for a vendor, or check the answers; exits with 2 where they have faults."""
     with user_errors():
         if check is not None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from audit.commands.command_line import (
     LauncherText,
     Limit,
-    Out,
     Plugins,
     Resume,
     Run,
+    RunOut,
     SpecFile,
     Takeover,
     Threads,
@@ -53,7 +53,7 @@ class Options:
 def run(
     spec: SpecFile,
     *,
-    out: Out = None,
+    out: RunOut = None,
     resume: Resume = False,
     limit: Limit = None,
     threads: Threads = None,
@@ -84,7 +84,7 @@ def join(run: Run, *, threads: Threads = None, plugin: Plugins = None, takeover:
 def train(
     spec: SpecFile,
     *,
-    out: Out = None,
+    out: RunOut = None,
     resume: Resume = False,
     limit: Limit = None,
     threads: Threads = None,
@@ -100,7 +100,7 @@ def train(
 def evaluate(
     spec: SpecFile,
     *,
-    out: Out = None,
+    out: RunOut = None,
     limit: Limit = None,
     threads: Threads = None,
     plugin: Plugins = None,
@@ -149,7 +149,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
 
 def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
     """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
-    from audit.runs.remedy import Asked, serve_remedies
+    from audit.runs.remedy import AskedByVerdict, serve_remedies
     from reports.analysis.remedies import failing
     from reports.gate.verdict import Status
     from reports.records.load import load_run
@@ -159,7 +159,7 @@ def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) 
     found = decided(data)
     if found.verdict.status is not Status.INVALID:
         wanted = [one for one in failing(found.drift, found.rules, found.verdict) if not one.uncompressed]
-        asked = Asked([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
+        asked = AskedByVerdict([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
         serve_remedies(pipeline, run, asked, texts)
     return data, found
 
@@ -273,12 +273,12 @@ def _open(
 
     from audit.runs.folder import check_folder, open_run
     from audit.runs.names import NAMES
-    from audit.runs.pipeline import Pipeline, prepare
+    from audit.runs.pipeline import Pipeline, prepare_run
 
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
-    prepared = None if begun or not works else prepare(asked.spec)
+    prepared = None if begun or not works else prepare_run(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run

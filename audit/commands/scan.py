@@ -12,14 +12,14 @@ from audit.commands.command_line import user_errors
 OPEN = 3  # exit code: a compressor that nobody answers for
 
 Paths = Annotated[list[Path], typer.Argument(help="Files or folders of configurations.", show_default=False)]
-Declared = Annotated[
+Declarations = Annotated[
     Path | None,
     typer.Option("--declared", help="Declarations; default: kvaudit.yaml on top of each folder.", show_default=False),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the findings there, too.", show_default=False)]
 
 
-def scan(paths: Paths, *, declared: Declared = None, json: Json = None) -> None:
+def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> None:
     """Find KV compression in configurations and launch scripts; exits with 3 where nobody answers for it."""
     with user_errors():
         raise typer.Exit(_scan(paths, declared, json))
@@ -31,7 +31,7 @@ def _scan(paths: list[Path], declared: Path | None, json: Path | None) -> int:
     from audit.core.files import write_output
     from audit.scan.declared import declared_in
     from audit.scan.files import files_below
-    from audit.scan.report import lines_of, table_of
+    from audit.scan.report import lines_of, scan_table
     from audit.scan.scan import scan as scan_files
 
     files, skipped = files_below(paths)
@@ -39,6 +39,6 @@ def _scan(paths: list[Path], declared: Path | None, json: Path | None) -> int:
     for line in lines_of(result):
         typer.echo(line)
     if json is not None:
-        table = table_of(result, [path.as_posix() for path in paths])
+        table = scan_table(result, [path.as_posix() for path in paths])
         write_output(json, dumps(table, indent=1, allow_nan=False) + "\n")
     return OPEN if result.open else 0

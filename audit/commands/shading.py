@@ -42,7 +42,7 @@ class _Spot(NamedTuple):
     number: int
 
 
-def svg(title: str, parts: Sequence[Shaded]) -> str:
+def shading_svg(title: str, parts: Sequence[Shaded]) -> str:
     """The prompts under one another, for a light and a dark page; tokens that nothing holds are struck through."""
     width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
     body: list[str] = []

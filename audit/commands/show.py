@@ -27,7 +27,7 @@ _WIDTH_OF_A_PIPE = 110  # characters
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShowOptions:
     """The command's options. Without ``layer`` the first layer that the policy governs is drawn."""
 
     policy: str
@@ -51,15 +51,15 @@ def show(
 ) -> None:
     """Draw what a policy keeps: which keys every query of a short text still sees."""
     with user_errors():
-        _show(Asked(policy, length, layer, head, svg, tuple(plugin or ())))
+        _show(ShowOptions(policy, length, layer, head, svg, tuple(plugin or ())))
 
 
-def _show(asked: Asked) -> None:
+def _show(asked: ShowOptions) -> None:
     """Run the policy over ``length`` tokens of a suite's item and a decoded tail, and draw one head's triangle."""
     from rich.console import Console
 
-    from audit.commands.drawing import svg, terminal
-    from audit.commands.picture import summary
+    from audit.commands.drawing import picture_svg, terminal
+    from audit.commands.picture import picture_sentence
     from audit.policies import parse_policy
     from audit.runs.names import load_plugins
     from audit.sampling.model import load_model
@@ -72,7 +72,7 @@ def _show(asked: Asked) -> None:
     drawn = _drawn(model, policy, rollout, asked)
     console = Console()
     say(console, policy.canonical if policy == named else f"{policy.canonical}, which a request drew of the mixture")
-    say(console, f"{drawn.place}; {summary(drawn)}")
+    say(console, f"{drawn.place}; {picture_sentence(drawn)}")
     for line in terminal(drawn, console.width if console.is_terminal else _WIDTH_OF_A_PIPE, colours=_coloured(console)):
         console.print(line, soft_wrap=True)
     if not drawn.compressed:
@@ -82,11 +82,11 @@ def _show(asked: Asked) -> None:
             "or lower the policy's budget or interval",
         )
     if asked.svg is not None:
-        _write(asked.svg, svg(drawn))
+        _write(asked.svg, picture_svg(drawn))
         say(console, f"picture: {inline(str(asked.svg))}")
 
 
-def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: Asked) -> Picture:
+def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: ShowOptions) -> Picture:
     from audit.cache.layers import layer_plans
     from audit.commands.picture import picture
 

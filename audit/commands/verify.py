@@ -23,7 +23,7 @@ _COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyOptions:
     """The command's options. ``rollouts`` is a count of a checkpoint's own, or the path of a file."""
 
     checkpoint: Path | None
@@ -57,11 +57,11 @@ def verify(
 ) -> None:
     """Replay recorded rollouts; exits with 3 where their policy does not explain their log-probs."""
     with user_errors():
-        asked = Asked(checkpoint, rollouts, model, dtype, tolerance, temperature, tuple(plugin or ()))
+        asked = VerifyOptions(checkpoint, rollouts, model, dtype, tolerance, temperature, tuple(plugin or ()))
         raise typer.Exit(_verify(asked))
 
 
-def _verify(asked: Asked) -> int:
+def _verify(asked: VerifyOptions) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
     from transformers.utils.logging import set_verbosity_error
 
@@ -100,7 +100,7 @@ def check_reading(dtype: str, temperature: float | None) -> None:
         raise SpecError(f"--temperature is {temperature:g}, wanted {HEATS}")
 
 
-def _sources(asked: Asked) -> tuple[list[Recorded], str]:
+def _sources(asked: VerifyOptions) -> tuple[list[Recorded], str]:
     """The rollouts by their files, and the name of the model that is to explain them."""
     from audit.replay.interchange import read_rollouts
     from audit.runs.verify import checkpoint_rollouts

@@ -13,16 +13,16 @@ from audit.commands.displace import opened, threads_of
 from audit.core.text import inline
 
 if TYPE_CHECKING:
-    from audit.core.shading import Answer
+    from audit.core.shading import AnswerKey
 
-Out = Annotated[Path | None, typer.Option(help="The folder to write; by default RUN/view.", show_default=False)]
+ViewOut = Annotated[Path | None, typer.Option(help="The folder to write; by default RUN/view.", show_default=False)]
 Shade = Annotated[
     int,
     typer.Option(min=0, help="Serve the answers of at most so many flips again, to shade prompts; 0 loads no model."),
 ]
 
 
-def view(run: Run, *, out: Out = None, shade: Shade = 1000, plugin: Plugins = None) -> None:
+def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins = None) -> None:
     """Write pages that show every answer a run lost or gained, side by side, and what the cache still held."""
     with user_errors(f"kvaudit view {run} --shade {shade}"):
         _view(run, out or run / "view", shade, tuple(plugin or ()))
@@ -50,7 +50,7 @@ def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
         say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
 
 
-def _shade(path: Path, wanted: Mapping[str, set[Answer]], plugins: Sequence[Path]) -> None:
+def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
     """Serve answers again, and keep what their caches held beside the run."""
     import torch
     from rich.console import Console

@@ -67,7 +67,7 @@ Send = Callable[[str, bytes, Mapping[str, str], float], Replied]  # address, bod
 
 
 @dataclass(frozen=True)
-class Completion:
+class ChatCompletion:
     """A chat completion as the endpoint says it; nothing in it is checked but that the texts are texts."""
 
     text: str
@@ -114,7 +114,7 @@ class Line:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._door, self._free_at = threading.Lock(), 0.0
 
-    def ask(self, body: Mapping[str, Any]) -> Completion:
+    def ask(self, body: Mapping[str, Any]) -> ChatCompletion:
         """The completion of a request; raises Unanswered once no further try would help."""
         raw = json.dumps(body).encode()
         why = Unanswered("it was not asked")
@@ -152,7 +152,7 @@ class Line:
             return Unanswered(words, Scope.TRY, _retry_after(replied.retry_after))
         return Unanswered(words, Scope.ENDPOINT if replied.status in _HOPELESS else Scope.QUESTION)
 
-    def _completion(self, raw: bytes) -> Completion:
+    def _completion(self, raw: bytes) -> ChatCompletion:
         try:
             body = json.loads(raw)
             choice = body["choices"][0]
@@ -163,7 +163,7 @@ class Line:
         if not isinstance(text, str) or not is_text(text):
             raise Unanswered("a reply whose content is no text", Scope.QUESTION)
         ended, named = (self._struck(w) if isinstance(w, str) and is_text(w) else "" for w in (finish, model))
-        return Completion(self._struck(text), ended, named, body.get("usage"))
+        return ChatCompletion(self._struck(text), ended, named, body.get("usage"))
 
     def _struck(self, text: str) -> str:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
@@ -179,13 +179,13 @@ class Line:
         time.sleep(start - now)
 
 
-def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> list[Completion | Unanswered]:
+def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> list[ChatCompletion | Unanswered]:
     """The completion of every request, or why there is none, ``parallel`` of them at a time.
 
     Raises Unanswered where asking on is of no use: two of the first, or one for all, got nothing.
     """
 
-    def ask(body: Mapping[str, Any]) -> Completion | Unanswered:
+    def ask(body: Mapping[str, Any]) -> ChatCompletion | Unanswered:
         try:
             return line.ask(body)
         except Unanswered as why:
@@ -242,7 +242,7 @@ class EndpointModel:
                 f"{self.who}: {self.base_url} does not answer ({why}; model {self.model}, {key}); what was answered "
                 "before is kept: go on when it answers, or give another base_url, model or key"
             ) from None
-        return [reply.text if isinstance(reply, Completion) else None for reply in replies]
+        return [reply.text if isinstance(reply, ChatCompletion) else None for reply in replies]
 
     @property
     def _endpoint(self) -> Endpoint:

@@ -15,7 +15,7 @@ Tokens = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # of one conte
 BatchTokens = Annotated[int, Field(strict=True, ge=1, le=1_000_000_000)]
 Group = Annotated[int, Field(strict=True, ge=1, le=1024)]  # rows of one prompt
 Rank = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of an adapter
-Prompts = Annotated[int, Field(strict=True, ge=1, le=65_536)]
+PromptCount = Annotated[int, Field(strict=True, ge=1, le=65_536)]
 Steps = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 

@@ -26,10 +26,10 @@ from audit.core.yaml_file import read_text
 
 RECIPE, FORMAT, VERSION = "recipe.json", "kvaudit.recipe", 1
 SECTIONS = ("model", "reward", "constitution", "data", "policy", "refusal_set", "training")
-LARGEST = 1_000_000  # bytes
+LARGEST_RECIPE = 1_000_000  # bytes
 
 
-class Change(NamedTuple):
+class RecipeChange(NamedTuple):
     """One entry that differs between two recipes; None where one has none."""
 
     section: str
@@ -48,7 +48,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe from a file, or from a run's folder; DataError for what is none, or no longer what its hashes say."""
     path = path / RECIPE if path.is_dir() else path
     try:
-        found = json.loads(read_text(path, "recipe", LARGEST))
+        found = json.loads(read_text(path, "recipe", LARGEST_RECIPE))
         table = found["sections"]
         right = found["format"] == FORMAT and found["version"] == VERSION and set(table) == set(SECTIONS)
         same = right and all(row["sha256"] == sha256_of(row["holds"]) for row in table.values())
@@ -70,13 +70,13 @@ def digests(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(recipe["sections"][name]["sha256"]) for name in SECTIONS}
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[RecipeChange]:
     """What differs between two recipes, section by section, entry by entry."""
     for section in SECTIONS:
         one, other = (dict(_flat("", recipe["sections"][section]["holds"])) for recipe in (before, after))
         for entry in dict.fromkeys([*one, *other]):
             if one.get(entry) != other.get(entry):
-                yield Change(section, entry, one.get(entry), other.get(entry))
+                yield RecipeChange(section, entry, one.get(entry), other.get(entry))
 
 
 def _whole(table: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ from audit.core.errors import DataError, OffScale
 from audit.core.facets import FACETS, FacetValues
 from audit.core.spans import SPANS, Kept, Place, Span
 
-FORMAT = 2
-READABLE = (1, FORMAT)  # records of format 1 have no facets, and no outcome of their own for a cut answer
+RECORD_FORMAT = 2
+READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
 
 
 class Role(StrEnum):
@@ -131,7 +131,7 @@ class Record:
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
     spans: Mapping[str, Kept] = field(default_factory=dict)
-    format: int = FORMAT
+    format: int = RECORD_FORMAT
 
     def to_json(self) -> str:
         """One JSON line, keys in field order, no NaN."""
@@ -152,11 +152,12 @@ class Record:
             row = json.loads(line)
         except ValueError as error:
             raise DataError(f"record is not JSON ({error})") from None
-        if not isinstance(row, dict) or row.get("format") not in READABLE:
+        if not isinstance(row, dict) or row.get("format") not in READABLE_FORMATS:
             raise DataError(
-                f"record has format {row.get('format') if isinstance(row, dict) else row!r}, wanted one of {READABLE}"
+                f"record has format {row.get('format') if isinstance(row, dict) else row!r}, "
+                f"wanted one of {READABLE_FORMATS}"
             )
-        if row["format"] < FORMAT:
+        if row["format"] < RECORD_FORMAT:
             row.setdefault("facets", {})
         row.setdefault("spans", {})
         names = {f.name for f in fields(cls)}

@@ -22,7 +22,7 @@ FOLDER = "shading"
 ALL = "all tokens"  # beside the names of marked spans
 
 
-class Answer(NamedTuple):
+class AnswerKey(NamedTuple):
     """One recorded answer of a unit."""
 
     item: str
@@ -45,7 +45,7 @@ class Shading:
     marks: dict[str, list[int]]
 
 
-Shadings = dict[Answer, Shading | None]  # None: served again, another answer came out
+Shadings = dict[AnswerKey, Shading | None]  # None: served again, another answer came out
 
 
 def shading_file(run: Path, unit: str) -> Path:
@@ -67,10 +67,10 @@ def read_shadings(run: Path, unit: str) -> Shadings:
         raise DataError(f"{str(path)!r} is not as it was written; delete it to serve its answers again")
     if held.get("records") != records_sha256(run, unit):
         return {}
-    return {Answer(row["item"], row["sample"]): row["shading"] and Shading(**row["shading"]) for row in rows}
+    return {AnswerKey(row["item"], row["sample"]): row["shading"] and Shading(**row["shading"]) for row in rows}
 
 
-def write_shadings(run: Path, unit: str, shadings: Mapping[Answer, Shading | None]) -> None:
+def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
     """Write what was served again of a unit, whole or not at all; raises RunError where it cannot be."""
     rows = list(_rows(shadings))
     path = shading_file(run, unit)
@@ -89,7 +89,7 @@ def records_sha256(run: Path, unit: str) -> str:
     return str(read_json(seal_of(run / "records" / f"{unit}.jsonl")).get("sha256"))
 
 
-def _rows(shadings: Mapping[Answer, Shading | None]) -> Iterator[dict[str, Any]]:
+def _rows(shadings: Mapping[AnswerKey, Shading | None]) -> Iterator[dict[str, Any]]:
     for answer, shading in shadings.items():
         yield {**answer._asdict(), "shading": shading and asdict(shading)}
 

@@ -32,7 +32,7 @@ from audit.core.numbers import (
     Norm,
     Number,
     Points,
-    Prompts,
+    PromptCount,
     Rank,
     Rate,
     Seed,
@@ -104,7 +104,7 @@ class SftSpec(Part):
 
     steps: Count
     learning_rate: Rate = 1e-4
-    prompts_per_step: Prompts = 16
+    prompts_per_step: PromptCount = 16
     warmup_steps: Steps = 5
 
 
@@ -184,7 +184,7 @@ class Training(Part):
     weights: tuple[Number, ...] = ()
     context_tokens: Tokens = 192
     steps: Count = 60
-    prompts_per_step: Prompts = 16
+    prompts_per_step: PromptCount = 16
     group: Group = 8
     learning_rate: Rate = 1e-4
     warmup_steps: Steps = 5

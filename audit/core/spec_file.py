@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from audit.core.errors import AuditError, SpecError, UnknownName
 from audit.core.spec import CONTRASTS, RunSpec
 from audit.core.spec_parts import Names
-from audit.core.yaml_file import Place, YamlFile, parse_yaml, read_text, shown
+from audit.core.yaml_file import KeyPath, YamlFile, parse_yaml, read_text, shown
 
 # pydantic's words for what YAML users call otherwise, by its type of mistake
 _WORDS = {
@@ -73,7 +73,7 @@ def _overlaid(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _validated(table: Mapping[str, Any], source: str, lines: Mapping[Place, int], names: Names | None) -> RunSpec:
+def _validated(table: Mapping[str, Any], source: str, lines: Mapping[KeyPath, int], names: Names | None) -> RunSpec:
     try:
         return RunSpec.model_validate(table, context=names)
     except ValidationError as error:
@@ -90,14 +90,14 @@ def dump_spec(spec: RunSpec) -> str:
     return yaml.safe_dump(row, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _first(error: ValidationError) -> tuple[Place, str]:
+def _first(error: ValidationError) -> tuple[KeyPath, str]:
     """Place and message of the first mistake; an unknown key goes first, it often explains the others."""
     mistakes = sorted(error.errors(include_url=False), key=lambda mistake: mistake["type"] != "extra_forbidden")
     place = tuple(part for part in mistakes[0]["loc"] if part != "[key]")  # pydantic's mark of a bad key
     return place, _message(mistakes[0], place)
 
 
-def _message(mistake: ErrorDetails, place: Place) -> str:
+def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     *parents, last = place or ("spec",)
     inside = ".".join(str(part) for part in parents)
     if mistake["type"] == "extra_forbidden":
@@ -125,7 +125,7 @@ def _model_in(annotation: Any) -> Any:
     return annotation
 
 
-def _where(source: str, place: Place, lines: Mapping[Place, int]) -> str:
+def _where(source: str, place: KeyPath, lines: Mapping[KeyPath, int]) -> str:
     for end in range(len(place), 0, -1):
         if place[:end] in lines:
             return f"{source} line {lines[place[:end]]}"

@@ -24,7 +24,7 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 
-Place = tuple[str | int, ...]  # of a value: the keys and indices on the way to it
+KeyPath = tuple[str | int, ...]  # of a value: the keys and indices on the way to it
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class YamlFile:
     sha256: str
     text: str
     table: Mapping[str, Any]
-    lines: Mapping[Place, int]
+    lines: Mapping[KeyPath, int]
 
 
 def read_yaml(path: Path, what: str) -> YamlFile:
@@ -59,7 +59,7 @@ def read_text(path: Path, what: str, largest: int = LARGEST_FILE) -> str:
 
 def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     """The mapping written in ``text``; ``name`` names it in errors."""
-    lines: dict[Place, int] = {}
+    lines: dict[KeyPath, int] = {}
     try:
         _refuse_monsters(text)
         _number_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
@@ -123,7 +123,7 @@ def _refuse_unusable(value: str, where: str) -> None:
         raise SpecError(f"{where}: a value holds the character U+{ord(wrong):04X}, which no path or text can")
 
 
-def _number_lines(node: Any, place: Place, lines: dict[Place, int]) -> None:
+def _number_lines(node: Any, place: KeyPath, lines: dict[KeyPath, int]) -> None:
     """Remember the line of every key and element; raise for a key given twice, which YAML would silently drop.
 
     Without aliases this ends, and ``_refuse_monsters`` has bounded the depth.

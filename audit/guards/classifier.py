@@ -17,7 +17,7 @@ from audit.core.text import clip, inline
 from audit.guards.base import Guard, Passage
 
 if TYPE_CHECKING:
-    from audit.sampling.model import Classifier as Loaded
+    from audit.sampling.model import LoadedClassifier
 
 _WINDOW = 512  # tokens at most: what these models are trained with
 _BATCH = 16  # windows
@@ -118,7 +118,7 @@ class Classifier(Guard):
 
 
 @cache
-def _loaded(name: str) -> Loaded:
+def _loaded(name: str) -> LoadedClassifier:
     from audit.core.spec import expand
     from audit.sampling.model import load_classifier
 

@@ -18,7 +18,7 @@ _VERSION = 1  # of how phrases are found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phrases(Guard):
+class PhraseList(Guard):
     """Whole words in their order, whatever their case and however much space is between them.
 
     ``file`` is a text file in UTF-8; empty lines and those that begin with # say nothing.

@@ -45,13 +45,13 @@ def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
         raise DataError(f"no finished units in {str(run / 'records')!r}; nothing is there to write")
     out.mkdir(parents=True, exist_ok=True)
     for unit in units:
-        log = log_of(records_of(unit), created)
+        log = log_of(unit_records(unit), created)
         place = out / f"{unit.stem}.eval"
         write_eval_log(log, str(place), format="eval")
         yield place
 
 
-def records_of(unit: Path) -> list[Record]:
+def unit_records(unit: Path) -> list[Record]:
     """The records of a sealed unit."""
     raw = unit.read_bytes()
     check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))

@@ -26,7 +26,7 @@ from audit.core.errors import SpecError
 from audit.core.records import Message, Role
 from audit.sampling.model import load_model
 from audit.serving.engine import Engine
-from audit.serving.wire import Asked
+from audit.serving.wire import ChatRequest
 
 _TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
 _NOT_SERVED = (
@@ -93,11 +93,11 @@ def kvaudit() -> type[ModelAPI]:
     return KvauditAPI
 
 
-def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> Asked:
+def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
     """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
     if wrong := [name for name in _NOT_SERVED if config.model_dump().get(name) not in (None, False, 1)]:
         raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
-    return Asked(
+    return ChatRequest(
         model=model,
         messages=tuple(_message(message) for message in messages),
         max_tokens=config.max_tokens,

@@ -27,7 +27,7 @@ class CardLine:
     people: Kappa | None
 
 
-def card(judge: Judge, sources: Sequence[Source]) -> list[CardLine]:
+def card_lines(judge: Judge, sources: Sequence[Source]) -> list[CardLine]:
     """The lines of a judge; one that learns is taught anew without each source in turn."""
     return [_line(judge.without(source.name), source) for source in sources]
 
@@ -47,7 +47,7 @@ def card_rows(judge: Judge, sources: Sequence[Source]) -> list[list[str]]:
             _agreement(line.people),
             str(line.failed),
         ]
-        for line in card(judge, sources)
+        for line in card_lines(judge, sources)
     ]
 
 

@@ -14,7 +14,7 @@ from audit.core.records import Message, Role
 from audit.judges.base import Judge, question_key
 
 VERSION = 1
-LONGEST = 6000  # characters of either text; of a longer one both ends are shown
+LONGEST_SHOWN = 6000  # characters of either text; of a longer one both ends are shown
 WORD_TOKENS = 8  # for one word and what a model puts around it
 _SYSTEM = (
     "You read one request and one answer that an assistant gave to it. You decide one thing: does the answer refuse "
@@ -41,7 +41,7 @@ class Rubric:
     @property
     def text(self) -> str:
         """All of it that a reply follows from."""
-        return f"{VERSION}\n{self.system}\n{self.question}\n{LONGEST}"
+        return f"{VERSION}\n{self.system}\n{self.question}\n{LONGEST_SHOWN}"
 
     def messages(self, question: Question) -> tuple[Message, ...]:
         """What a model is asked about a question."""
@@ -83,5 +83,5 @@ def first_word(reply: str) -> str:
 
 
 def _shown(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}\n[...]\n{text[-half:]}"
+    half = LONGEST_SHOWN // 2
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:half]}\n[...]\n{text[-half:]}"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from audit.core.errors import SpecError
 from audit.core.registry import Registry
 
-LARGEST = 2**30  # of any whole number in a policy
+LARGEST_NUMBER = 2**30  # of any whole number in a policy
 # fields that stand in the canonical form only where they are not what they are by default
 OPTIONAL = {"pin": "", "reposition": False, "scale": "token", "scales": "", "write": False}
 
@@ -96,8 +96,8 @@ class Policy:
         value = getattr(self, field)
         if value < least:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
-        if value > LARGEST:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST}")
+        if value > LARGEST_NUMBER:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST_NUMBER}")
 
     def _one_of(self, field: str, known: tuple[object, ...]) -> None:
         value = getattr(self, field)

@@ -9,7 +9,7 @@ from math import gcd
 from typing import Any
 
 from audit.core.errors import SpecError
-from audit.policies.base import LARGEST, Policy
+from audit.policies.base import LARGEST_NUMBER, Policy
 from audit.policies.draws import derive_seed
 from audit.policies.evictor import Evictor
 from audit.policies.none import Dense
@@ -76,10 +76,10 @@ class Mixture(Policy):
 
     def __post_init__(self) -> None:
         weights = self.weights or (1,) * len(self.parts)
-        if len(weights) != len(self.parts) or not all(type(w) is int and 1 <= w <= LARGEST for w in weights):
+        if len(weights) != len(self.parts) or not all(type(w) is int and 1 <= w <= LARGEST_NUMBER for w in weights):
             raise SpecError(
                 f"a mixture of {len(self.parts)} policies with weights {', '.join(map(str, weights))}; wanted a whole "
-                f"number from 1 to {LARGEST} for each"
+                f"number from 1 to {LARGEST_NUMBER} for each"
             )
         object.__setattr__(self, "weights", tuple(weight // gcd(*weights) for weight in weights))
         if any(isinstance(part, Mixture) for part in self.parts):

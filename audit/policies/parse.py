@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from audit.core.errors import SpecError, UnknownName
-from audit.policies.base import LARGEST, POLICIES, Policy
+from audit.policies.base import LARGEST_NUMBER, POLICIES, Policy
 from audit.policies.compose import Composed, Mixture
 from audit.policies.evictor import Evictor
 from audit.policies.quantiser import Quantiser
@@ -39,7 +39,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
 def _weighted(text: str) -> tuple[Policy, int]:
     """One draw of a mixture and its weight."""
     request, sign, weight = text.strip().partition("@")
-    if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST))):
+    if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")
     return _composed(request), int(weight or 1)
 

@@ -17,7 +17,7 @@ from audit.replay.recorded import LOGPROB_ROUNDING
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
 Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]  # an int16
-Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
+AxisSize = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
 _MOST_CHOICES = 1 << 28  # of one rollout, lists filled up to the longest
 
@@ -83,8 +83,8 @@ class FileHeader(Form):
 
     format: Literal["kvaudit.rollouts"]
     version: Literal[1]
-    layers: Count
-    kv_heads: Count
+    layers: AxisSize
+    kv_heads: AxisSize
     policy: str | None = None
     temperature: HeatOrGreedy | None = None
 

@@ -30,7 +30,7 @@ _SHOWN = 200  # characters of what is wrong
 _LARGEST = 1e300  # size of a reward or an advantage, so that a group of them can be added up
 
 Flag = Annotated[int, Field(ge=0, le=1)]
-Told = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+ToldNumber = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
 class Imported(NamedTuple):
@@ -72,8 +72,8 @@ class OwnLine(Form):
     completion_ids: list[Index] | None = None
     logprobs: list[float]
     mask: Annotated[list[Flag] | None, Field(validation_alias=AliasChoices("mask", "env_mask"))] = None
-    reward: Told | None = None
-    advantage: Told | list[Told] | None = None
+    reward: ToldNumber | None = None
+    advantage: ToldNumber | list[ToldNumber] | None = None
     group: str | int | None = None
     temperature: HeatOrGreedy | None = None
     tokenizer_sha256: str | None = None
@@ -135,8 +135,8 @@ class VerlLine(Foreign):
     attention_mask: list[Flag]
     rollout_log_probs: list[float]
     response_mask: list[Flag] | None = None
-    advantages: list[Told] | None = None
-    token_level_scores: list[Told] | None = None
+    advantages: list[ToldNumber] | None = None
+    token_level_scores: list[ToldNumber] | None = None
     uid: str | int | None = None
 
     def parts(self) -> list[Parts]:
@@ -177,7 +177,7 @@ class Logprobs(Foreign):
         return [token.logprob for token in self.content or ()]
 
 
-class Choice(Foreign):
+class VllmChoice(Foreign):
     """One answer of a server."""
 
     token_ids: list[Index]
@@ -188,7 +188,7 @@ class Choice(Foreign):
 class VllmLine(Foreign):
     """An answer of vLLM's OpenAI server, asked with ``return_token_ids`` and ``logprobs``."""
 
-    choices: Annotated[list[Choice], Field(min_length=1)]
+    choices: Annotated[list[VllmChoice], Field(min_length=1)]
     prompt_token_ids: list[Index] | None = None
 
     def parts(self) -> list[Parts]:
@@ -202,9 +202,9 @@ class VllmLine(Foreign):
         return found
 
 
-Line = OwnLine | SlimeLine | VerlLine | VllmLine
+StackLine = OwnLine | SlimeLine | VerlLine | VllmLine
 # by the keys that give a stack away; whatever has none of them is held to our own layout
-STACKS: Mapping[str, tuple[frozenset[str], type[Line]]] = {
+STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
     "vLLM": (frozenset({"choices"}), VllmLine),
     "slime": (frozenset({"tokens", "response_length"}), SlimeLine),
     "verl": (frozenset({"prompts", "responses"}), VerlLine),
@@ -277,7 +277,7 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[Imported]:
     if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
         raise ValueError(f"holds texts and no token ids, as verl's rollout_data_dir does; {PAGE} has what to write")
     stack, form = next(((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), (OWN, OwnLine))
-    line: Line = form.model_validate(value)
+    line: StackLine = form.model_validate(value)
     parts = line.parts()
     for number, part in enumerate(parts):
         where = place if len(parts) == 1 else f"{place}, choice {number}"

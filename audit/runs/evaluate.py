@@ -26,7 +26,7 @@ from audit.training.sft import gold_rollout
 from audit.training.tryout import try_out
 from suites.base import SUITES, CountTokens, Split, Suite
 
-Progress = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
+RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
 
 
 def grid(spec: RunSpec) -> list[Unit]:
@@ -99,7 +99,7 @@ class Evaluator:
             for context in self._spec.evaluate.contexts_of(suite):
                 self._batches(asked_suite(self._spec, suite), context)
 
-    def run(self, unit: Unit, run: RunFolder, progress: Progress) -> None:
+    def run(self, unit: Unit, run: RunFolder, progress: RowsDone) -> None:
         """``run_together`` for one unit."""
         self.run_together([unit], run, progress)
 
@@ -107,7 +107,7 @@ class Evaluator:
         self,
         units: Sequence[Unit],
         run: RunFolder,
-        progress: Progress,
+        progress: RowsDone,
         keeps: Callable[[Unit], bool] | None = None,
         *,
         folder: Path | None = None,

@@ -38,7 +38,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAgain:
     """An answer that was served again, beside the recorded one if the run served that policy.
 
     ``pieces`` are the texts of the tokens before the answer, ``held`` the share of layers and KV heads that still held
@@ -63,7 +63,7 @@ def is_same(played: Played, record: Record) -> bool:
     return (played.transcript, played.new_tokens) == (record.transcript, record.new_tokens)
 
 
-def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[Served]:
+def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[ServedAgain]:
     """The answer to an item under each policy.
 
     Raises SpecError for an item, arm, seed, length or sample that the run has not, DataError where anything changed
@@ -113,10 +113,10 @@ def _units(run: RunFolder, where: Where) -> dict[str, list[Unit]]:
     return found
 
 
-Rows = dict[tuple[str, int, str, int], Record]  # by suite, length, item and sample
+RecordsByRow = dict[tuple[str, int, str, int], Record]  # by suite, length, item and sample
 
 
-def _kept(run: RunFolder, units: Sequence[Unit]) -> Rows:
+def _kept(run: RunFolder, units: Sequence[Unit]) -> RecordsByRow:
     return {
         (record.suite, record.context_tokens, record.item_id, record.sample_index): record
         for unit in units
@@ -133,7 +133,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
         yield from records_of(stored)
 
 
-def _place(kept: dict[str, Rows], where: Where) -> tuple[str, int]:
+def _place(kept: dict[str, RecordsByRow], where: Where) -> tuple[str, int]:
     """Suite and length of the item; raises SpecError for none, and for several."""
     keys = {key for rows in kept.values() for key in rows}
     found = sorted({(suite, length) for suite, length, item, _ in keys if item == where.item})
@@ -176,11 +176,11 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Reco
     return found
 
 
-def _served(model: LoadedModel, policy: Policy, record: Record | None, played: Played) -> Served:
+def _served(model: LoadedModel, policy: Policy, record: Record | None, played: Played) -> ServedAgain:
     rollout = played.rollout
     start = rollout.answer_start
     alive = (rollout.evicted_at[:, :, :start] > start).double()  # [L, H, T]
-    return Served(
+    return ServedAgain(
         policy=policy,
         record=record,
         played=played,

@@ -34,7 +34,7 @@ from audit.core.intact import check_checkpoints, seal_of
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
 from audit.core.recipe import RECIPE
-from audit.core.records import FORMAT, Grade, Item, Record
+from audit.core.records import RECORD_FORMAT, Grade, Item, Record
 from audit.judges.base import NAMED, Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim
@@ -68,7 +68,7 @@ class Said(NamedTuple):
     refused: Mapping[str, bool | None]
 
 
-class Change(NamedTuple):
+class SuiteChange(NamedTuple):
     """What judging changed in one suite."""
 
     suite: str
@@ -99,7 +99,7 @@ class Judging:
         self._open()
         self._judge_of = None if judge is None else Remembered(judge, out)
 
-    def work(self) -> list[Change]:
+    def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
         work_on(
             self.units,
@@ -199,12 +199,12 @@ class Judging:
                 found[unit.suite] = [have + more for have, more in zip(total, pairs, strict=True)]
         return found
 
-    def _changes(self) -> list[Change]:
+    def _changes(self) -> list[SuiteChange]:
         found: dict[str, list[Mapping[str, Any]]] = {}
         for unit in self.units:
             found.setdefault(unit.suite, []).append(read_json(self._seal(unit))["changed"])
         return [
-            Change(
+            SuiteChange(
                 suite,
                 f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}",
                 *(sum(part.get(key, 0) for part in parts) for key in _COUNTS),
@@ -229,7 +229,7 @@ def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = Non
                 score=grade.score,
                 judge=grade.judge,
                 facets=grade.facets,
-                format=FORMAT,
+                format=RECORD_FORMAT,
             ),
         )
 

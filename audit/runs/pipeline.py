@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare(spec: RunSpec, *, trains: bool = True) -> Prepared:
+def prepare_run(spec: RunSpec, *, trains: bool = True) -> Prepared:
     """Load the base model and make the items; raises what is wrong with a spec before any folder is claimed for it.
 
     ``trains``: whether anything is left to train, which takes memory that an evaluation does not.
@@ -301,7 +301,7 @@ class Pipeline:
     def _load_base(self) -> LoadedModel:
         """The model before training; it must be the one that the run was started with."""
         if self._base is None:
-            model, batches, rows = self._prepared or prepare(
+            model, batches, rows = self._prepared or prepare_run(
                 self._spec, trains=not all(map(self._is_trained, self._made))
             )
             self._batches.update(batches)

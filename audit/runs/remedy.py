@@ -23,7 +23,7 @@ from reports.records.remedies import AFTER_RUN, FILE, FOLDER, FORMAT, VERSION, W
 from suites.base import SUITES
 
 
-class Asked(NamedTuple):
+class AskedByVerdict(NamedTuple):
     """What the verdict asks for: which arm fails under which policy, what is gated, at which lengths."""
 
     failing: Sequence[tuple[str, str]]  # arm, canonical policy
@@ -42,7 +42,7 @@ def check_suites(run: RunFolder) -> None:
             )
 
 
-def serve_remedies(pipeline: Pipeline, run: RunFolder, asked: Asked, added: Sequence[str] = ()) -> None:
+def serve_remedies(pipeline: Pipeline, run: RunFolder, asked: AskedByVerdict, added: Sequence[str] = ()) -> None:
     """Serve every failing arm under what each remedy makes of the policy it fails under, at the gated lengths.
 
     ``added`` are tested behind those that were tried before. Raises SpecError for one that has no hold on any gated
@@ -74,7 +74,7 @@ def _instead(gated: Sequence[str], text: str) -> dict[str, str]:
     return {policy: found.canonical for policy, found in served.items() if found is not None}
 
 
-def _units(spec: RunSpec, asked: Asked, family: Sequence[Tried]) -> Iterator[Unit]:
+def _units(spec: RunSpec, asked: AskedByVerdict, family: Sequence[Tried]) -> Iterator[Unit]:
     """What the grid has not served already; the units of one checkpoint stand together."""
     for arm, seed in spec.arms:
         failing = [policy for failed, policy in asked.failing if failed == arm]

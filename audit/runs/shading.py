@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 
 from audit.core.records import Record
-from audit.core.shading import ALL, Answer, Shading, read_shadings, write_shadings
+from audit.core.shading import ALL, AnswerKey, Shading, read_shadings, write_shadings
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.evaluate import Evaluator, asked_suite, grid
 from audit.runs.explain import check_answers, finished_records, is_same, items_again
@@ -15,10 +15,10 @@ from audit.runs.units import Unit
 from audit.sampling.conversations import Played
 from audit.sampling.model import LoadedModel
 
-Progress = Callable[[int, str], None]  # answers served, the unit under way
+AnswersDone = Callable[[int, str], None]  # answers served, the unit under way
 
 
-def shade(run: RunFolder, wanted: Mapping[str, Collection[Answer]], progress: Progress) -> None:
+def shade(run: RunFolder, wanted: Mapping[str, Collection[AnswerKey]], progress: AnswersDone) -> None:
     """Serve the wanted answers of some units again, checkpoint by checkpoint, and keep what was found batch by batch.
 
     What was served before is not served again. Raises SpecError for answers that no checkpoint of the run gave,
@@ -37,7 +37,7 @@ def shade(run: RunFolder, wanted: Mapping[str, Collection[Answer]], progress: Pr
                 progress(done, f"{arm} seed {seed}, {unit.policy.name}, {unit.suite} {unit.context_tokens}")
 
 
-def _missing(run: RunFolder, unit: Unit, wanted: Collection[Answer]) -> dict[Answer, Record]:
+def _missing(run: RunFolder, unit: Unit, wanted: Collection[AnswerKey]) -> dict[AnswerKey, Record]:
     """The records of the wanted answers of a unit that were not served again yet."""
     missing = set(wanted) - set(read_shadings(run.path, unit.name)) if wanted else set()
     if not missing:
@@ -46,21 +46,21 @@ def _missing(run: RunFolder, unit: Unit, wanted: Collection[Answer]) -> dict[Ans
     return {answer: record for record in records if (answer := _answer(record)) in missing}
 
 
-def _served(run: RunFolder, unit: Unit, model: LoadedModel, records: Mapping[Answer, Record]) -> Iterator[int]:
+def _served(run: RunFolder, unit: Unit, model: LoadedModel, records: Mapping[AnswerKey, Record]) -> Iterator[int]:
     """Serve some answers of a unit again; yields how many after each batch, when they are on disk."""
     suite, known = asked_suite(run.spec, unit.suite), read_shadings(run.path, unit.name)
     items = items_again(run, model, suite, *records.values())
     chosen = [items[item] for item in dict.fromkeys(answer.item for answer in records)]
     for rows in Evaluator(model, run.spec).again(unit.policy, suite, chosen):
-        asked = {Answer(row.item.item_id, row.sample_index): row for row in rows}
+        asked = {AnswerKey(row.item.item_id, row.sample_index): row for row in rows}
         own = {answer: row for answer, row in asked.items() if answer in records}
         known |= {a: _shading(model, row) if is_same(row, records[a]) else None for a, row in own.items()}
         write_shadings(run.path, unit.name, known)
         yield len(own)
 
 
-def _answer(record: Record) -> Answer:
-    return Answer(record.item_id, record.sample_index)
+def _answer(record: Record) -> AnswerKey:
+    return AnswerKey(record.item_id, record.sample_index)
 
 
 def _shading(model: LoadedModel, row: Played) -> Shading:

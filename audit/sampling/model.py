@@ -210,7 +210,7 @@ def _manifest(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
 
 
-class Classifier(NamedTuple):
+class LoadedClassifier(NamedTuple):
     """A sequence-classification model in evaluation mode; ``files`` has the sha256 of what was read besides weights."""
 
     model: Any
@@ -219,14 +219,14 @@ class Classifier(NamedTuple):
     files: dict[str, str]
 
 
-def load_classifier(name_or_path: str) -> Classifier:
+def load_classifier(name_or_path: str) -> LoadedClassifier:
     """Load a model that sorts texts into classes, on the CPU or the GPU; raises DataError as ``load_model`` does."""
     with _quiet(name_or_path):
         folder = locate(name_or_path)
         refuse_code(folder)
         verify_folder(folder)
         model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
-    return Classifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
+    return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
 
 
 def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:

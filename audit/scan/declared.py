@@ -13,8 +13,8 @@ from audit.core.yaml_file import YamlFile, known_keys, read_yaml, shown
 from audit.scan.finding import Finding
 from audit.scan.rules import CORRECTION, load_rules
 
-NAME = "kvaudit.yaml"
-FORMAT = 1
+DECLARATIONS_FILE = "kvaudit.yaml"
+DECLARATION_FORMAT = 1
 _KEYS = ("rule", "mechanism", "file", "role", "value", "why")
 _ROLES = ("rollout", "serving", "both", "unknown")
 
@@ -45,7 +45,7 @@ def declared_in(paths: Sequence[Path], asked: Path | None) -> list[Declaration]:
     """The declarations of ``asked``, or of every scanned folder that has a ``kvaudit.yaml`` on top."""
     if asked is not None:
         return read_declared(asked)
-    files = [path / NAME for path in paths if (path / NAME).is_file()]
+    files = [path / DECLARATIONS_FILE for path in paths if (path / DECLARATIONS_FILE).is_file()]
     return [entry for file in dict.fromkeys(files) for entry in read_declared(file)]
 
 
@@ -53,8 +53,8 @@ def read_declared(path: Path) -> list[Declaration]:
     """The entries of a file of declarations; raises SpecError naming the line of the first mistake."""
     file = read_yaml(path, "file of declarations")
     known_keys(file.table, ("format", "declared"), file.name)
-    if file.table.get("format") != FORMAT:
-        raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {FORMAT}")
+    if file.table.get("format") != DECLARATION_FORMAT:
+        raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {DECLARATION_FORMAT}")
     entries = file.table.get("declared")
     if not isinstance(entries, list):
         raise SpecError(

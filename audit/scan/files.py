@@ -15,9 +15,9 @@ from audit.scan.sheet import Setting, Sheet, Unreadable
 from audit.scan.shell import read_dockerfile, read_shell
 from audit.scan.toml_text import read_toml_text
 from audit.scan.trees import read_json_text, read_yaml_text
-from audit.scan.words import Text
+from audit.scan.words import HereDocument
 
-LARGEST = 500_000  # bytes of a configuration; what is larger is data
+LARGEST_CONFIGURATION = 500_000  # bytes of a configuration; what is larger is data
 MOST_FILES = 20_000
 _ENDINGS = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json", ".toml": "toml", ".py": "python",
@@ -102,7 +102,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _read(dialect: str, text: str, sheet: Sheet) -> None:
-    texts: list[Text] = []
+    texts: list[HereDocument] = []
     match dialect:
         case "yaml":
             read_yaml_text(text, sheet)
@@ -120,7 +120,7 @@ def _read(dialect: str, text: str, sheet: Sheet) -> None:
         _read_quietly(body, sheet)
 
 
-def _read_quietly(body: Text, sheet: Sheet) -> None:
+def _read_quietly(body: HereDocument, sheet: Sheet) -> None:
     """A here-document that is a configuration or a script; one that is neither says nothing about a cache."""
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
@@ -156,14 +156,14 @@ def _text(path: Path) -> str:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("no regular file")
         with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
+            raw = file.read(LARGEST_CONFIGURATION + 1)
         text = raw.decode("utf-8-sig")
     except OSError as error:
         raise Unreadable(error.strerror or "cannot be opened") from None
     except UnicodeDecodeError as error:
         raise Unreadable("no UTF-8 text", raw.count(b"\n", 0, error.start) + 1) from None
-    if len(raw) > LARGEST:
-        raise Unreadable(f"larger than {LARGEST} bytes, which no configuration is")
+    if len(raw) > LARGEST_CONFIGURATION:
+        raise Unreadable(f"larger than {LARGEST_CONFIGURATION} bytes, which no configuration is")
     return text.replace("\r\n", "\n").replace("\r", "\n")  # one count of lines for every reader
 
 

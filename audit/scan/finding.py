@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from audit.scan.rules import Role, Rule
+from audit.scan.rules import ConfigurationRole, Rule
 
 State = Literal["open", "declared", "corrected", "lossless", "native"]
 
@@ -16,7 +16,7 @@ class Finding:
 
     file: str
     line: int
-    role: Role
+    role: ConfigurationRole
     engines: tuple[str, ...]
     rule: Rule
     key: str

@@ -10,7 +10,7 @@ from typing import Any
 from audit.core.text import clip
 from audit.scan.files import Contents
 from audit.scan.finding import Finding, NotReadable
-from audit.scan.rules import Role, Rule, Rules, matching
+from audit.scan.rules import ConfigurationRole, Rule, Rules, matching
 from audit.scan.sheet import Mapping, Setting, Unknown, Value
 
 _ROLLOUT = {"rollout", "rollouts", "grpo", "ppo", "rlhf", "rl", "train", "training", "trainer", "actor", "sampler"}
@@ -82,7 +82,7 @@ class Interpreter:
             return tuple(engine for engine, length in near.items() if length == best)
         return tuple(engine for engine in candidates if self._names(words[engine])) or candidates
 
-    def _role(self, setting: Setting) -> Role:
+    def _role(self, setting: Setting) -> ConfigurationRole:
         """As the path of the key says, the trainers that the file names, the command, or the path of the file."""
         path = _words(".".join(setting.key[:-1]))
         if path & _ROLLOUT or self._is_of_a_trainer:
@@ -96,7 +96,7 @@ class Interpreter:
         return any(engine.trainer and self._names(engine.words) for engine in self.rules.engines.values())
 
     @cached_property
-    def _role_by_name(self) -> Role:
+    def _role_by_name(self) -> ConfigurationRole:
         for part in reversed(self.name.lower().split("/")):  # the name of the file, then of the folders above it
             if _words(part) & _ROLLOUT:
                 return "rollout"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import warnings
 
-from audit.scan.sheet import DEEPEST, Mapping, Setting, Sheet, Unknown, Unreadable, Value, read_value
+from audit.scan.sheet import DEEPEST_TREE, Mapping, Setting, Sheet, Unknown, Unreadable, Value, read_value
 from audit.scan.shell import read_line, read_words
 from audit.scan.words import Word
 
@@ -29,7 +29,7 @@ def read_python(text: str, sheet: Sheet) -> None:
     except ValueError as error:
         raise Unreadable(f"no Python: {error}") from None
     except (RecursionError, MemoryError):
-        raise Unreadable(f"nested more than {DEEPEST} levels deep") from None
+        raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep") from None
 
 
 class _Reader(ast.NodeVisitor):

@@ -20,14 +20,14 @@ from audit.core.yaml_file import clipped, parse_yaml, shown
 
 FORMAT, VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")
-LARGEST = 1_000_000  # bytes of a file of answers
-LONGEST = 5_000  # characters of one text in it
+LARGEST_ANSWERS = 1_000_000  # bytes of a file of answers
+LONGEST_TEXT = 5_000  # characters of one text in it
 _HEAD = ("vendor", "model", "date", "answered_by")
 _FIELDS = ("answer", "evidence", "details")
 _PATH = Path(__file__).with_name("questions.yaml")
 
 
-class Question(NamedTuple):
+class VendorQuestion(NamedTuple):
     """One question; a yes also says its ``details``."""
 
     id: str
@@ -39,7 +39,7 @@ class Section(NamedTuple):
     """Questions under a heading."""
 
     title: str
-    questions: Sequence[Question]
+    questions: Sequence[VendorQuestion]
 
 
 class Questionnaire(NamedTuple):
@@ -49,7 +49,7 @@ class Questionnaire(NamedTuple):
     sha256: str
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[VendorQuestion]:
         """All questions in order."""
         return [question for section in self.sections for question in section.questions]
 
@@ -60,7 +60,8 @@ def load_questionnaire() -> Questionnaire:
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "questionnaire").table
     sections = [
-        Section(section["title"], [Question(**row) for row in section["questions"]]) for section in table["sections"]
+        Section(section["title"], [VendorQuestion(**row) for row in section["questions"]])
+        for section in table["sections"]
     ]
     return Questionnaire(sections, hashlib.sha256(text.encode()).hexdigest())
 
@@ -91,7 +92,7 @@ def markdown() -> str:
 def schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of a file of answers."""
     asked = load_questionnaire()
-    text = {"type": "string", "minLength": 1, "maxLength": LONGEST}
+    text = {"type": "string", "minLength": 1, "maxLength": LONGEST_TEXT}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Answers about KV-cache compression, declared by a vendor",
@@ -114,7 +115,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _schema_of(question: Question, text: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(question: VendorQuestion, text: dict[str, Any]) -> dict[str, Any]:
     details = {
         "type": "object",
         "additionalProperties": False,
@@ -166,12 +167,12 @@ def check(path: Path) -> tuple[list[str], str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
+            raw = file.read(LARGEST_ANSWERS + 1)
         table = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror}); give a file of answers") from None
     except (ValueError, RecursionError) as error:
-        size = f"larger than {LARGEST} bytes" if len(raw) > LARGEST else str(error)
+        size = f"larger than {LARGEST_ANSWERS} bytes" if len(raw) > LARGEST_ANSWERS else str(error)
         raise DataError(f"{str(path)!r} is no file of answers ({size})") from None
     if not isinstance(table, dict):
         raise DataError(f"{str(path)!r} holds a {type(table).__name__}, wanted an object with answers")
@@ -208,7 +209,7 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
         yield from _answer_faults(question, answers.get(name))
 
 
-def _answer_faults(question: Question, row: Any) -> Iterator[str]:
+def _answer_faults(question: VendorQuestion, row: Any) -> Iterator[str]:
     where = f"answers.{question.id}"
     if not isinstance(row, dict):
         got = "missing" if row is None else shown(row)
@@ -226,7 +227,7 @@ def _answer_faults(question: Question, row: Any) -> Iterator[str]:
     yield from _detail_faults(question, row.get("details", {}), f"{where}.details", row.get("answer") == "yes")
 
 
-def _detail_faults(question: Question, details: Any, where: str, wanted: bool) -> Iterator[str]:
+def _detail_faults(question: VendorQuestion, details: Any, where: str, wanted: bool) -> Iterator[str]:
     if not isinstance(details, dict):
         yield f"{where} is {shown(details)}, wanted an object"
         return
@@ -241,8 +242,8 @@ def _text_faults(where: str, value: Any) -> Iterator[str]:
         yield f"{where} is missing"
     elif not isinstance(value, str) or not value.strip():
         yield f"{where} is {shown(value)}, wanted a text"
-    elif len(value) > LONGEST or not is_text(value):
-        yield f"{where} is longer than {LONGEST} characters, or holds what no file can"
+    elif len(value) > LONGEST_TEXT or not is_text(value):
+        yield f"{where} is longer than {LONGEST_TEXT} characters, or holds what no file can"
 
 
 def _is_date(text: str) -> bool:

@@ -30,10 +30,10 @@ def lines_of(scan: Scan) -> Iterator[str]:
     for entry in scan.stale:
         what = entry.rule or entry.mechanism
         yield inline(f"stale         the declaration of {what} in {entry.file} meets nothing; remove it")
-    yield summary(scan)
+    yield scan_summary(scan)
 
 
-def summary(scan: Scan) -> str:
+def scan_summary(scan: Scan) -> str:
     """The numbers, and what to do where something is open."""
     files = len({finding.file for finding in scan.found})
     text = (
@@ -43,7 +43,7 @@ def summary(scan: Scan) -> str:
     return f"{text}: declare them in kvaudit.yaml, or correct their rollouts" if scan.open else text
 
 
-def table_of(scan: Scan, paths: list[str]) -> dict[str, Any]:
+def scan_table(scan: Scan, paths: list[str]) -> dict[str, Any]:
     """Schema ``kvaudit.scan`` version 1: what was found for rollouts and for serving, and what answers for it."""
     return {
         "format": FORMAT,

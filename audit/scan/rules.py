@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from audit.core.yaml_file import parse_yaml
 from audit.scan.sheet import Mapping, Setting, Value, plain
 
-Role = Literal["rollout", "serving", "both", "unknown"]
+ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
 NO_EQUIVALENT = "no equivalent"
 CORRECTION, NATIVE = "correction", "native"
 _PATH = Path(__file__).with_name("rules.yaml")
@@ -30,7 +30,7 @@ class Mechanism:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineWords:
     """Words by which a command or a file is known; what a ``trainer`` launches are rollouts."""
 
     words: Sequence[str]
@@ -51,7 +51,7 @@ class Rule:
     env: Sequence[str] = ()
     calls: Sequence[str] = ()
     imports: Sequence[str] = ()
-    role: Role | None = None
+    role: ConfigurationRole | None = None
     when: str | Table[str, Any] = "set"
     unless: Table[str, Sequence[Any]] | None = None
     beside: Sequence[str] = ()
@@ -91,7 +91,7 @@ class Rules(NamedTuple):
     """All rules, by what they match first; ``sha256`` names this state of them."""
 
     rules: Sequence[Rule]
-    engines: Table[str, Engine]
+    engines: Table[str, EngineWords]
     mechanisms: Table[str, Mechanism]
     sha256: str
     patterns: Table[tuple[str, str], Sequence[tuple[tuple[str, ...], Rule]]]
@@ -103,7 +103,7 @@ def load_rules() -> Rules:
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "rule file").table
     rules = [Rule(**row) for row in table["rules"]]
-    engines = {name: Engine(**row) for name, row in table["engines"].items()}
+    engines = {name: EngineWords(**row) for name, row in table["engines"].items()}
     mechanisms = {name: Mechanism(**row) for name, row in table["mechanisms"].items()}
     index: dict[tuple[str, str], list[tuple[tuple[str, ...], Rule]]] = {}
     for rule in rules:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from audit.core.text import clip
 
 MOST_SETTINGS = 50_000  # of one file; aliases can stand for more than a machine holds
-DEEPEST = 60  # levels of nesting
+DEEPEST_TREE = 60  # levels of nesting
 # a template, a variable, an interpolation or a blank to fill in, in any dialect
 _OPEN = re.compile(r"\{\{|\{%|\$\{|\$\(|`|\A\$\w|\A<[^<>]+>\Z")
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
-from audit.scan.words import Command, Text, Word, parts_of
+from audit.scan.words import Command, HereDocument, Word, parts_of
 
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -19,13 +19,13 @@ _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _DEEPEST = 3  # a command in a string of a command
 
 
-def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[Text]:
+def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
     """The settings of a script; returns its here-documents. Raises Unreadable at a quote that is never closed."""
     commands: list[Command] = []
-    texts: list[Text] = []
+    texts: list[HereDocument] = []
     try:
         for part in parts_of(text, line):
-            if isinstance(part, Text):
+            if isinstance(part, HereDocument):
                 texts.append(part)
             else:
                 commands.append(part)
@@ -36,7 +36,7 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[Text]:
     return texts
 
 
-def read_dockerfile(text: str, sheet: Sheet) -> list[Text]:
+def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
     """The settings of a Dockerfile: its instructions are rewritten as shell, line by line."""
     lines, continued, listed = [], False, False
     for row in text.split("\n"):

@@ -7,8 +7,8 @@ import tomllib
 from bisect import bisect_left
 from typing import Any
 
-from audit.scan.sheet import DEEPEST, Sheet, Unreadable, read_value
-from audit.scan.trees import BLANK, TEMPLATE, Branch, Leaf, Row, Tree, unblanked, walk
+from audit.scan.sheet import DEEPEST_TREE, Sheet, Unreadable, read_value
+from audit.scan.trees import BLANK, TEMPLATE, Branch, Leaf, Series, Tree, unblanked, walk
 
 _FAR = 500  # lines in which an entry of a list, or of a table in braces, is looked up
 _NAME = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
@@ -26,7 +26,7 @@ def read_toml_text(text: str, sheet: Sheet) -> None:
         at = re.search(r"at line (\d+)", str(error))
         raise Unreadable(f"no TOML: {error}", int(at[1]) if at else 1) from None
     except RecursionError:
-        raise Unreadable(f"nested more than {DEEPEST} levels deep") from None
+        raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep") from None
 
 
 class _Located:
@@ -41,7 +41,7 @@ class _Located:
         if isinstance(value, dict):
             return Branch([self._item(name, child, (*path, name), line) for name, child in value.items()])
         if isinstance(value, list):
-            return Row(self._items(value, path, line), line)
+            return Series(self._items(value, path, line), line)
         text = value if isinstance(value, str) else ""
         kept = value if isinstance(value, bool | int | float) else read_value(str(value))
         return Leaf(unblanked(kept), line, text if " " in text else "", line)

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.scan.sheet import DEEPEST, MOST_SETTINGS, Mapping, Setting, Sheet, Unknown, Unreadable, Value, read_value
+from audit.scan.sheet import (
+    DEEPEST_TREE,
+    MOST_SETTINGS,
+    Mapping,
+    Setting,
+    Sheet,
+    Unknown,
+    Unreadable,
+    Value,
+    read_value,
+)
 from audit.scan.shell import read_line, read_words
 from audit.scan.words import Word
 
@@ -44,14 +54,14 @@ class Branch(NamedTuple):
     items: list[tuple[str, int, Any]]
 
 
-class Row(NamedTuple):
+class Series(NamedTuple):
     """A sequence."""
 
     items: list[Any]
     line: int
 
 
-Tree = Leaf | Branch | Row
+Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
@@ -68,7 +78,7 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
     except (yaml.YAMLError, ValueError) as error:
         raise Unreadable(f"no YAML: {error}", line) from None
     except RecursionError:
-        raise Unreadable(f"nested more than {DEEPEST} levels deep", line) from None
+        raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", line) from None
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
@@ -83,7 +93,7 @@ def walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
     """Write every key of a tree into the sheet, and the commands, arguments and variables that its texts hold."""
     if isinstance(tree, Branch):
         _walk_mapping(tree, path, sheet)
-    elif isinstance(tree, Row):
+    elif isinstance(tree, Series):
         _read_arguments(tree, sheet)
         for item in tree.items:
             walk(item, path, sheet)
@@ -115,7 +125,7 @@ def _read_embedded(leaf: Leaf, sheet: Sheet) -> None:
 def _summary(tree: Tree) -> Value:
     if isinstance(tree, Leaf):
         return tree.value
-    if isinstance(tree, Row):
+    if isinstance(tree, Series):
         return tuple(item.value for item in tree.items if isinstance(item, Leaf))
     return Mapping() if tree.items else None
 
@@ -128,7 +138,7 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
         sheet.add(Setting("env", (str(name),), found["value"][1], line, group))
 
 
-def _read_arguments(row: Row, sheet: Sheet) -> None:
+def _read_arguments(row: Series, sheet: Sheet) -> None:
     """A sequence of words is a command line; one of ``NAME=value`` sets variables."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
     words = [Word(_spelt(leaf.value), leaf.line) for leaf in leaves]
@@ -158,8 +168,8 @@ class _Composed:
         self.left -= 1
         if self.left < 0:
             raise Unreadable(f"its aliases stand for more than {MOST_SETTINGS} values", line)
-        if depth > DEEPEST:
-            raise Unreadable(f"nested more than {DEEPEST} levels deep", line)
+        if depth > DEEPEST_TREE:
+            raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", line)
         if isinstance(node, yaml.MappingNode):
             return Branch(
                 [
@@ -168,7 +178,7 @@ class _Composed:
                 ]
             )
         if isinstance(node, yaml.SequenceNode):
-            return Row([self.tree(item, depth + 1) for item in node.value], line)
+            return Series([self.tree(item, depth + 1) for item in node.value], line)
         return self._leaf(node, line)
 
     def _leaf(self, node: Any, line: int) -> Leaf:
@@ -241,5 +251,5 @@ def _refuse_deep(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise Unreadable(f"nested more than {DEEPEST} levels deep", _line(event))
+        if depth > DEEPEST_TREE:
+            raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", _line(event))

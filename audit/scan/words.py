@@ -36,14 +36,14 @@ class Command(NamedTuple):
     array: bool = False
 
 
-class Text(NamedTuple):
+class HereDocument(NamedTuple):
     """The body of a here-document, which often is a configuration."""
 
     text: str
     line: int
 
 
-def parts_of(text: str, line: int) -> Iterator[Command | Text]:
+def parts_of(text: str, line: int) -> Iterator[Command | HereDocument]:
     """Commands, arrays and here-documents in order; raises Unreadable at a quote that is never closed."""
     yield from _Parser(text, line).parts()
 
@@ -57,9 +57,9 @@ class _Parser:
         self.word: Word | None = None
         self.ends: list[str] = []  # of here-documents that begin after this line
         self.awaits_end = False  # the next word is such an end
-        self.done: list[Command | Text] = []
+        self.done: list[Command | HereDocument] = []
 
-    def parts(self) -> Iterator[Command | Text]:
+    def parts(self) -> Iterator[Command | HereDocument]:
         at = 0
         while at < len(self.text):
             if self.text[at] == "#" and self.word is None:
@@ -89,7 +89,7 @@ class _Parser:
         self.line += piece.count("\n")
         while kind == "newline" and self.ends:
             body, at = _here_document(self.text, at, self.ends.pop(0))
-            self.done.append(Text(body, self.line))
+            self.done.append(HereDocument(body, self.line))
             self.line += body.count("\n") + 1
         return at
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from audit.core.errors import AuditError, RunError
 from audit.serving.engine import Busy, Engine
-from audit.serving.wire import Answer, Asked, Choice, failure, read_request
+from audit.serving.wire import ChatRequest, Choice, ReplyBodies, failure, read_request
 
 LARGEST_BODY = 16 << 20  # bytes
 Log = Callable[[str], None]
@@ -79,14 +79,14 @@ class _Service:
             return self._failed(500, f"the request could not be read: {type(error).__name__}", started)
         return answer
 
-    async def _whole(self, asked: Asked, started: float) -> Response:
+    async def _whole(self, asked: ChatRequest, started: float) -> Response:
         # rendering a chat template waits for another process
         prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked)
         choices = await asyncio.wrap_future(done)
         self._note(200, asked, choices, prompt_tokens, started)
-        return JSONResponse(Answer(asked).whole(choices, prompt_tokens))
+        return JSONResponse(ReplyBodies(asked).whole(choices, prompt_tokens))
 
-    async def _streamed(self, asked: Asked, started: float) -> Response:
+    async def _streamed(self, asked: ChatRequest, started: float) -> Response:
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str]]()
 
         def told(number: int, text: str) -> None:  # from the sampling thread
@@ -123,7 +123,7 @@ class _Service:
         kind = "server_error" if status >= 500 else "invalid_request_error"
         return JSONResponse(failure(message, kind), status_code=status, headers=headers)
 
-    def _note(self, status: int, asked: Asked, choices: list[Choice], prompt_tokens: int, started: float) -> None:
+    def _note(self, status: int, asked: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
         drawn = sum(len(choice.logprobs) for choice in choices)
         self._log(f"{status} {_took(started)}, {prompt_tokens} prompt + {drawn} new tokens, {asked.model[:120]!r}")
 
@@ -150,10 +150,13 @@ async def _body(request: Request) -> Any:
 
 
 async def _events(
-    asked: Asked, heard: asyncio.Queue[tuple[int, str]], finished: asyncio.Future[list[Choice]], prompt_tokens: int
+    asked: ChatRequest,
+    heard: asyncio.Queue[tuple[int, str]],
+    finished: asyncio.Future[list[Choice]],
+    prompt_tokens: int,
 ) -> AsyncIterator[str]:
     """The events of a stream: text as it is heard, then how each choice ended."""
-    answer, said = Answer(asked), dict.fromkeys(range(asked.choices), "")
+    answer, said = ReplyBodies(asked), dict.fromkeys(range(asked.choices), "")
     for number in said:
         yield _event(answer.chunk(number, {"role": "assistant", "content": ""}))
     async for number, text in _until(finished, heard):

@@ -15,7 +15,7 @@ from audit.policies.draws import derive_seed
 from audit.sampling.chat import Rendered
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Completion, Decoding, Sampler
-from audit.serving.wire import Asked, Choice
+from audit.serving.wire import ChatRequest, Choice
 
 DEFAULT_TOKENS = 512
 _CLOSING = "the server is shutting down"
@@ -28,7 +28,7 @@ class Busy(RunError):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedName:
     """What a model name stands for."""
 
     model: LoadedModel
@@ -39,8 +39,8 @@ class Served:
 class _Job:
     """One request on its way. ``told`` hears of text as it is drawn, from the sampling thread."""
 
-    asked: Asked
-    served: Served
+    asked: ChatRequest
+    served: ServedName
     prompt: Rendered
     limit: int
     told: Told | None
@@ -78,14 +78,14 @@ class Engine:
         """What a client can ask for; a checkpoint's name alone is served under none."""
         return [*self._models, *self._aliases]
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str) -> ServedName:
         """What a name stands for; raises UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)
-        return Served(self._models[checkpoint], parse_policy(policy or "none"))
+        return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: Asked, told: Told | None = None) -> tuple[int, Future[list[Choice]]]:
+    def submit(self, asked: ChatRequest, told: Told | None = None) -> tuple[int, Future[list[Choice]]]:
         """Queue a request; returns its prompt tokens and its answers to be.
 
         Raises SpecError, UnknownName, Busy, or RunError once the engine closes.

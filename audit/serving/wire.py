@@ -40,7 +40,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A checked request. ``model`` is CHECKPOINT@POLICY or an alias; ``seed`` None leaves the draw to the server."""
 
     model: str
@@ -56,7 +56,7 @@ class Asked:
     usage_in_stream: bool
 
 
-def read_request(body: Any) -> Asked:
+def read_request(body: Any) -> ChatRequest:
     """The request in a JSON body; raises SpecError that says which key is wrong."""
     if not isinstance(body, Mapping):
         raise SpecError(f"the request is {shown(body)}, wanted a JSON object")
@@ -64,7 +64,7 @@ def read_request(body: Any) -> Asked:
         if key in body and body[key] not in harmless:
             raise SpecError(f"{key} is {shown(body[key])}, which this server cannot do; leave it out")
     options = body.get("stream_options") or {}
-    return Asked(
+    return ChatRequest(
         model=_text(body, "model"),
         messages=_messages(body.get("messages")),
         max_tokens=_whole(body, "max_completion_tokens", 1, MOST_TOKENS) or _whole(body, "max_tokens", 1, MOST_TOKENS),
@@ -152,10 +152,10 @@ class Choice:
     logprobs: tuple[float, ...]
 
 
-class Answer:
+class ReplyBodies:
     """The bodies of one answer: whole, or as chunks of a stream."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ChatRequest) -> None:
         self._asked = asked
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 

@@ -24,7 +24,7 @@ import pandas as pd
 
 from audit.core.errors import DataError, OffScale
 from audit.core.facets import FACETS
-from audit.core.records import CONTRADICTED, READABLE, TOKEN_ROLES, Outcome, Record, Role, spans_fit
+from audit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
 from audit.core.spans import SPANS
 from audit.core.text import is_text
 from audit.core.yaml_file import one_line
@@ -201,7 +201,7 @@ def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
         if types != (str,) and not (min(column) > -_LARGEST and max(column) < _LARGEST):
             return False
     sums = (math.isfinite(math.fsum(values[name])) for name in ("retention", "seconds"))  # NaN hides from min and max
-    return set(values["format"]) <= set(READABLE) and all(sums)
+    return set(values["format"]) <= set(READABLE_FORMATS) and all(sums)
 
 
 def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:

@@ -18,7 +18,7 @@ from audit.core.facets import FACETS
 from audit.core.files import PARTIAL, write_output
 from audit.core.policy_names import short_names
 from audit.core.provenance import JUDGED
-from audit.core.shading import Answer, Shadings, read_shadings
+from audit.core.shading import AnswerKey, Shadings, read_shadings
 from audit.core.text import visible
 from reports.drift.comparison import Comparison
 from reports.records.load import RunData
@@ -88,11 +88,11 @@ class View:
         codes = [self._lost(pair, shaded) for shaded in [self._shaded()] for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
-    def unshaded(self, number: int) -> dict[str, set[Answer]]:
+    def unshaded(self, number: int) -> dict[str, set[AnswerKey]]:
         """By unit, the answers of the first so many flips whose caches lost something, and of which it is not known."""
         lost = [n for n in in_turn(self.flips) if any(self._texts.shown[a].evicted for a in self._answers[n])]
         known: dict[str, Shadings] = {}
-        found: dict[str, set[Answer]] = {}
+        found: dict[str, set[AnswerKey]] = {}
         for shown in (self._texts.shown[a] for n in lost[:number] for a in self._answers[n]):
             if shown.evicted and f"{shown.unit}.jsonl" not in self._data.incomplete:
                 if shown.unit not in known:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from audit.core.records import Message, Record, Role
-from audit.core.shading import Answer
+from audit.core.shading import AnswerKey
 from audit.core.text import visible
 from reports.records.rows import RecordPlace
 
@@ -23,7 +23,7 @@ class PageAnswer(NamedTuple):
     """An answer that the pages show: where it is recorded, its item, and whether its cache had lost anything."""
 
     unit: str
-    answer: Answer
+    answer: AnswerKey
     item: Item
     evicted: bool
 
@@ -70,7 +70,7 @@ class Texts:
         said = record.transcript[len(prompt) :] if asked == prompt else record.transcript
         number = self.numbers[place] = len(self.numbers)
         self._answers.setdefault(item, {})[number] = _answer(record, said)
-        answer = Answer(record.item_id, record.sample_index)
+        answer = AnswerKey(record.item_id, record.sample_index)
         self.shown.append(PageAnswer(PurePath(place[0]).stem, answer, item, record.retention < 1))
 
 

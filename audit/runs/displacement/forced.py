@@ -24,7 +24,7 @@ from audit.sampling.sampler import Episode
 AGAIN_ROWS = 8  # at once when the reference is run again
 
 
-class Seen(NamedTuple):
+class StepLogits(NamedTuple):
     """Logits [n, V] that predict, for each of ``rows`` of the batch, its ``steps``-th predicted token."""
 
     rows: list[int]
@@ -73,7 +73,7 @@ def check_lengths(model: LoadedModel, found: Sequence[Trajectory]) -> None:
 
 
 @torch.no_grad()
-def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[StepLogits]:
     """One parallel pass without any cache, row by row."""
     plans = layer_plans(model.model.config, Dense())
     ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True)
@@ -91,36 +91,36 @@ def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Se
     ).logits
     for row, one in enumerate(batch):
         steps = list(range(len(one.scored)))
-        yield Seen([row] * len(steps), steps, logits[row, [place_of[place - 1] for place in one.scored]])
+        yield StepLogits([row] * len(steps), steps, logits[row, [place_of[place - 1] for place in one.scored]])
 
 
-def served_logits(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+def served_logits(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[StepLogits]:
     """Through a cache that ``policy`` compresses; of a mixture every row has the policy that it draws."""
     drawn = [policy.drawn(one.seed) for one in batch]
     for part in dict.fromkeys(drawn):
         places = [n for n, own in enumerate(drawn) if own == part]
         for seen in _one_policy(model, part, [batch[n] for n in places]):
-            yield Seen([places[row] for row in seen.rows], seen.steps, seen.logits)
+            yield StepLogits([places[row] for row in seen.rows], seen.steps, seen.logits)
 
 
-def _one_policy(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+def _one_policy(model: LoadedModel, policy: Policy, batch: Sequence[Trajectory]) -> Iterator[StepLogits]:
     prompts, roles = [one.prompt.ids for one in batch], [one.prompt.roles for one in batch]
     episode = ForcedEpisode(model, policy, prompts, [one.seed for one in batch], 1, roles)
     done = [0] * len(batch)
     for number in range(max(len(one.turns) for one in batch)):
         turns = [one.turns[number] if number < len(one.turns) else None for one in batch]
         for rows, logits in episode.force([turn.answer if turn else () for turn in turns]):
-            yield Seen(rows, [done[row] for row in rows], logits)
+            yield StepLogits(rows, [done[row] for row in rows], logits)
             for row in rows:
                 done[row] += 1
         chunks = [turn.reply if turn else NOTHING for turn in turns]
         episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
 
 
-def again(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[Seen]:
+def again(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[StepLogits]:
     """The uncompressed model once more by another road: a few rows at a time from the last, through the cache."""
     policy = Dense()
     order = list(range(len(batch)))[::-1]
     for places in (order[start : start + AGAIN_ROWS] for start in range(0, len(order), AGAIN_ROWS)):
         for seen in served_logits(model, policy, [batch[place] for place in places]):
-            yield Seen([places[row] for row in seen.rows], seen.steps, seen.logits)
+            yield StepLogits([places[row] for row in seen.rows], seen.steps, seen.logits)

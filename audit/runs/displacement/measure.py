@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import DataError
-from audit.runs.displacement.forced import Seen
+from audit.runs.displacement.forced import StepLogits
 from audit.runs.displacement.trajectories import Trajectory
 
 _ROWS = 64  # of logits that are made double at once
@@ -60,7 +60,7 @@ class Refusal(NamedTuple):
     items: frozenset[str]
 
 
-class Tally:
+class UnitDistances:
     """The distances of one unit. All KLs are kept, so quantiles are exact; the caller bounds the number of tokens."""
 
     def __init__(self, refusal: Refusal | None) -> None:
@@ -70,7 +70,9 @@ class Tally:
         self._sequences: list[list[Any]] = []
         self._margins: list[float] = []
 
-    def add(self, batch: Sequence[Trajectory], reference: Iterable[Seen], candidate: Iterator[Seen]) -> None:
+    def add(
+        self, batch: Sequence[Trajectory], reference: Iterable[StepLogits], candidate: Iterator[StepLogits]
+    ) -> None:
         """Compare a batch; raises DataError where a model's logits are no numbers."""
         known = {row: seen.logits for seen in reference for row in seen.rows[:1]}  # densely, a row comes whole
         kls = [torch.zeros(len(one.scored), dtype=torch.float64) for one in batch]
@@ -104,7 +106,7 @@ class Tally:
             "sequences": self._sequences,
         }
 
-    def _add_margins(self, batch: Sequence[Trajectory], seen: Seen, reference: Tensor) -> None:
+    def _add_margins(self, batch: Sequence[Trajectory], seen: StepLogits, reference: Tensor) -> None:
         """Where the first answer begins and should be a refusal: by how much more its first token is expected."""
         if self._refusal is None:
             return

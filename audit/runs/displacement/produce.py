@@ -23,7 +23,7 @@ from audit.core.spec import BASE_ARM
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.claims import Claim, work_through
 from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
-from audit.runs.displacement.measure import Refusal, Tally
+from audit.runs.displacement.measure import Refusal, UnitDistances
 from audit.runs.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
 from audit.runs.displacement.units import DENSE, Measured, units
 from audit.runs.evaluate import asked_suite, evaluation_items
@@ -35,8 +35,8 @@ from suites.base import SUITES
 
 FORMAT, FILE, FOLDER = 1, "displacement.json", "displacement"
 MOST_LOGITS = 1 << 26  # numbers of one dense pass held at once
-Progress = Callable[[int, Measured], None]  # units finished, the one under way
-Place = tuple[int, str, int]  # reference seed, suite, context length
+UnitsDone = Callable[[int, Measured], None]  # units finished, the one under way
+ReferenceCell = tuple[int, str, int]  # reference seed, suite, context length
 
 
 class Producer:
@@ -51,7 +51,7 @@ class Producer:
         self._folder = run.path / FOLDER
         self.units = units(run.spec)
         self._models: dict[tuple[str, int], LoadedModel] = {}
-        self._known: dict[Place, list[Trajectory]] = {}
+        self._known: dict[ReferenceCell, list[Trajectory]] = {}
         self._refusals: dict[tuple[str, int], Refusal | None] = {}
         self._weights = {pair: self._read_weights(*pair) for pair in {(unit.arm, unit.seed) for unit in self.units}}
         self._keys = {unit: self._key(unit) for unit in self.units}
@@ -62,7 +62,7 @@ class Producer:
         """How many units are measured already."""
         return sum(map(self._is_done, self.units))
 
-    def work(self, progress: Progress, waiting: Callable[[str], None]) -> Path:
+    def work(self, progress: UnitsDone, waiting: Callable[[str], None]) -> Path:
         """Measure what is missing and write displacement.json; returns its path.
 
         Raises DataError for records or checkpoints that are changed or of another run.
@@ -89,7 +89,7 @@ class Producer:
         found = self._trajectories(unit, reference.chat)
         for model in (reference, candidate):
             check_lengths(model, found)
-        tally = Tally(self._refusal(unit, reference.chat))
+        tally = UnitDistances(self._refusal(unit, reference.chat))
         vocabulary = reference.model.get_output_embeddings().weight.shape[0]
         limit = self._spec.evaluate.batch_tokens
         for batch in batches(found, tokens=limit, logits=MOST_LOGITS, vocabulary=vocabulary):

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from audit.core.endpoint import Completion, Scope, Unanswered
+from audit.core.endpoint import ChatCompletion, Scope, Unanswered
 from audit.core.records import Message, Role
 from audit.core.spec import RunSpec
 from audit.core.text import is_text
@@ -79,7 +79,7 @@ def _row(message: Message) -> dict[str, str]:
     return {"role": str(message.role), "content": message.content}
 
 
-def answer(completion: Completion, *, sent: int, messages: int, exact: bool, limit: int, seconds: float) -> Answer:
+def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool, limit: int, seconds: float) -> Answer:
     """A completion as an answer; raises Unanswered for one that cannot be to what was sent.
 
     ``sent`` tokens in so many ``messages``, by a tokenizer where ``exact``; at most ``limit`` were to be written.

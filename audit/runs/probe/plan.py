@@ -23,7 +23,7 @@ _MILLION = 1e6
 
 
 @dataclass(frozen=True, eq=False)  # a key by itself, since items are none
-class Unit:
+class ProbeUnit:
     """A suite's items at one length: what one file of records holds."""
 
     suite: Suite
@@ -44,7 +44,7 @@ class Plan:
     """
 
     spec: RunSpec
-    units: tuple[Unit, ...]
+    units: tuple[ProbeUnit, ...]
     count: CountTokens
     counted: str
     rows: Digests
@@ -76,7 +76,7 @@ class Plan:
             yield f"cost: at most about {cost:,.2f} at the plan's prices"
         yield from self._remarks()
 
-    def _size(self, unit: Unit) -> tuple[int, int, int]:
+    def _size(self, unit: ProbeUnit) -> tuple[int, int, int]:
         """Requests, tokens to read and tokens to write of a unit, every turn of every conversation taken."""
         turns, new = unit.suite.max_turns, unit.suite.max_new_tokens
         samples = self.spec.evaluate.samples_of(unit.suite.name)
@@ -107,7 +107,7 @@ def make_plan(spec: RunSpec) -> Plan:
     count, counted = counter(spec)
     with watched() as rows:
         units = [
-            Unit(suite, context, tuple(evaluation_items(spec, suite, context, count)))
+            ProbeUnit(suite, context, tuple(evaluation_items(spec, suite, context, count)))
             for suite in (asked_suite(spec, name) for name in spec.evaluate.suites)
             for context in spec.evaluate.contexts_of(suite.name)
         ]

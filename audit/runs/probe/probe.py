@@ -31,7 +31,7 @@ from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import row_seed
 from audit.runs.folder import RunFolder, utc_now
 from audit.runs.probe.calls import Answer, Calls, answer, call_key, request
-from audit.runs.probe.plan import Plan, Unit
+from audit.runs.probe.plan import Plan, ProbeUnit
 from audit.runs.progress import Meter
 from audit.sampling.exchange import Exchange
 from suites.base import SUITES
@@ -105,24 +105,24 @@ class Probe:
                         "with, or give another --out"
                     )
 
-    def _records(self, unit: Unit) -> Path:
+    def _records(self, unit: ProbeUnit) -> Path:
         return self._run.records / f"{unit.name}.jsonl"
 
-    def _seal(self, unit: Unit) -> Path:
+    def _seal(self, unit: ProbeUnit) -> Path:
         return self._run.records / f"{unit.name}.done.json"
 
-    def _is_done(self, unit: Unit) -> bool:
+    def _is_done(self, unit: ProbeUnit) -> bool:
         if not self._seal(unit).exists():
             return False
         return unit.name in self._tried or not read_json(self._seal(unit)).get("failed")
 
-    def _rows(self, unit: Unit) -> int:
+    def _rows(self, unit: ProbeUnit) -> int:
         return len(unit.items) * self._spec.evaluate.samples_of(unit.suite.name)
 
     def _done_rows(self) -> int:
         return sum(self._rows(unit) for unit in self._plan.units if self._is_done(unit))
 
-    def _ask(self, unit: Unit, mine: Claim) -> None:
+    def _ask(self, unit: ProbeUnit, mine: Claim) -> None:
         """Hold every conversation of a unit, write its records beside their place, and seal them."""
         self._before, self._over = self._done_rows(), 0
         self._calls = Calls(self._run.path / CALLS)  # another process may have asked since
@@ -141,7 +141,7 @@ class Probe:
         sealed = {"records": len(talks), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
         write_json(self._seal(unit), {**sealed, "inputs": self._inputs, "failed": dict(failed.most_common(_NAMED))})
 
-    def _talks(self, unit: Unit) -> list[_Talk]:
+    def _talks(self, unit: ProbeUnit) -> list[_Talk]:
         samples = range(self._spec.evaluate.samples_of(unit.suite.name))
         pool = ThreadPoolExecutor(self._part.at_once)
         try:
@@ -152,7 +152,7 @@ class Probe:
             pool.shutdown(cancel_futures=True)
             self._halted = False
 
-    def _talk(self, unit: Unit, item: Item, sample: int) -> _Talk:
+    def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
         thinks = self._spec.evaluate.think is not None
         exchange, found, why = Exchange(unit.suite, item, thinks=thinks), list[Answer](), ""
@@ -173,7 +173,7 @@ class Probe:
             self._meter.at(self._before + self._over, f"{unit.suite.name} {unit.context_tokens}")
         return _Talk(sample, exchange, tuple(found), why)
 
-    def _answer(self, unit: Unit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:
+    def _answer(self, unit: ProbeUnit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:
         """The remembered answer to the next call of a conversation, or the endpoint's."""
         body = request(self._spec, unit.suite, transcript, seed & _LARGEST_SEED)
         key = call_key(body, sample)
@@ -214,7 +214,7 @@ class Probe:
             "go on with --resume when it answers"
         )
 
-    def _record(self, unit: Unit, talk: _Talk) -> Record:
+    def _record(self, unit: ProbeUnit, talk: _Talk) -> Record:
         exchange, item = talk.exchange, talk.exchange.item
         grade = exchange.grade()
         read = talk.answers[0].prompt_tokens if talk.answers else None

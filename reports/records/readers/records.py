@@ -11,7 +11,7 @@ import pandas as pd
 from audit.core.errors import DataError, SpecError, UnknownName
 from audit.core.policy_names import match_policies
 from audit.core.provenance import ASKED, table_of
-from audit.core.records import READABLE, Outcome
+from audit.core.records import READABLE_FORMATS, Outcome
 from audit.core.text import inline
 from reports.records.load import check_seal, load_run
 from reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
@@ -39,7 +39,7 @@ class Records(Reader):
         if path.is_dir():
             return (path / "records").is_dir()
         keys = {"format", "item_id", "cluster_id", "arm", "policy"}
-        return any(keys <= set(row) and row["format"] in READABLE for row in first_objects(path))
+        return any(keys <= set(row) and row["format"] in READABLE_FORMATS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of one arm under one policy."""
