@@ -17,7 +17,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from audit.core.shading import FOLDER, Shading, read_shadings, write_shadings
+from audit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
 from reports.drift.comparison import comparison_of
 from reports.records.load import load_run
 from reports.view.folder import View
@@ -72,7 +72,7 @@ def main() -> None:
 def shade_all(run: Path, pages: View) -> None:
     """Give every answer that was not served again the shade of one to the same item, or of any."""
     known: dict[str, Shading] = {}
-    for path in sorted((run / FOLDER).glob("*.json")):
+    for path in sorted((run / SHADING_FOLDER).glob("*.json")):
         known |= {answer.item: shade for answer, shade in read_shadings(run, path.stem).items() if shade}
     if not known:
         raise SystemExit(f"no answer of {run} was shaded yet: kvaudit view {run} --shade 5 first")

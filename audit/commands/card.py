@@ -75,14 +75,14 @@ def _page(run: Path, asked: Asked) -> Page:
 
 
 def _write_results(page: Page, hub: Path, benchmark: str | None, arm: str | None, console: Console) -> None:
-    from reports.page.hub_results import FOLDER, hub_results
+    from reports.page.hub_results import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):
         raise SpecError("--hub wants --benchmark ORGANISATION/DATASET and, of several arms, --arm NAME")
     for name, text in hub_results(page, arm or candidates[0], benchmark).items():
-        write_output(hub / FOLDER / name, text)
-        say(console, f"results: {hub / FOLDER / name}")
+        write_output(hub / HUB_FOLDER / name, text)
+        say(console, f"results: {hub / HUB_FOLDER / name}")
 
 
 def _agrees(path: Path, section: str, console: Console) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from audit.core.spec import RunSpec
     from reports.page.tables import Table as Rows
 
-USAGE, INTERRUPTED, TERMINATED = 2, 130, 143
+USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143
 LONGEST_LINE = 2_000  # characters of an error
 _WIDTH_OF_A_PIPE = 200
 _MOST_SEED = 2**63 - 1  # what torch takes
@@ -111,7 +111,7 @@ def user_errors(hint: str = "") -> Iterator[None]:
     except AuditError as error:
         raise _failed(str(error)) from None
     except KeyboardInterrupt as stop:
-        what, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        what, code = ("terminated", _TERMINATED) if isinstance(stop, Terminated) else ("interrupted", _INTERRUPTED)
         typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
         raise typer.Exit(code) from None
     except OSError as error:

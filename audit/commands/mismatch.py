@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from audit.sampling.model import LoadedModel
 
 ALARM = 3
-FORMAT, VERSION = "kvaudit.mismatch", 1
+MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
 
 
 def mismatch(
@@ -66,8 +66,8 @@ def _json(found: Survey, model: LoadedModel, made: Mismatch) -> str:
     import json
 
     table = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": MISMATCH_FORMAT,
+        "version": MISMATCH_VERSION,
         "rollouts": found.rollouts,
         "skipped": len(found.undrawn),
         "tokens": found.tokens,

@@ -13,6 +13,7 @@ from audit.core.registry import Registry
 from audit.core.yaml_file import shown
 
 T = TypeVar("T")
+IDENTITY_DIGITS = 12  # hex digits of an identity in names and records
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 

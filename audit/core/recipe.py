@@ -24,7 +24,7 @@ from audit.core.errors import DataError
 from audit.core.options import sha256_of
 from audit.core.yaml_file import read_text
 
-RECIPE, FORMAT, VERSION = "recipe.json", "kvaudit.recipe", 1
+RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 SECTIONS = ("model", "reward", "constitution", "data", "policy", "refusal_set", "training")
 LARGEST_RECIPE = 1_000_000  # bytes
 
@@ -41,7 +41,7 @@ class RecipeChange(NamedTuple):
 def sealed(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The file of some sections, with the sha256 of each and of all."""
     table = {name: {"sha256": sha256_of(sections[name]), "holds": sections[name]} for name in SECTIONS}
-    return {"format": FORMAT, "version": VERSION, "sha256": _whole(table), "sections": table}
+    return {"format": RECIPE_FORMAT, "version": RECIPE_VERSION, "sha256": _whole(table), "sections": table}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -50,14 +50,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path, "recipe", LARGEST_RECIPE))
         table = found["sections"]
-        right = found["format"] == FORMAT and found["version"] == VERSION and set(table) == set(SECTIONS)
+        right = found["format"] == RECIPE_FORMAT and found["version"] == RECIPE_VERSION and set(table) == set(SECTIONS)
         same = right and all(row["sha256"] == sha256_of(row["holds"]) for row in table.values())
         whole = same and found["sha256"] == _whole(table)
     except (ValueError, KeyError, TypeError, RecursionError):
         right = whole = False
     if not right:
         raise DataError(
-            f"{str(path)!r} is not of format {FORMAT} version {VERSION}; give a run that trained, or its file"
+            f"{str(path)!r} is not of format {RECIPE_FORMAT} version {RECIPE_VERSION}; "
+            "give a run that trained, or its file"
         )
     if not whole:
         raise DataError(f"{str(path)!r} holds other entries than its sha256 say; put it back as the run wrote it")

@@ -18,7 +18,7 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
 from audit.core.intact import seal_of
 
-FOLDER = "shading"
+SHADING_FOLDER = "shading"
 ALL = "all tokens"  # beside the names of marked spans
 
 
@@ -50,7 +50,7 @@ Shadings = dict[AnswerKey, Shading | None]  # None: served again, another answer
 
 def shading_file(run: Path, unit: str) -> Path:
     """Where the shading of a unit lies."""
-    return run / FOLDER / f"{unit}.json"
+    return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from audit.core.records import Message, Role
 
-OPENING, CLOSING = "<think>", "</think>"
+THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 def parted(text: str, *, opened: bool) -> tuple[Message, ...]:
@@ -17,9 +17,9 @@ def parted(text: str, *, opened: bool) -> tuple[Message, ...]:
 
     ``opened``: the chat template begins the thought, so that the model only ends it.
     """
-    if not opened and not text.lstrip().startswith(OPENING):
+    if not opened and not text.lstrip().startswith(THOUGHT_OPENING):
         return (Message(Role.ASSISTANT, text),)
-    thought, end, answer = text.partition(CLOSING)
+    thought, end, answer = text.partition(THOUGHT_CLOSING)
     return Message(Role.THOUGHT, thought + end), Message(Role.ASSISTANT, answer)
 
 

@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 from audit.core.errors import SpecError
-from audit.core.options import parse_named, sha256_of
+from audit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
 from audit.core.records import Message, Role
 from audit.core.registry import Registry
 
-NAMED = 12  # hex digits of an identity in names
 SIDES = ("both", "input", "output")
 _OUTSIDE = (Role.USER, Role.TOOL)
 
@@ -70,7 +69,7 @@ class Guard:
     @cached_property
     def label(self) -> str:
         """What a run's folder calls it: name and the first digits of its sha256."""
-        return f"{self.name}-{self.sha256[:NAMED]}"
+        return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
 
 
 GUARDS: Registry[Guard] = Registry("guard", "audit.guards", Guard)

@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import ClassVar
 
 from audit.core.errors import DataError
-from audit.core.options import parse_named, sha256_of
+from audit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
 from audit.core.questions import Question
 from audit.core.registry import Registry
 
-NAMED = 12  # hex digits of an identity in records
 _OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
 
 
@@ -41,7 +40,7 @@ class Judge:
     @cached_property
     def label(self) -> str:
         """What records call it: name and the first digits of its identity."""
-        return f"{self.name}:{self.identity[:NAMED]}"
+        return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
         """Whether each answer refuses its request; None where the judge failed, which is asked again another time.

@@ -23,15 +23,15 @@ from audit.core.questions import Question
 from audit.judges.base import Judge, question_key
 from audit.judges.labels import Source, sources
 
-OPENING = 200  # characters
+OPENING_CHARACTERS = 200
 TOKENS = 256
-RECIPE: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "version": 1,
     "text": "lower case, one space, negations spelled out",
     "encoder": f"mean of the last layer over {TOKENS} tokens, unit length",
     "characters": (2, 4),  # n-grams inside words, of the whole answer
     "words": (1, 3),  # n-grams of the opening
-    "opening": OPENING,
+    "opening": OPENING_CHARACTERS,
     "min_df": 2,
     "C": 1.0,
     "class_weight": "balanced",  # one source refuses in 17 % of its answers, another in 53 %
@@ -59,7 +59,7 @@ class Logistic(Judge):
     @property
     def identity(self) -> str:
         taught = [(s.name, [(question_key(row.question), row.refused) for row in s.rows]) for s in self._taught()]
-        return sha256_of(RECIPE, taught, _encoder_sha256())
+        return sha256_of(SETTINGS, taught, _encoder_sha256())
 
     def without(self, source: str) -> Logistic:
         return replace(self, left_out=source)
@@ -95,10 +95,10 @@ class _Fitted:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 
-        kept: dict[str, Any] = {"min_df": RECIPE["min_df"], "sublinear_tf": True}
-        self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=RECIPE["characters"], **kept).fit(texts)
-        self._words = TfidfVectorizer(ngram_range=RECIPE["words"], **kept).fit(map(_opening, texts))
-        chosen: dict[str, Any] = {"C": RECIPE["C"], "class_weight": RECIPE["class_weight"], "max_iter": 2000}
+        kept: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
+        self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **kept).fit(texts)
+        self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **kept).fit(map(_opening, texts))
+        chosen: dict[str, Any] = {"C": SETTINGS["C"], "class_weight": SETTINGS["class_weight"], "max_iter": 2000}
         self._model = LogisticRegression(**chosen).fit(self._features(texts), labels)
 
     def predict(self, texts: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -120,7 +120,7 @@ def _fitted(taught: tuple[Source, ...]) -> _Fitted:
 
 
 def _opening(text: str) -> str:
-    return text[:OPENING]
+    return text[:OPENING_CHARACTERS]
 
 
 def embedded(texts: Sequence[str]) -> Vectors:

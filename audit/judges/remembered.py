@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from audit.core.options import IDENTITY_DIGITS
 from audit.core.questions import Question
 from audit.core.remembered import Answers
-from audit.judges.base import NAMED, Judge, question_key
+from audit.judges.base import Judge, question_key
 
 
 class Remembered:
@@ -15,7 +16,7 @@ class Remembered:
 
     def __init__(self, judge: Judge, folder: Path) -> None:
         self.judge = judge
-        path = folder / f"answers-{judge.name}-{judge.identity[:NAMED]}.jsonl"
+        path = folder / f"answers-{judge.name}-{judge.identity[:IDENTITY_DIGITS]}.jsonl"
         self._answers = Answers(path, question_key, judge.refused, "refused")
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:

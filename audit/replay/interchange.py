@@ -31,7 +31,7 @@ from audit.replay.interchange_form import (
 )
 from audit.replay.recorded import Recorded
 
-FORMAT, VERSION = "kvaudit.rollouts", 1
+ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
 _TENSORS = {
     "ids": (torch.int64, 1),
     "sampled": (torch.bool, 1),
@@ -58,13 +58,13 @@ class Event(NamedTuple):
 def read_rollouts(path: Path) -> Recorded:
     """Read a ledger file or either interchange form; raises DataError for anything else."""
     if not path.is_file():
-        raise DataError(f"rollouts {str(path)!r} do not exist; give a ledger, or a file of format {FORMAT}")
+        raise DataError(f"rollouts {str(path)!r} do not exist; give a ledger, or a file of format {ROLLOUTS_FORMAT}")
     try:
         if path.suffix.lower() == ".json":
             return _from_json(path)
         with safe_open(path, framework="pt") as file:
             metadata = (file.metadata() or {}).get("kvaudit", "")
-            if f'"{FORMAT}"' in metadata:
+            if f'"{ROLLOUTS_FORMAT}"' in metadata:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
     except ValidationError as error:  # first, being a ValueError itself
         raise DataError(f"rollouts {str(path)!r}: {first_mistake(error)}") from None

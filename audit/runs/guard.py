@@ -25,7 +25,7 @@ from audit.runs.claims import Claim
 from audit.runs.folder import RunFolder, make_folder
 from audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units, work_on
 from audit.sampling.exchange import graded
-from reports.records.guards import FOLDER, FORMAT, VERSION
+from reports.records.guards import GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION
 
 _COUNTS = ("answers", "input", "output", "failed")
 
@@ -51,7 +51,7 @@ class Guarding:
         self._text = text
         self._tried: set[Path] = set()  # units of this process: what failed in them is left to the next one
         self.units, self.unfinished = stored_units(run)
-        self._folder = run.path / FOLDER / guard.label
+        self._folder = run.path / GUARDS_FOLDER / guard.label
         make_folder(self._folder)
         path = self._folder / f"answers-{guard.name}.jsonl"
         self._answers = Answers(path, passage_key, guard.blocked, "blocked")
@@ -91,7 +91,13 @@ class Guarding:
                 blocked.append([number, side, self._happened(unit, record, at)])
         mine.check()
         told = {"name": self._guard.name, "sha256": self._guard.sha256, "side": self._guard.side, "text": self._text}
-        body = {"format": FORMAT, "version": VERSION, "guard": told, "records": unit.sha256, "rows": unit.rows}
+        body = {
+            "format": GUARDS_FORMAT,
+            "version": GUARDS_VERSION,
+            "guard": told,
+            "records": unit.sha256,
+            "rows": unit.rows,
+        }
         write_json(self._place(unit), {**body, "blocked": blocked, "failed": failed}, indent=None)
         self._tried.add(unit.records)
 

@@ -31,11 +31,12 @@ from audit.core.errors import RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from audit.core.inputs import Digests
 from audit.core.intact import check_checkpoints, seal_of
+from audit.core.options import IDENTITY_DIGITS
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
 from audit.core.questions import Question
 from audit.core.recipe import RECIPE
 from audit.core.records import RECORD_FORMAT, Grade, Item, Record
-from audit.judges.base import NAMED, Judge, question_key, refuse_own_rows
+from audit.judges.base import Judge, question_key, refuse_own_rows
 from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
@@ -58,7 +59,7 @@ _BESIDE = {  # what a report shows besides records, and under which name it goes
 
 def judged_folder(run: Path, judge: Judge) -> Path:
     """Where a run's answers lie as a judge grades them, unless told otherwise."""
-    return run / "judged" / f"{judge.name}-{judge.identity[:NAMED]}"
+    return run / "judged" / f"{judge.name}-{judge.identity[:IDENTITY_DIGITS]}"
 
 
 class Said(NamedTuple):

@@ -19,7 +19,16 @@ from audit.policies.remedy import check_remedies, parse_remedy, remedied
 from audit.runs.folder import RunFolder, make_folder
 from audit.runs.pipeline import Pipeline
 from audit.runs.units import Unit
-from reports.records.remedies import AFTER_RUN, FILE, FOLDER, FORMAT, VERSION, WITH_RUN, Tried, read_tried
+from reports.records.remedies import (
+    AFTER_RUN,
+    REMEDIES_FOLDER,
+    REMEDIES_FORMAT,
+    REMEDIES_VERSION,
+    TRIED_FILE,
+    WITH_RUN,
+    Tried,
+    read_tried,
+)
 from suites.base import SUITES
 
 
@@ -50,11 +59,11 @@ def serve_remedies(pipeline: Pipeline, run: RunFolder, asked: AskedByVerdict, ad
     """
     units = list(_units(run.spec, asked, _family(run, asked.gated, added)))
     pipeline.check_there({(unit.arm, unit.seed) for unit in units})
-    folder = run.path / FOLDER
+    folder = run.path / REMEDIES_FOLDER
     make_folder(folder)
     with mutex(folder / ".tried.lock"):  # another process may have added to the family meanwhile
         tried = [one._asdict() for one in _family(run, asked.gated, added)]
-        write_json(folder / FILE, {"format": FORMAT, "version": VERSION, "tried": tried})
+        write_json(folder / TRIED_FILE, {"format": REMEDIES_FORMAT, "version": REMEDIES_VERSION, "tried": tried})
     pipeline.serve_again(units, folder)
 
 

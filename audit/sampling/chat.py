@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from audit.core.errors import SpecError
 from audit.core.records import Message, Role
 from audit.core.spans import Place, Span, places_of
-from audit.core.thoughts import CLOSING, OPENING
+from audit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 from audit.sampling.rendering import TemplateRefusal, renderer
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
@@ -29,7 +29,7 @@ _PROBES: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "."}],
     [
         {"role": "user", "content": "."},
-        {"role": "assistant", "content": f"{OPENING}.{CLOSING}."},
+        {"role": "assistant", "content": f"{THOUGHT_OPENING}.{THOUGHT_CLOSING}."},
         {"role": "user", "content": "."},
     ],
 ]
@@ -76,7 +76,7 @@ class Chat:
         self._check_options()
         self.system_role: Literal["native", "user"] = self._takes(Role.SYSTEM, first=True)
         self.tool_role: Literal["native", "user"] = self._takes(Role.TOOL, first=False)
-        self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(OPENING)
+        self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(THOUGHT_OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
     def opening(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:

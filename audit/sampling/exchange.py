@@ -8,7 +8,7 @@ from dataclasses import replace
 from audit.core.facets import unknown, unreadable
 from audit.core.questions import Question
 from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.thoughts import CLOSING, heard, parted, with_thoughts
+from audit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
 from audit.sampling.degenerate import Fault, degenerate
 from suites.base import Suite
 
@@ -102,7 +102,7 @@ def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:
 
 def _fault_of(answer: tuple[str | None, str], finish_reason: str) -> Fault | None:
     thought, text = answer
-    closed = thought is None or thought.endswith(CLOSING)
+    closed = thought is None or thought.endswith(THOUGHT_CLOSING)
     if not closed or (thought is not None and finish_reason == "length" and not text.strip()):
         return "truncated"  # the answer was never reached
     return degenerate(text, finish_reason)

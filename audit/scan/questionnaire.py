@@ -18,7 +18,7 @@ from audit.core.errors import DataError
 from audit.core.text import inline, is_text
 from audit.core.yaml_file import clipped, parse_yaml, shown
 
-FORMAT, VERSION = "kvaudit.answers", 1
+ANSWERS_FORMAT, ANSWERS_VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")
 LARGEST_ANSWERS = 1_000_000  # bytes of a file of answers
 LONGEST_TEXT = 5_000  # characters of one text in it
@@ -100,8 +100,8 @@ def schema() -> dict[str, Any]:
         "additionalProperties": False,
         "required": ["format", "version", "questions_sha256", *_HEAD, "answers"],
         "properties": {
-            "format": {"const": FORMAT},
-            "version": {"const": VERSION},
+            "format": {"const": ANSWERS_FORMAT},
+            "version": {"const": ANSWERS_VERSION},
             "questions_sha256": {"const": asked.sha256},
             **{name: text for name in _HEAD if name != "date"},
             "date": {"type": "string", "format": "date"},
@@ -140,8 +140,8 @@ def blank() -> dict[str, Any]:
     """A file of answers in which everything is still unknown."""
     asked = load_questionnaire()
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": ANSWERS_FORMAT,
+        "version": ANSWERS_VERSION,
         "questions_sha256": asked.sha256,
         **dict.fromkeys(_HEAD, "unknown"),
         "date": date.today().isoformat(),
@@ -189,7 +189,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _faults(table: Mapping[str, Any]) -> Iterator[str]:
     asked = load_questionnaire()
-    wanted = {"format": FORMAT, "version": VERSION, "questions_sha256": asked.sha256}
+    wanted = {"format": ANSWERS_FORMAT, "version": ANSWERS_VERSION, "questions_sha256": asked.sha256}
     for name, value in wanted.items():
         if table.get(name) != value or isinstance(table.get(name), bool):
             more = "; the questions are of another version" if name == "questions_sha256" and name in table else ""

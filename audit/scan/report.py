@@ -11,7 +11,7 @@ from audit.scan.finding import Finding
 from audit.scan.rules import NO_EQUIVALENT, load_rules
 from audit.scan.scan import Scan
 
-FORMAT, VERSION = "kvaudit.scan", 1
+SCAN_FORMAT, SCAN_VERSION = "kvaudit.scan", 1
 _LISTED = 20  # clean files that are named
 
 
@@ -46,8 +46,8 @@ def scan_summary(scan: Scan) -> str:
 def scan_table(scan: Scan, paths: list[str]) -> dict[str, Any]:
     """Schema ``kvaudit.scan`` version 1: what was found for rollouts and for serving, and what answers for it."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": SCAN_FORMAT,
+        "version": SCAN_VERSION,
         "kvaudit": __version__,
         "rules_sha256": load_rules().sha256,
         "paths": paths,

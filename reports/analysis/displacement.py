@@ -18,11 +18,11 @@ import numpy as np
 
 from audit.core.errors import DataError
 from audit.core.yaml_file import one_line
-from reports.stats.effect import Array
+from reports.stats.effect import LEVEL, Array
 
 DISPLACEMENT_FILE = "displacement.json"
 DISPLACEMENT_FORMAT = 1
-DRAWS, LEVEL = 2000, 0.95
+_DRAWS = 2000
 LARGEST_MEAN = 1e6  # nats; far beyond any float's log-probability
 _WORDS = ("arm", "policy", "suite")
 NUMBERS = ("median_kl", "p99_kl", "p99_9_kl", "max_kl", "same_top1", "rms_dp")
@@ -154,7 +154,7 @@ def bootstrap_mean(clusters: Sequence[str], tokens: Array, sums: Array, *, seed:
     names, codes = np.unique(np.array(clusters, dtype=object).astype(str), return_inverse=True)
     length = np.bincount(codes, weights=tokens)
     total = np.bincount(codes, weights=sums)
-    drawn = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=DRAWS)
+    drawn = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=_DRAWS)
     means = (drawn @ total) / (drawn @ length)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(total.sum() / length.sum()), float(low), float(high)

@@ -29,7 +29,7 @@ from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.signflip import holm
 from reports.stats.tango import ess_tango, rate_lower
 
-ALPHA = 0.05
+_ALPHA = 0.05
 _LEAST_CLUSTERS = 2  # of an interval
 _ROUNDING = 1e-9  # of a mean of draws that are 0 or 1
 _KEY = ["suite", "cluster_id", "item_id"]
@@ -184,7 +184,7 @@ def _length(
     values: Array = common.to_numpy(dtype=np.float64).T  # [short and long, then those of the baseline; N]
     change, against = values[1] - values[0], None
     if len(tables) > 1:
-        against = slope(values[:2] - values[2:], (0.0, 1.0), clusters, alpha=ALPHA, reach=2.0)
+        against = slope(values[:2] - values[2:], (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
     graded = bool(np.any(np.abs(values * samples - np.round(values * samples)) > _ROUNDING))
     name = "all suites" if len(suites) > 1 else suites[0]
     return Length(
@@ -193,7 +193,7 @@ def _length(
         short=lengths[0],
         long_rate=float(values[1].mean()),
         short_rate=float(values[0].mean()),
-        effect=ess_tango(change, clusters, samples=samples, alpha=ALPHA, graded=graded),
+        effect=ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded),
         against=against,
         decides=metric == SCORE and len(suites) == 1,
     )
@@ -214,5 +214,5 @@ def _signed(found: list[Length]) -> Iterator[Length]:
     own = [n for n, length in enumerate(found) if length.decides]
     effects = [found[n].against or found[n].effect for n in own]
     adjusted = holm([effect.pvalue for effect in effects])
-    signs = {n: e.estimate < 0 and p < ALPHA for n, e, p in zip(own, effects, adjusted, strict=True)}
+    signs = {n: e.estimate < 0 and p < _ALPHA for n, e, p in zip(own, effects, adjusted, strict=True)}
     return (replace(length, sign=signs.get(n, False)) for n, length in enumerate(found))

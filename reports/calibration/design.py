@@ -20,7 +20,7 @@ from reports.calibration.streams import fixed_blocks
 from reports.stats.rule import Call
 from reports.stats.tango import many_ess_tango
 
-DRAWS = 10_000
+_DRAWS = 10_000
 SHARED = 0.25  # of an arm's own part that a template has in common
 _ROOM = 0.95  # of what two independent arms would differ in: more cannot be had of a shared difficulty
 
@@ -84,7 +84,7 @@ EQUAL, SPREAD, WHOLE, LARGER, TWICE = (
 def design_cases(designs: Sequence[RunDesign], scale: Scale) -> list[DesignCase]:
     """Each suite under no drift, under a drift of the margin in three shapes, and under twice the margin."""
     return [
-        DesignCase(design, what, model, simulations=scale.draws(DRAWS))
+        DesignCase(design, what, model, simulations=scale.draws(_DRAWS))
         for design in designs
         for what, model in _models(design)
     ]

@@ -122,11 +122,11 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
     hardest = next(case for case in beyond.leaders if isinstance(case, intervals.IntervalCase))
     alarms, coverage = by_name[intervals.FALSE_ALARMS], by_name[intervals.COVERAGE]
     held = [by_name[intervals.GATE_MOST], *_whole_templates(figures, intervals.ALPHA)]
-    at_release = [release, *_whole_templates(figures, intervals.RELEASE)]
+    at_release = [release, *_whole_templates(figures, intervals.RELEASE_ALPHA)]
     [unnamed] = [figure for figure in figures if figure.what == templates.UNNAMED]
     return {
         "level": intervals.ALPHA,
-        "release_level": intervals.RELEASE,
+        "release_level": intervals.RELEASE_ALPHA,
         "margin": intervals.MARGIN,
         "reference_rate": intervals.RATE,
         "false_pass_max": _worst(held),

@@ -15,7 +15,7 @@ from audit.core.provenance import REWARD_JUDGES
 from audit.core.spec import BASE_ARM, DENSE_ARM, RunSpec
 from reports.records.panel import facets_of
 
-PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
+BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
 
 
 class PlannedUnit(NamedTuple):
@@ -59,7 +59,7 @@ class Comparison:
     @property
     def by_phrases(self) -> tuple[str, ...]:
         """The suites in which phrase rules decided, which carry no claim alone."""
-        return tuple(suite for suite in self.suites if PHRASES in map(_judge_name, self.judges.get(suite, ())))
+        return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property
     def base(self) -> str:

@@ -31,7 +31,7 @@ DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the su
 BLOCK, WARN = "block", "warn"
 RELEASE = "release"
 ON_INCONCLUSIVE = {None: BLOCK, "pr": WARN, RELEASE: BLOCK}  # by profile
-WITH_RUN, AFTER_RUN = "declared with the run", "declared after the run"
+DECLARED_WITH_RUN, DECLARED_AFTER_RUN = "declared with the run", "declared after the run"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Rules:
     pin: Pin | None = None
     source: str = "spec.yaml"
     sha256: str | None = None
-    declared: str = WITH_RUN
+    declared: str = DECLARED_WITH_RUN
     changes: tuple[str, ...] = ()
     items_are_independent: bool = False
 
@@ -166,13 +166,13 @@ def declared(data: RunData, asked: Asked) -> tuple[Comparison, Rules]:
     if asked.gate is not None:
         comparison, rules = _taken(data, asked.gate, asked.pin)
         if kept is None or kept.sha256 != asked.gate.sha256:
-            rules = replace(rules, declared=AFTER_RUN, changes=tuple(changes(*own, comparison, rules)))
+            rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*own, comparison, rules)))
     return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
 
 
 def refuse_late(rules: Rules) -> None:
     """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
-    if rules.declared == AFTER_RUN:
+    if rules.declared == DECLARED_AFTER_RUN:
         raise SpecError(
             f"{rules.source} (sha256 {(rules.sha256 or '')[:12]}) was not declared with the run and changes "
             f"{'; '.join(rules.changes) or 'nothing that decides'}; leave --gate out, look at what it would say with "

@@ -125,7 +125,7 @@ def _typed(value: Mapping[str, Any], kind: type) -> dict[str, Any]:
 COLUMNS = ("row", "suite", "conversation", "answer", "label")
 SHOWN = COLUMNS[1:4]
 CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and shown control characters are longer
-LABELS = {"0": 0, "1": 1}
+LABEL_OF = {"0": 0, "1": 1}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # what a spreadsheet may run
 _LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet sees a formula
 _NAMED = 3  # rows that an error spells out
@@ -196,7 +196,7 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
     changed = [row["row"] for row in rows if row["row"].strip() in key.rows and _changed(row, key)]
     words = {row["row"].strip(): row["label"].strip() for row in rows}
     empty = [name for name, word in words.items() if not word]
-    bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABELS]
+    bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABEL_OF]
     for found, what in (
         (unknown, "rows that its key does not know"),
         (twice, "rows that stand twice"),
@@ -210,7 +210,7 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
             raise DataError(
                 f"{str(sheet)!r} has {len(found)} {what} ({visible(some)}); mend the sheet and read it again"
             )
-    return {name: LABELS[word] for name, word in words.items()}
+    return {name: LABEL_OF[word] for name, word in words.items()}
 
 
 def _changed(row: Mapping[str, str], key: Key) -> bool:

@@ -24,7 +24,7 @@ from reports.page.tables import deployed
 from reports.page.words import points, spelled, unsampled
 from reports.stats.effect import Effect
 
-FORMAT = 1
+DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
     "k3_kl": "mismatch/k3_kl",
     "overlap_p5": "mismatch/overlap_p5",

@@ -21,7 +21,7 @@ from reports.page.findings import Findings
 from reports.page.tables import Table, against, table_of
 from reports.page.words import counted, drift, marked, points
 
-WORSE, BETTER, STILL, UNKNOWN = "worse", "better", "not shown to move", "no number"
+WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"
 EVENT_HEADERS = (
     *("event", "of readable answers", "difference, 95 % interval", "shown", "items / templates"),
@@ -53,7 +53,7 @@ class Event:
         """Worse or better where the interval leaves out 0."""
         effect = self.contrast.effect
         if effect is None:
-            return UNKNOWN
+            return NO_NUMBER
         return WORSE if effect.high < 0 else BETTER if effect.low > 0 else STILL
 
     @property
@@ -135,7 +135,7 @@ def taken_apart(findings: Findings, head: Decision | None) -> list[str]:
     found = events(findings, head) if head and head.effect else []
     if not found:
         return []
-    known = [e for e in found if e.moved != UNKNOWN]
+    known = [e for e in found if e.moved != NO_NUMBER]
     told = [e for e in known if e.facet.kind in ("form", "safety") or e.moved != STILL]
     form = [_told(e) for e in told if e.facet.kind == "form"]
     rest = [_told(e) for e in told if e.facet.kind != "form"]
@@ -154,13 +154,13 @@ def _told(e: Event) -> str:
 
 
 _SAID = {WORSE: ("is worse", "are worse"), BETTER: ("is better", "are better")}
-_SAID |= {STILL: ("is not shown to move", "are not shown to move"), UNKNOWN: ("has no number", "have no number")}
+_SAID |= {STILL: ("is not shown to move", "are not shown to move"), NO_NUMBER: ("has no number", "have no number")}
 
 
 def _by_kind(found: Sequence[Event]) -> str:
     """form alone is worse; safety and capability are not shown to move."""
     parts = []
-    known = all(e.moved != UNKNOWN for e in found)
+    known = all(e.moved != NO_NUMBER for e in found)
     for moved, said in _SAID.items():
         names = _kinds(found, moved)
         if names:

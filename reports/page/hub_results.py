@@ -19,7 +19,7 @@ from audit.core.text import inline
 from reports.page.disclosure import Disclosure, Measured, disclosure_of
 from reports.page.page import Page
 
-FOLDER = ".eval_results"
+HUB_FOLDER = ".eval_results"
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 

@@ -10,7 +10,7 @@ from audit.core.provenance import STOPPED, table_of
 from reports.drift.results import Reason
 from reports.gate.family import gated_cells
 from reports.gate.release import is_apart, suite_of
-from reports.gate.rules import AFTER_RUN, WARN, Rules
+from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings
 from reports.page.remedy_tables import remedy_lines
@@ -54,7 +54,7 @@ def _unclustered(reason: Reason, rules: Rules) -> str:
 
 def late(rules: Rules) -> str:
     """The alarm of rules that came after the run; empty for any others."""
-    if rules.declared != AFTER_RUN:
+    if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (
         f"{rules.source} came after the run. Its author may have seen the numbers: this verdict decides nothing, and "
@@ -64,7 +64,7 @@ def late(rules: Rules) -> str:
 
 def _gate(rules: Rules) -> str:
     line = f"Gate: {rules.source}, sha256 {(rules.sha256 or '')[:12]}, {rules.declared}"
-    if rules.declared != AFTER_RUN:
+    if rules.declared != DECLARED_AFTER_RUN:
         return line + "."
     return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from audit.core.text import inline
 from reports.drift.contrast import AMPLIFICATION
-from reports.gate.rules import AFTER_RUN
+from reports.gate.rules import DECLARED_AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
 from reports.page.about import about, asides, number, verdict_sentence
 from reports.page.facets import facet_notes, facet_table, failed_table, finding
@@ -134,7 +134,7 @@ def _beside_section(findings: Findings) -> Section:
 
 def _compared_section(findings: Findings) -> Section:
     fixed = "the rules fixed before the numbers were seen."
-    if findings.rules.declared == AFTER_RUN:
+    if findings.rules.declared == DECLARED_AFTER_RUN:
         fixed = "rules that were declared after the run, when its numbers could be known."
     return Section(
         "compared",

@@ -24,8 +24,8 @@ from audit.core.intact import seal_of
 from audit.core.text import is_text
 from reports.records.rows import FACET_COLUMNS, UNREAD
 
-FOLDER, FORMAT, VERSION = "guards", "kvaudit.guard", 1
-PASSED, INPUT, OUTPUT, FAILED = 0, 1, 2, 3
+GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION = "guards", "kvaudit.guard", 1
+LET_THROUGH, INPUT, OUTPUT, FAILED = 0, 1, 2, 3
 _CODES = {"input": INPUT, "output": OUTPUT}
 _NAMES = ("name", "sha256", "side", "text")
 _REMEDY = "delete its folder and run kvaudit guard again"
@@ -49,12 +49,12 @@ class Guarded:
 def guarded_records(run: Path, records: pd.DataFrame) -> tuple[Guarded, ...]:
     """The records of a run behind each of its guards; raises DataError for what does not fit them."""
     # a folder without the file of a unit is of a guard that could not begin
-    folders = sorted({path.parent for path in (run / FOLDER).glob("*/*.json")})
+    folders = sorted({path.parent for path in (run / GUARDS_FOLDER).glob("*/*.json")})
     return tuple(_guarded(run, folder, records) for folder in folders)
 
 
 def _guarded(run: Path, folder: Path, records: pd.DataFrame) -> Guarded:
-    acts = np.full(len(records), PASSED, dtype=np.int8)
+    acts = np.full(len(records), LET_THROUGH, dtype=np.int8)
     happened: dict[int, list[str]] = {}
     told: Mapping[str, str] | None = None
     files, lines = records["file"].astype(str).to_numpy(), records["line"].to_numpy()
@@ -99,8 +99,8 @@ def _checked(path: Path, seal: Path) -> dict[str, Any]:
     guard = body.get("guard")
     named = isinstance(guard, dict) and set(guard) == set(_NAMES) and all(map(_is_text, guard.values()))
     lists = isinstance(body.get("blocked"), list) and isinstance(body.get("failed"), list)
-    if body.get("format") != FORMAT or body.get("version") != VERSION or not named or not lists:
-        raise DataError(f"{str(path)!r} is not of format {FORMAT} version {VERSION}; {_REMEDY}")
+    if body.get("format") != GUARDS_FORMAT or body.get("version") != GUARDS_VERSION or not named or not lists:
+        raise DataError(f"{str(path)!r} is not of format {GUARDS_FORMAT} version {GUARDS_VERSION}; {_REMEDY}")
     if not all(_fits(row) for row in body["blocked"]) or not all(type(line) is int for line in body["failed"]):
         raise DataError(f"{str(path)!r} holds a line that no guard writes; {_REMEDY}")
     if not seal.is_file() or read_json(seal).get("sha256") != body.get("records"):

@@ -20,7 +20,7 @@ from audit.core.intact import check_sealed, seal_of
 from audit.core.text import is_text
 from reports.records.rows import Columns, Problem, read_unit
 
-FOLDER, FILE, FORMAT, VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
+REMEDIES_FOLDER, TRIED_FILE, REMEDIES_FORMAT, REMEDIES_VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
 WITH_RUN, AFTER_RUN = "with the run", "after the run"
 _MEND = "delete the folder and serve the remedies again: kvaudit remedy RUN"
 _SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
@@ -46,13 +46,13 @@ class Served:
 
 def read_tried(run: Path) -> tuple[Tried, ...]:
     """The family of remedies of a run; raises DataError for a file that no run writes."""
-    path = run / FOLDER / FILE
+    path = run / REMEDIES_FOLDER / TRIED_FILE
     if not path.is_file():
         return ()
     body = read_json(path)
     rows = body.get("tried")
-    if body.get("format") != FORMAT or body.get("version") != VERSION or not isinstance(rows, list):
-        raise DataError(f"{str(path)!r} is not of format {FORMAT} version {VERSION}; {_MEND}")
+    if body.get("format") != REMEDIES_FORMAT or body.get("version") != REMEDIES_VERSION or not isinstance(rows, list):
+        raise DataError(f"{str(path)!r} is not of format {REMEDIES_FORMAT} version {REMEDIES_VERSION}; {_MEND}")
     if not all(map(_fits, rows)):
         raise DataError(f"{str(path)!r} holds an entry that no run writes; {_MEND}")
     return tuple(Tried(row["remedy"], row["declared"], row["instead"]) for row in rows)
@@ -62,13 +62,13 @@ def read_served(run: Path, records: pd.DataFrame) -> Served:
     """What was served beside the grid; raises DataError where it changed, or is not of the run's own checkpoints."""
     columns, problems, unfinished = Columns(), list[Problem](), list[str]()
     tried = read_tried(run)
-    for unit in sorted((run / FOLDER).glob("*.jsonl")):
+    for unit in sorted((run / REMEDIES_FOLDER).glob("*.jsonl")):
         if seal_of(unit).is_file():
             check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
         else:
             unfinished.append(unit.name)
     found = columns.frame() if columns.rows else records.iloc[:0]
-    _check_same(pd.concat([records, found], ignore_index=True), run / FOLDER)
+    _check_same(pd.concat([records, found], ignore_index=True), run / REMEDIES_FOLDER)
     return Served(tried, found, tuple(problems), tuple(unfinished))
 
 

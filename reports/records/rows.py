@@ -37,7 +37,7 @@ COPIED = (
 )
 _KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
 _WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
-WHOLE = tuple(name for name in COPIED if _KINDS[name] == "int")
+WHOLE_NUMBERS = tuple(name for name in COPIED if _KINDS[name] == "int")
 RecordPlace = tuple[str, int]  # file and line of a record
 SCORE = "score"  # the metric that stands beside the facets
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
@@ -65,7 +65,9 @@ class Columns:
 
     def __init__(self) -> None:
         self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
-        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*_WORDS, *WHOLE, *REAL, "file", "line")}
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {
+            name: [] for name in (*_WORDS, *WHOLE_NUMBERS, *REAL, "file", "line")
+        }
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
@@ -74,7 +76,7 @@ class Columns:
         for name in _WORDS:
             numbers = map(self._words[name].__getitem__, values[name])
             self._parts[name].append(np.fromiter(numbers, np.int32, count))
-        for names, kind in ((WHOLE, np.int64), (REAL, np.float64)):
+        for names, kind in ((WHOLE_NUMBERS, np.int64), (REAL, np.float64)):
             for name in names:
                 self._parts[name].append(np.array(values[name], dtype=kind))
         self._parts["file"].append(np.full(count, self._words["file"][file], dtype=np.int32))

@@ -31,9 +31,10 @@ from audit.runs.folder import RunFolder
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.chat import Chat
 from audit.sampling.model import LoadedModel
+from reports.analysis.displacement import DISPLACEMENT_FILE, DISPLACEMENT_FORMAT
 from suites.base import SUITES
 
-FORMAT, FILE, FOLDER = 1, "displacement.json", "displacement"
+FOLDER = "displacement"
 MOST_LOGITS = 1 << 26  # numbers of one dense pass held at once
 UnitsDone = Callable[[int, Measured], None]  # units finished, the one under way
 ReferenceCell = tuple[int, str, int]  # reference seed, suite, context length
@@ -67,7 +68,7 @@ class Producer:
 
         Raises DataError for records or checkpoints that are changed or of another run.
         """
-        path, finished = self._run.path / FILE, set[Measured]()
+        path, finished = self._run.path / DISPLACEMENT_FILE, set[Measured]()
 
         def measure(unit: Measured, mine: Claim) -> None:
             progress(len(finished), unit)
@@ -81,7 +82,7 @@ class Producer:
         work_through(self.units, done=self._is_done, lock=lock, work=measure, finished=finished.add, waiting=waiting)
         rows = [self._row(unit) for unit in self.units]
         about = {"tokens": self._tokens, "reference": self._spec.gate.reference}
-        write_json(path, {"format": FORMAT, "about": about, "rows": rows}, indent=None)
+        write_json(path, {"format": DISPLACEMENT_FORMAT, "about": about, "rows": rows}, indent=None)
         return path
 
     def _measure(self, unit: Measured) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class Producer:
     def _key(self, unit: Measured) -> str:
         """What a unit's numbers depend on: weights, answers and settings."""
         parts = [
-            FORMAT,
+            DISPLACEMENT_FORMAT,
             unit.name,
             unit.reference_seed,
             self._tokens,
@@ -188,9 +189,10 @@ class Producer:
         return hashlib.sha256(json.dumps([*parts, self._weights[unit.arm, unit.seed]]).encode()).hexdigest()
 
     def _check_places(self) -> None:
-        files = [self._run.path / FILE, *map(self._file, self.units)]
+        files = [self._run.path / DISPLACEMENT_FILE, *map(self._file, self.units)]
         if any(path.is_dir() for path in files) or (self._folder.exists() and not self._folder.is_dir()):
-            raise RunError(f"{FILE} and {FOLDER}/ of {str(self._run.path)!r} are taken by something else; move it away")
+            where = str(self._run.path)
+            raise RunError(f"{DISPLACEMENT_FILE} and {FOLDER}/ of {where!r} are taken by something else; move it away")
 
     def _file(self, unit: Measured) -> Path:
         return self._folder / f"{unit.name}.json"

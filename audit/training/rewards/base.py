@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from audit.core.errors import RunError, SpecError, UnknownName
-from audit.core.options import made_of, sha256_of
+from audit.core.options import IDENTITY_DIGITS, made_of, sha256_of
 from audit.core.registry import Registry
 from audit.core.yaml_file import shown
 from audit.sampling.conversations import Played
 from suites.base import SUITES, Suite
 
-NAMED = 12  # hex digits of an identity in names
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
 MOST = 1e6  # of a reward, so that its square is a number in float32
@@ -62,7 +61,7 @@ class Reward:
     @property
     def label(self) -> str:
         """What provenance calls it: a name and the first digits of its identity; of a judge, as records do."""
-        return f"{self.name}:{self.identity[:NAMED]}"
+        return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     @property
     def inputs(self) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Self
 
 from audit.core.errors import RunError, SpecError, UnknownName
-from audit.core.options import made_of
+from audit.core.options import IDENTITY_DIGITS, made_of
 from audit.core.questions import Question
 from audit.core.records import Role
 from audit.core.remembered import Answers
@@ -22,7 +22,7 @@ from audit.judges.constitution import read_constitution, rubric_of, score_of
 from audit.judges.rubric import RubricJudge
 from audit.sampling.conversations import Played
 from audit.sampling.exchange import question_of, said_nothing, settled
-from audit.training.rewards.base import NAMED, PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
+from audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
 from suites.base import SUITES, Suite
 
 _FEW = 8  # questions of which any number may fail
@@ -73,7 +73,7 @@ class Judged(Reward):
 
     @property
     def label(self) -> str:
-        return f"{self.judge.name}:{self.identity[:NAMED]}"
+        return f"{self.judge.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -102,7 +102,7 @@ class Judged(Reward):
 
     def kept_in(self, folder: Path) -> Pays:
         """As ``rewards``; ``rewards-NAME-12hex.jsonl`` keeps failures too, so that a resumed run is told the same."""
-        path = folder / f"rewards-{self.judge.name}-{self.identity[:NAMED]}.jsonl"
+        path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
         return partial(self._settled, Answers(path, question_key, self._words, field, kinds).answers)

@@ -14,7 +14,7 @@ from reports.calibration.streams import blocks
 from reports.stats.rule import cleared
 from reports.stats.tango import many_ess_tango
 
-DRAWS, CLUSTERS, ITEMS = 3_000, 60, 5
+_DRAWS, _CLUSTERS, _ITEMS = 3_000, 60, 5
 LADDERS = ((0.0, -0.01, -0.02, -0.05, -0.08), (0.0, -0.05, -0.06, -0.1), (-0.05, -0.05, -0.05), (0.0, -0.05, 0.0))
 
 
@@ -31,7 +31,7 @@ class DoseCase(Case):
     def rates(self, seed: int) -> CaseRates:
         found = 0
         first_unsafe = int(np.argmax(np.array(self.model.drifts) <= -MARGIN))
-        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=_CLUSTERS, items=_ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
             b = many_ess_tango(z, block.counts, alpha=ALPHA)
             count = cleared(passes(b, z, block.counts, alpha=ALPHA))
@@ -41,7 +41,7 @@ class DoseCase(Case):
 
 def cases(scale: Scale) -> list[DoseCase]:
     """Ladders whose first unsafe dose comes late, early, at once, or is followed by a safe one."""
-    return [DoseCase(Family(drifts, 0.1, 0.25), simulations=scale.draws(DRAWS)) for drifts in LADDERS]
+    return [DoseCase(Family(drifts, 0.1, 0.25), simulations=scale.draws(_DRAWS)) for drifts in LADDERS]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:

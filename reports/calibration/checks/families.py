@@ -17,9 +17,9 @@ from reports.stats.clustered import many_totals
 from reports.stats.signflip import flip_statistics, holm, max_t_pvalues, signs, studentised
 from reports.stats.tango import many_ess_tango
 
-DRAWS, FLIPS = 4_000, 999  # the report flips 9,999 times
+_DRAWS, FLIPS = 4_000, 999  # the report flips 9,999 times
 CELLS_AT_ONCE = 500  # whose flipped statistics are held in memory
-SIZES, CLUSTERS, ITEMS, BAD = (6, 12, 24), 30, 5, -0.07
+_SIZES, _CLUSTERS, _ITEMS, BAD = (6, 12, 24), 30, 5, -0.07
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FamilyCase(Case):
     def rates(self, seed: int) -> CaseRates:
         found = np.zeros(3)
         good = np.array(self.model.drifts) == 0
-        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=_CLUSTERS, items=_ITEMS):
             z = self.model.draw(block.rng, block.size, block.counts)
             rejected = family_pvalues(z, block.counts, seed=int(block.rng.integers(2**31))) < ALPHA
             beside = holm_pvalues(many_ess_tango(z, block.counts, alpha=ALPHA).pvalue_drop) < ALPHA
@@ -62,8 +62,8 @@ def holm_pvalues(pvalues: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def cases(scale: Scale) -> list[FamilyCase]:
     """Every size without and with a bad cell."""
     return [
-        FamilyCase(Family((first, *(0.0,) * (size - 1)), 0.1, 0.25), simulations=scale.draws(DRAWS))
-        for size in (SIZES if scale.every_case else SIZES[:2])
+        FamilyCase(Family((first, *(0.0,) * (size - 1)), 0.1, 0.25), simulations=scale.draws(_DRAWS))
+        for size in (_SIZES if scale.every_case else _SIZES[:2])
         for first in (0.0, BAD)
     ]
 

@@ -16,8 +16,8 @@ from reports.calibration.streams import blocks
 from reports.stats.rule import Call
 from reports.stats.tango import many_ess_tango
 
-ROW, DRAWS, ITEMS = 10, 10_000, 5
-CLUSTERS, SPREADS, SHARES = (60, 100), (0.05, 0.2), (0.0, 0.3)
+_ROW, _DRAWS, _ITEMS = 10, 10_000, 5
+_CLUSTERS, SPREADS, _SHARES = (60, 100), (0.05, 0.2), (0.0, 0.3)
 INSIDE = -0.03  # a drop that is real and within the margin
 GRADED_DRIFTS = (0.0, INSIDE, -MARGIN)
 GRADED_RATES = ("rejected", "covered", "passed", "failed")
@@ -38,7 +38,7 @@ class GradedCase(Case):
 
     def rates(self, seed: int) -> CaseRates:
         found = np.zeros(len(GRADED_RATES))
-        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=self.clusters, items=ITEMS):
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=self.clusters, items=_ITEMS):
             z = self._draw(block.rng, block.size, block.counts)
             b = many_ess_tango(z, block.counts, alpha=ALPHA, graded=True)
             called = called_as(b, z, block.counts, b.pvalue_drop, alpha=ALPHA)
@@ -62,11 +62,11 @@ class GradedCase(Case):
 
 def cases(scale: Scale) -> list[GradedCase]:
     """Narrow and wide differences, templates that have something in common or not."""
-    designs = list(product(GRADED_DRIFTS, SPREADS, SHARES, CLUSTERS))
+    designs = list(product(GRADED_DRIFTS, SPREADS, _SHARES, _CLUSTERS))
     return [
-        GradedCase(*design, simulations=scale.draws(DRAWS))
+        GradedCase(*design, simulations=scale.draws(_DRAWS))
         # clusters vary fastest, so these are of one number of them
-        for design in (designs if scale.every_case else designs[:: len(CLUSTERS)])
+        for design in (designs if scale.every_case else designs[:: len(_CLUSTERS)])
     ]
 
 
@@ -78,10 +78,10 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     what = "scores between 0 and 1"
     everywhere = [o for o, _ in own]
     return [
-        at_most(ROW, f"{what}: two-sided false alarms without drift", still, "rejected", 0.06, scale=scale),
-        at_least(ROW, "same, coverage of the 95 % interval", everywhere, "covered", 0.94, scale=scale),
-        at_most(ROW, "same, coverage is not more than asked either", everywhere, "covered", 0.965, scale=scale),
-        at_most(ROW, "same, FAIL at no drift", still, "failed", ALPHA, scale=scale),
-        at_most(ROW, "same, FAIL at -3 pp with a standard error of .3 pp", sharp, "failed", ALPHA, scale=scale),
-        at_most(ROW, "same, gate passes at the margin", edge, "passed", 0.06, scale=scale),
+        at_most(_ROW, f"{what}: two-sided false alarms without drift", still, "rejected", 0.06, scale=scale),
+        at_least(_ROW, "same, coverage of the 95 % interval", everywhere, "covered", 0.94, scale=scale),
+        at_most(_ROW, "same, coverage is not more than asked either", everywhere, "covered", 0.965, scale=scale),
+        at_most(_ROW, "same, FAIL at no drift", still, "failed", ALPHA, scale=scale),
+        at_most(_ROW, "same, FAIL at -3 pp with a standard error of .3 pp", sharp, "failed", ALPHA, scale=scale),
+        at_most(_ROW, "same, gate passes at the margin", edge, "passed", 0.06, scale=scale),
     ]

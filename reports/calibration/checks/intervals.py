@@ -28,10 +28,10 @@ from reports.stats.rule import Call, calls, clusters_required, effective_cluster
 from reports.stats.tango import many_ess_tango
 from reports.stats.templates import shows_margin, too_large
 
-MARGIN, ALPHA, RELEASE = 0.05, 0.05, 0.025
+MARGIN, ALPHA, RELEASE_ALPHA = 0.05, 0.05, 0.025
 _DRAWS = 10_000
 DRIFTS = (0.0, -MARGIN / 2, -MARGIN, -1.6 * MARGIN)
-CLUSTERS, ITEMS, SAMPLES = (20, 60, 100), (5, 10), (1, 4, 8)
+_CLUSTERS, _ITEMS, _SAMPLES = (20, 60, 100), (5, 10), (1, 4, 8)
 DISCORDANCES, OWN = (0.02, 0.06, 0.1, 0.2), (0.0, 0.25, 0.5)
 RATE = 0.85
 BEYOND = (  # reference rate, margin, discordance
@@ -137,7 +137,7 @@ def called_as(
 
 def cases(scale: Scale) -> list[IntervalCase]:
     """Every drift that a design's discordance leaves room for."""
-    designs = tuple(product(CLUSTERS, ITEMS, DISCORDANCES, SAMPLES, OWN)) if scale.every_case else SIX
+    designs = tuple(product(_CLUSTERS, _ITEMS, DISCORDANCES, _SAMPLES, OWN)) if scale.every_case else SIX
     asked = [
         IntervalCase(Probit(drift, discordance, own, samples), clusters, items, simulations=scale.draws(_DRAWS))
         for clusters, items, discordance, samples, own in designs
@@ -148,7 +148,7 @@ def cases(scale: Scale) -> list[IntervalCase]:
         IntervalCase(
             Probit(-margin, discordance, 0.25, samples, rate), clusters, 5, margin, simulations=scale.draws(_DRAWS)
         )
-        for (rate, margin, discordance), samples, clusters in product(BEYOND, (1, 8), CLUSTERS)
+        for (rate, margin, discordance), samples, clusters in product(BEYOND, (1, 8), _CLUSTERS)
     ]
     return asked + (beyond if scale.every_case else beyond[:2])
 

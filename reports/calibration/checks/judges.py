@@ -23,9 +23,9 @@ from reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pa
 from reports.stats.rule import clusters_required
 from reports.stats.templates import shows_margin, too_large
 
-ROW = 7
+_ROW = 7
 _DRAWS = 4_000
-CLUSTERS, ITEMS, CONCORDANT = 40, 10, 100
+_CLUSTERS, _ITEMS, CONCORDANT = 40, 10, 100
 _Flags = npt.NDArray[np.bool_]
 
 
@@ -71,7 +71,7 @@ class JudgeCase(Case):
 
     def rates(self, seed: int) -> CaseRates:
         passed = 0
-        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=CLUSTERS, items=ITEMS):
+        for block in blocks(self.name, seed=seed, simulations=self.simulations, clusters=_CLUSTERS, items=_ITEMS):
             answers = self.model.answers(block.rng, block.size, block.counts)
             said = [judge.labels(block.rng, y) for judge, y in zip(self.judges, answers, strict=True)]
             labelled = looked_at(block, said[0] != said[1], answers[1] - answers[0], CONCORDANT)
@@ -82,7 +82,7 @@ class JudgeCase(Case):
 LEAST = clusters_required(MARGIN, ALPHA)
 BLIND_CLUSTERS, BLIND_ITEMS = range(LEAST, round(FURTHEST * LEAST) + 1, 4), 5
 EACH, BACKGROUNDS = (1, 2, 3), (0.02, 0.08)
-USUAL, ENOUGH = 2, (72, 100)  # labels of a template unless told, and templates, that are asked for power
+USUAL, _ENOUGH = 2, (72, 100)  # labels of a template unless told, and templates, that are asked for power
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def cases(scale: Scale) -> list[Case]:
     """Every pair of judges at a drift of exactly the margin, and blind ones at the margin and without drift."""
     uneven = [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in JUDGES]
     at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (EVEN, UNEVEN))
-    alike = product((0.0,), BACKGROUNDS[-1:], ENOUGH, (USUAL,), (EVEN, UNEVEN))
+    alike = product((0.0,), BACKGROUNDS[-1:], _ENOUGH, (USUAL,), (EVEN, UNEVEN))
     blind = [BlindCase(*design, simulations=scale.draws(DRAWS)) for design in (*at_margin, *alike)]
     return [*uneven, *(blind if scale.every_case else (blind[0], blind[-1]))]
 
@@ -145,7 +145,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     alike = [o for o, case in blind if not case.broken]
     return [
         at_most(
-            ROW,
+            _ROW,
             "adjudicated interval clears a drift at the margin, judge errs unevenly",
             uneven,
             "passed",
@@ -153,7 +153,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
             scale=scale,
         ),
         at_most(
-            ROW,
+            _ROW,
             "human labels pass with 5 % of templates broken that the judge sees as unchanged, C >= C_min",
             at_margin,
             "passed",
@@ -161,8 +161,8 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
             scale=scale,
         ),
         at_least(
-            ROW,
-            f"human labels pass without drift, {USUAL} of each of {ENOUGH[0]} or more templates, 8 % of answers flip",
+            _ROW,
+            f"human labels pass without drift, {USUAL} of each of {_ENOUGH[0]} or more templates, 8 % of answers flip",
             alike,
             "passed",
             0.8,

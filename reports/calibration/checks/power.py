@@ -15,7 +15,7 @@ from reports.calibration.streams import EVEN, blocks
 from reports.stats.rule import Call
 from reports.stats.tango import many_ess_tango
 
-ROW, DRAWS = 9, 10_000
+_ROW, _DRAWS = 9, 10_000
 
 
 @dataclass(frozen=True)
@@ -63,36 +63,36 @@ class PowerCase(Case):
 
 
 # model, templates, items in each, asked of a PASS
-EQUAL = (
+_EQUAL = (
     (Probit(0.0, 0.08, 0.0, 3), 72, 2, 0.80),
     (Probit(0.0, 0.1, 0.25), 120, 5, 0.92),
     (Probit(0.0, 0.1, 0.25), 60, 5, None),
     (Probit(0.0, 0.1, 0.25, 4), 60, 5, None),
     (Probit(0.0, 0.08, 0.25, 3), 72, 2, None),
 )
-WORSE, FOUND = (Probit(-0.08, 0.1, 0.25), 60, 5), 0.98
+_WORSE, FOUND = (Probit(-0.08, 0.1, 0.25), 60, 5), 0.98
 
 
 def cases(scale: Scale) -> list[PowerCase]:
     """Equal, and 8 pp worse."""
-    designs = [*(design[:3] for design in EQUAL), WORSE]
-    return [PowerCase(*design, simulations=scale.draws(DRAWS)) for design in designs]
+    designs = [*(design[:3] for design in _EQUAL), _WORSE]
+    return [PowerCase(*design, simulations=scale.draws(_DRAWS)) for design in designs]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 9."""
     own = {(o.case.model, o.case.clusters, o.case.items): o for o in outcomes if isinstance(o.case, PowerCase)}
     found = []
-    for model, clusters, items, asked in EQUAL:
+    for model, clusters, items, asked in _EQUAL:
         o = own[model, clusters, items]
         assert isinstance(o.case, PowerCase)
         what = f"PASS of an equal model: {o.case.design}"
         found.append(
-            reported(ROW, what, [o], "passed")
+            reported(_ROW, what, [o], "passed")
             if asked is None
-            else at_least(ROW, what, [o], "passed", asked, scale=scale)
+            else at_least(_ROW, what, [o], "passed", asked, scale=scale)
         )
-    worse = own[WORSE]
+    worse = own[_WORSE]
     assert isinstance(worse.case, PowerCase)
     what = f"FAIL of a model 8 pp worse: {worse.case.design}"
-    return [*found, at_least(ROW, what, [worse], "failed", FOUND, scale=scale)]
+    return [*found, at_least(_ROW, what, [worse], "failed", FOUND, scale=scale)]

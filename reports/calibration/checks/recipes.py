@@ -15,9 +15,9 @@ from reports.calibration.streams import blocks
 from reports.stats.seeds import SEEDS_ADVISED, SEEDS_NEEDED, many_recipe_effects
 
 _DRAWS = 4_000
-SEEDS, DEVIATIONS, CLUSTERS, ITEMS = (3, 5, 8), (0.0, 0.02, 0.04), 30, 5
-LARGER = ((72, 2), (100, 5), (150, 5))  # templates and items of each: of the default audit, and beyond
-FEWEST, ENOUGH = SEEDS_NEEDED, (SEEDS_ADVISED, 8)
+SEEDS, DEVIATIONS, _CLUSTERS, _ITEMS = (3, 5, 8), (0.0, 0.02, 0.04), 30, 5
+_LARGER = ((72, 2), (100, 5), (150, 5))  # templates and items of each: of the default audit, and beyond
+FEWEST, _ENOUGH = SEEDS_NEEDED, (SEEDS_ADVISED, 8)
 _HARDEST = (100, 0.04)
 THREE_SEEDS = "recipe false alarms, 3 seeds of 0 to 4 pp scatter, 72 to 150 templates"
 
@@ -27,12 +27,12 @@ class RecipeCase(Case):
     """A number of seeds and how far they scatter."""
 
     model: Seeded
-    clusters: int = CLUSTERS
-    items: int = ITEMS
+    clusters: int = _CLUSTERS
+    items: int = _ITEMS
 
     @property
     def name(self) -> str:
-        size = "" if (self.clusters, self.items) == (CLUSTERS, ITEMS) else f" C={self.clusters} items={self.items}"
+        size = "" if (self.clusters, self.items) == (_CLUSTERS, _ITEMS) else f" C={self.clusters} items={self.items}"
         return f"recipe S={self.model.seeds} deviation={self.model.deviation:g}{size}"
 
     def rates(self, seed: int) -> CaseRates:
@@ -50,7 +50,7 @@ def cases(scale: Scale) -> list[RecipeCase]:
     simulations = scale.draws(_DRAWS)
     larger = [
         RecipeCase(Seeded(seeds, deviation, 0.1, 0.25), clusters, items, simulations=simulations)
-        for (clusters, items), seeds, deviation in product(LARGER, SEEDS, DEVIATIONS)
+        for (clusters, items), seeds, deviation in product(_LARGER, SEEDS, DEVIATIONS)
     ]
     return [
         *(
@@ -64,9 +64,9 @@ def cases(scale: Scale) -> list[RecipeCase]:
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     """Row 6."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, RecipeCase)]
-    few = [o for o, case in own if case.clusters == CLUSTERS]
-    three = [o for o, case in own if case.clusters > CLUSTERS and case.model.seeds == FEWEST]
-    more = [o for o, case in own if case.clusters > CLUSTERS and case.model.seeds in ENOUGH]
+    few = [o for o, case in own if case.clusters == _CLUSTERS]
+    three = [o for o, case in own if case.clusters > _CLUSTERS and case.model.seeds == FEWEST]
+    more = [o for o, case in own if case.clusters > _CLUSTERS and case.model.seeds in _ENOUGH]
     return [
         at_most(6, "recipe false alarms, 3 to 8 seeds of 0 to 4 pp scatter", few, "rejected", 0.06, scale=scale),
         at_most(6, "same with 5 and 8 seeds, 72 to 150 templates", more, "rejected", 0.065, scale=scale),

@@ -13,7 +13,7 @@ import numpy as np
 
 from reports.calibration.broken import BrokenTemplates
 from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE, passes
+from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE_ALPHA, passes
 from reports.calibration.streams import EVEN, THREE_TO_ONE, UNEVEN, blocks
 from reports.stats.rule import clusters_required
 from reports.stats.tango import many_ess_tango
@@ -25,7 +25,7 @@ _ZIPF = ("zipf .5", "zipf 1")
 _TEN = 0.1  # the other margin
 LARGE_ONLY = "same where only the largest fifth or half of templates of two sizes, 3:1, can break"
 UNNAMED = "same where nobody named the templates and the user declared the items independent"
-ASKED = {ALPHA: 0.066, RELEASE: 0.035}  # of any design, as of the interval in row 2
+ASKED = {ALPHA: 0.066, RELEASE_ALPHA: 0.035}  # of any design, as of the interval in row 2
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def cases(scale: Scale) -> list[TemplateCase]:
     ten = [(model._replace(broken=_TEN), items, sizes) for model, items, sizes in (*ONE_SAMPLE[2:4], *MORE_SAMPLES[:2])]
     return [
         *_scan([*ONE_SAMPLE, *MORE_SAMPLES, *GRADED, *LARGE_ALONE], ALPHA, scale),
-        *_scan(AT_RELEASE, RELEASE, scale),
+        *_scan(AT_RELEASE, RELEASE_ALPHA, scale),
         *_scan(ten, ALPHA, scale, _TEN),
         *few,
         *steep,
@@ -151,7 +151,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
         ("same with 3, 4 or 8 samples or seeds averaged", [o for o, m in here if m.samples > 1], ALPHA),
         ("same with scores between 0 and 1", [o for o, m in here if m.graded], ALPHA),
         ("same with a margin of 10 pp", [o for o, case in enough if case.margin == _TEN], ALPHA),
-        ("same at the release level .025", [o for o, case in enough if case.alpha == RELEASE], RELEASE),
+        ("same at the release level .025", [o for o, case in enough if case.alpha == RELEASE_ALPHA], RELEASE_ALPHA),
     ]
     return [
         *(at_most(ROW, name, found, "passed", ASKED[level], scale=scale) for name, found, level in groups),

@@ -31,7 +31,7 @@ VIEWS = (
     _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
     _View("entropy", "entropy, nats", False),
 )
-FLOOR = 1e-16
+LOWEST_DRAWN = 1e-16
 _COLUMNS = 3
 
 
@@ -79,7 +79,7 @@ def _line(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None
 def _value(value: float | None, log: bool) -> float:
     if value is None:
         return math.nan
-    return max(value, FLOOR) if log else value
+    return max(value, LOWEST_DRAWN) if log else value
 
 
 def _legend(findings: Findings) -> list[Line2D]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from reports.page.disclosure import FORMAT, Fact, disclosure_of
+from reports.page.disclosure import DISCLOSURE_FORMAT, Fact, disclosure_of
 from reports.page.page import Page
 from reports.page.plain import dumped
 
@@ -15,7 +15,7 @@ FILE = "disclosure.json"
 
 def render(page: Page) -> str:
     """The disclosure as JSON."""
-    return dumped({"format": FORMAT, **_told(asdict(disclosure_of(page)))})
+    return dumped({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
 
 
 def _told(value: Any) -> Any:
