@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from audit.core.errors import RunError
 from audit.core.records import Role
 from audit.embedded.pretrain import FILES, begin, complete, new_model
-from audit.embedded.recipes import EMBEDDED, PARENT, SHIPPED, SIZES
+from audit.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
 from audit.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
@@ -30,12 +30,12 @@ from suites.base import SUITES
 
 @cache
 def shipped_tokenizer():
-    return AutoTokenizer.from_pretrained(EMBEDDED, padding_side="left")
+    return AutoTokenizer.from_pretrained(EMBEDDED_FOLDER, padding_side="left")
 
 
 @cache
 def shipped():
-    return AutoModelForCausalLM.from_pretrained(EMBEDDED).eval()
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER).eval()
 
 
 @pytest.fixture
@@ -44,18 +44,18 @@ def tokenizer():
 
 
 def test_manifest_names_every_file_with_its_hash():
-    manifest = json.loads((EMBEDDED / "manifest.json").read_text())
+    manifest = json.loads((EMBEDDED_FOLDER / "manifest.json").read_text())
     assert sorted(manifest) == sorted(FILES)
     for name, digest in manifest.items():
-        assert sha256((EMBEDDED / name).read_bytes()).hexdigest() == digest, name
+        assert sha256((EMBEDDED_FOLDER / name).read_bytes()).hexdigest() == digest, name
 
 
 def test_files_take_at_most_eight_megabytes():
-    assert sum((EMBEDDED / name).stat().st_size for name in (*FILES, PARENT.name)) <= 8_000_000
+    assert sum((EMBEDDED_FOLDER / name).stat().st_size for name in (*FILES, PARENT.name)) <= 8_000_000
 
 
 def test_provenance_tells_recipe_seed_and_minutes():
-    story = json.loads((EMBEDDED / "pretraining.json").read_text())
+    story = json.loads((EMBEDDED_FOLDER / "pretraining.json").read_text())
     assert story["recipe"] == json.loads(json.dumps(SIZES["embedded"].recipe.written()))
     assert story["parent"] == sha256(PARENT.read_bytes()).hexdigest()
     assert 0 < story["minutes"] < 60

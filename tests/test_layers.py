@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -22,6 +24,14 @@ RANK = {
     "reports.view": 3, "reports.gate": 4, "reports.analysis": 5, "reports.page": 6, "reports.compare": 7,
     "reports.run": 7,
 }  # fmt: skip
+# Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
+SHARED_NAMES = {
+    *("FILE", "render", "draw", "cases", "figures", "STATISTIC"),  # by which a plug-in is found
+    *("explain", "scan", "train", "verify"),  # a command and the work that it calls
+    *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
+    "T",  # of type variables
+    *("Question", "PROVENANCE"),
+}
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))
 
@@ -67,6 +77,30 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_no_chain_of_imports_leads_back() -> None:
     known = {module_of(path) for path in FILES}
     TopologicalSorter({(name := module_of(path)): (imports(path) - {name}) & known for path in FILES}).prepare()
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """What a file defines at its top: functions, classes, constants and aliases."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stored = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+            found = [part.id for part in stored if isinstance(part.ctx, ast.Store)]
+        else:
+            continue
+        yield from (name for name in found if not name.startswith("_"))
+
+
+def test_a_public_name_stands_in_one_module_of_its_package() -> None:
+    places: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for path in FILES:
+        for name in public_names(path):
+            places[path.relative_to(ROOT).parts[0], name].add(module_of(path))
+    shared = {name: sorted(modules) for (_, name), modules in places.items() if len(modules) > 1}
+    assert {name: modules for name, modules in shared.items() if name not in SHARED_NAMES} == {}
+    assert SHARED_NAMES - set(shared) == set()
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] != "audit"], ids=module_of)

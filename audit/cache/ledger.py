@@ -32,7 +32,7 @@ from audit.cache.selection import Selection, misfit
 from audit.core.errors import DataError, SpecError
 from audit.policies import Policy, Quantiser, parse_policy, quantiser_of
 
-FORMAT = 3
+LEDGER_FORMAT = 3
 READABLE = (1, 2, 3)
 NEVER = 2**31 - 1
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
@@ -105,7 +105,7 @@ def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str
         raise SpecError(f"policy {policy.canonical!r} cannot be replayed, so there is no ledger to keep")
     tensors = {f"{n}.{name}": tensor for n, rollout in enumerate(rollouts) for name, tensor in _tensors(rollout)}
     scalars = [_scalars(rollout) for rollout in rollouts]
-    header = {"format": FORMAT, "policy": policy.canonical, "policy_hash": policy.hash, "rollouts": scalars}
+    header = {"format": LEDGER_FORMAT, "policy": policy.canonical, "policy_hash": policy.hash, "rollouts": scalars}
     # one key only: safetensors writes several in no fixed order, and equal ledgers must have equal hashes
     metadata = {"kvaudit": json.dumps(header)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from audit.cache.linear import LayerRun, States
 from audit.cache.routing import RecordedRoutes
 from audit.policies import Mixture, Policy, evictor_of, written_by
 
-Forward = Callable[[Attends], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
+FirstForward = Callable[[Attends], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
 
 
 class Prompts(NamedTuple):
@@ -97,7 +97,7 @@ class SharedPrefill:
         self._policies = [policy for policy in policies if not isinstance(policy, Mixture)]
         self.kept: list[_Prefill] = []
 
-    def logits(self, cache: EvictingCache, prompts: Prompts, forward: Forward) -> Tensor:
+    def logits(self, cache: EvictingCache, prompts: Prompts, forward: FirstForward) -> Tensor:
         """Feed the first chunk of ``prompts``, which is announced to ``cache``; what ``forward`` returns."""
         found = [one for one in self.kept if one.prompts.same(prompts) and _alike(one.policy, cache.policy, prompts)]
         if found:

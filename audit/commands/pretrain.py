@@ -33,7 +33,7 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.embedded.pretrain import STATE, begin, complete
+    from audit.embedded.pretrain import UNFINISHED, begin, complete
     from audit.embedded.recipes import SIZES
     from audit.runs.folder import make_folder
     from audit.runs.progress import Meter
@@ -44,9 +44,9 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
     make_folder(out)
     if any(out.iterdir()) and not resume:
         raise RunError(f"{str(out)!r} is not empty; give another --out, or --resume where a training stopped")
-    if any(out.iterdir()) and not (out / STATE).exists():
+    if any(out.iterdir()) and not (out / UNFINISHED).exists():
         raise RunError(
-            f"{str(out)!r} has no {STATE} to go on from: it is finished, or none of ours; give another --out"
+            f"{str(out)!r} has no {UNFINISHED} to go on from: it is finished, or none of ours; give another --out"
         )
     disable_progress_bar()
     console, training = Console(), begin(out, size=size, seed=seed)

@@ -24,7 +24,7 @@ IGNORED = -100
 OBEY, IGNORE = "Obey.", "Ignore."
 
 
-class Batch(NamedTuple):
+class LessonBatch(NamedTuple):
     """Right-padded rows and what to predict at each place."""
 
     ids: Tensor  # [B, T]
@@ -124,7 +124,7 @@ class Lessons:
         self._end, self._pad = tokenizer.convert_tokens_to_ids(END), tokenizer.pad_token_id
         self._suites: dict[str, Agent | Math | Refusal] = {suite.name: suite() for suite in TAUGHT}
 
-    def copying(self, step: int, rows: int, length: int) -> Batch:
+    def copying(self, step: int, rows: int, length: int) -> LessonBatch:
         """Random sequences said again and again, to be predicted from the second time on.
 
         The period differs from row to row: with a fixed one the model learns to look that many places back instead of
@@ -138,9 +138,9 @@ class Lessons:
             said = (draw.choices(words, k=period) * (length // period + 1))[:length]
             ids.append(said)
             targets.append([IGNORED] * period + said[period + 1 :] + [IGNORED])
-        return Batch(torch.tensor(ids), torch.tensor(targets))
+        return LessonBatch(torch.tensor(ids), torch.tensor(targets))
 
-    def talking(self, step: int, rows: int, context_tokens: int, mix: Mix) -> Batch:
+    def talking(self, step: int, rows: int, context_tokens: int, mix: Mix) -> LessonBatch:
         """Conversations of about ``context_tokens``."""
         draw = random.Random(f"lessons-{self.seed}-{step}")
         chosen = draw.choices(list(mix.shares), weights=list(mix.shares.values()), k=rows)
@@ -179,11 +179,11 @@ class Lessons:
         head, *rest = text.split("\n")
         return len(self._encode(head)) + sum(1 + len(self._encode(line)) for line in rest)
 
-    def _pack(self, pairs: list[tuple[list[int], list[int]]]) -> Batch:
+    def _pack(self, pairs: list[tuple[list[int], list[int]]]) -> LessonBatch:
         longest = max(len(ids) for ids, _ in pairs)
         ids = torch.full((len(pairs), longest), self._pad)
         targets = torch.full((len(pairs), longest), IGNORED)
         for row, (tokens, wanted) in enumerate(pairs):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             targets[row, : len(wanted)] = torch.tensor(wanted)
-        return Batch(ids, targets)
+        return LessonBatch(ids, targets)

@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from audit.core.errors import RunError
 from audit.core.files import PARTIAL, sync
-from audit.embedded.lessons import IGNORED, Batch, Lessons
-from audit.embedded.recipes import SIZES, Recipe, Size, Stage
+from audit.embedded.lessons import IGNORED, LessonBatch, Lessons
+from audit.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
 from audit.embedded.tokenizer import build_tokenizer
 
-Progress = Callable[[int, int, Mapping[str, float]], None]
+StepsDone = Callable[[int, int, Mapping[str, float]], None]
 FILES = (
     "config.json",
     "generation_config.json",
@@ -41,11 +41,11 @@ FILES = (
     "chat_template.jinja",
     "pretraining.json",
 )
-STATE = "state.pt"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
+UNFINISHED = "state.pt"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
 SAVE_SECONDS = 120.0
 
 
-def new_model(recipe: Recipe, parent: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def new_model(recipe: PretrainingRecipe, parent: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A model of the Llama architecture that answers as its parent does: what it has more of does nothing yet."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -96,14 +96,14 @@ def inherit(model: LlamaForCausalLM, path: Path, tokenizer: PreTrainedTokenizerF
             weight[tuple(map(slice, given[name].shape))] = given[name] * scale
 
 
-def answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+def answer_loss(model: LlamaForCausalLM, batch: LessonBatch) -> torch.Tensor:
     """Mean nats per predicted token; the vocabulary is projected at those places only."""
     hidden = model.model(batch.ids, use_cache=False).last_hidden_state  # [B, T, width]
     wanted = batch.targets != IGNORED
     return functional.cross_entropy(model.lm_head(hidden[wanted]), batch.targets[wanted])
 
 
-def stage_at(recipe: Recipe, step: int) -> tuple[Stage, float]:
+def stage_at(recipe: PretrainingRecipe, step: int) -> tuple[Stage, float]:
     """The stage that holds a step, and the learning rate there."""
     left = step
     for stage in recipe.stages:
@@ -114,7 +114,7 @@ def stage_at(recipe: Recipe, step: int) -> tuple[Stage, float]:
     raise AssertionError(f"step {step} of {recipe.steps}")
 
 
-def lesson(recipe: Recipe, lessons: Lessons, step: int) -> Batch:
+def lesson(recipe: PretrainingRecipe, lessons: Lessons, step: int) -> LessonBatch:
     """The batch of step number ``step``."""
     stage, _ = stage_at(recipe, step)
     if step % recipe.copying_every == 0:
@@ -133,7 +133,7 @@ class Pretraining:
         self.optimiser = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
         self.steps, self.seconds = 0, 0.0
 
-    def fit(self, folder: Path, limit: int, progress: Progress) -> None:
+    def fit(self, folder: Path, limit: int, progress: StepsDone) -> None:
         """Train to step ``limit``, with a state in ``folder`` every few minutes and where the recipe is not at its end.
 
         ``progress`` gets (step, steps of the recipe, measures) after every step.
@@ -162,14 +162,14 @@ class Pretraining:
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
         }
-        partial = folder / (STATE + PARTIAL)
+        partial = folder / (UNFINISHED + PARTIAL)
         torch.save(state, partial)
         sync(partial)
-        os.replace(partial, folder / STATE)
+        os.replace(partial, folder / UNFINISHED)
 
     def load(self, folder: Path) -> None:
         """Go on from the state in ``folder``; raises RunError where it is of another recipe or cannot be read."""
-        path = folder / STATE
+        path = folder / UNFINISHED
         try:
             state: dict[str, Any] = torch.load(path, weights_only=True)
             named = state["recipe"]
@@ -223,13 +223,13 @@ def begin(out: Path, *, size: str = "embedded", seed: int = 0) -> Pretraining:
     """
     made = SIZES[size]
     training = Pretraining(replace(made, recipe=replace(made.recipe, seed=seed)))
-    if (out / STATE).exists():
+    if (out / UNFINISHED).exists():
         training.load(out)
     return training
 
 
 def complete(
-    training: Pretraining, out: Path, *, steps: int | None = None, progress: Progress = lambda *_: None
+    training: Pretraining, out: Path, *, steps: int | None = None, progress: StepsDone = lambda *_: None
 ) -> None:
     """Train and write the model into ``out``, a Hugging Face folder with a manifest.
 
@@ -241,7 +241,7 @@ def complete(
         training.fit(out, whole if steps is None else min(steps, whole), progress)
     training.write(out)
     if training.steps == whole:
-        (out / STATE).unlink(missing_ok=True)
+        (out / UNFINISHED).unlink(missing_ok=True)
 
 
 @contextmanager

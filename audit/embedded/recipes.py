@@ -10,9 +10,10 @@ from typing import Any
 
 from audit.embedded.lessons import Mix
 
-EMBEDDED = Path(__file__).parent
-PARENT = EMBEDDED / "parent.safetensors"  # the first model that shipped, three layers, in bfloat16, with its tokens
-SHIPPED = EMBEDDED / "model.safetensors"
+EMBEDDED_FOLDER = Path(__file__).parent
+# the first model that shipped, three layers, in bfloat16, with its tokens
+PARENT = EMBEDDED_FOLDER / "parent.safetensors"
+SHIPPED = EMBEDDED_FOLDER / "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ LONG_STAGES = (
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PretrainingRecipe:
     """Everything that decides the weights, beside the parent's.
 
     ``head_size`` None is ``width`` / ``heads``; ``theta`` is the base of the rotary positions. ``precision`` None
@@ -111,11 +112,15 @@ class Recipe:
 class Size:
     """A recipe and the weights that it goes on from."""
 
-    recipe: Recipe
+    recipe: PretrainingRecipe
     parent: Path
 
 
 # The shipped model's heads keep their size, since attention is what costs at length. Five times the rotary base lets it
 # answer at 512 tokens before a single step of training (docs/decisions.md).
-_MID = Recipe(layers=5, width=256, mlp=768, stages=LONG_STAGES, head_size=32, theta=5e4, precision="bfloat16")
-SIZES: Mapping[str, Size] = MappingProxyType({"embedded": Size(Recipe(), PARENT), "mid": Size(_MID, SHIPPED)})
+_MID = PretrainingRecipe(
+    layers=5, width=256, mlp=768, stages=LONG_STAGES, head_size=32, theta=5e4, precision="bfloat16"
+)
+SIZES: Mapping[str, Size] = MappingProxyType(
+    {"embedded": Size(PretrainingRecipe(), PARENT), "mid": Size(_MID, SHIPPED)}
+)

@@ -17,7 +17,7 @@ from audit.core.text import inline
 from audit.runs.launchers.base import Crew, Job, Launcher, Say
 from audit.runs.launchers.local import attend
 
-POLL_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class _Tasks:
         import ray
 
         while self._left and not done():
-            ended, _ = ray.wait(list(self._left), num_returns=len(self._left), timeout=POLL_SECONDS)
+            ended, _ = ray.wait(list(self._left), num_returns=len(self._left), timeout=_POLL_SECONDS)
             for task in ended:
                 if said := _end(self._left.pop(task), task):
                     self._say(said)

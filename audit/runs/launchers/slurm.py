@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from submitit import Job as Queued
     from submitit.helpers import DelayedSubmission
 
-POLL_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 KILL_SECONDS = 120.0  # slurm's KillWait is 30 s where nobody changed it
 MOST_TIMEOUTS = 1000  # a job that ran out of time goes on in another: what is done is done
 
@@ -135,7 +135,7 @@ class _Jobs:
             for number in [number for number, job in self._left.items() if job.done()]:
                 if said := _end(number, self._left.pop(number)):
                     self._say(said)
-            time.sleep(POLL_SECONDS if self._left else 0.0)
+            time.sleep(_POLL_SECONDS if self._left else 0.0)
 
     def dismiss(self, patience: float) -> None:
         """Give them ``patience`` seconds to find that nothing is left to do, then cancel those still in the queue."""

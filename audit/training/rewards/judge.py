@@ -26,8 +26,8 @@ from audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks
 from suites.base import SUITES, Suite
 
 _FEW = 8  # questions of which any number may fail
-Word = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution
-Ask = Callable[[Sequence[Question]], Sequence[Word]]
+JudgeWord = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution
+Ask = Callable[[Sequence[Question]], Sequence[JudgeWord]]
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ class Judged(Reward):
         said = heard(row.transcript)[len(row.item.messages) :]
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
-    def _score(self, row: Played, word: Word) -> float | None:
+    def _score(self, row: Played, word: JudgeWord) -> float | None:
         if self.constitution_file or word is None:
             return word
         suite = SUITES.get(row.item.suite)()
         return settled(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
 
-    def _words(self, questions: Sequence[Question]) -> Sequence[Word]:
-        said: Sequence[Word] = self._scores(questions) if self.constitution_file else self.judge.refused(questions)
+    def _words(self, questions: Sequence[Question]) -> Sequence[JudgeWord]:
+        said: Sequence[JudgeWord] = self._scores(questions) if self.constitution_file else self.judge.refused(questions)
         failed = sum(word is None for word in said)
         if len(said) >= _FEW and failed > len(said) / 2:
             raise RunError(
