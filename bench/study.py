@@ -1,0 +1,263 @@
+"""The map of the study (docs/study.md) from the records of a finished sweep: tables, and a figure.
+
+    python -m bench.study runs/study-map runs/study-math --figure docs/results/study.png
+
+Drifts are points of desired behaviour, 95 % interval over items at these seeds, after the semicolon with seed variance
+in it; below zero is worse. Regimes stand in the order of what serving costs the dense arm, summed over the suites'
+scores. Overlap, what is saved and reward are means over steps and seeds of the telemetry.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from audit.core.policy_names import short_names
+from audit.core.spec import TrainedArm, TrainSpec
+from bench.claims import counts, halves, known, table
+from reports.drift.results import Contrast
+from reports.page.figures.canvas import MARKERS, PALETTE, quiet
+from reports.page.findings import Findings
+from reports.page.words import points
+from reports.records.load import RunData, load_run
+from reports.run import decided
+
+SAFETY = ("refusal.unsafe", "agent.attack_success")
+METRICS = ("refusal", "agent", "math", *SAFETY, "agent.well_formed")
+LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
+STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
+
+
+class Map:
+    """A sweep's contrasts, by what was trained under which policy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data: RunData = load_run(folder)
+        self.found: Findings = decided(self.data)
+        assert self.data.spec.train is not None, f"{folder} trained nothing"
+        self.train: TrainSpec = self.data.spec.train
+        self.reference = self.found.drift.comparison.reference
+        self._contrasts = {(c.estimand, c.arm, c.policy, c.suite): c for c in self.found.drift.contrasts}
+
+    @cached_property
+    def regimes(self) -> list[str]:
+        """The policies, cheapest to serve first."""
+        return sorted(self.train.policies, key=self.cost)
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """What each policy is called."""
+        return short_names(self.train.policies)
+
+    @cached_property
+    def arms(self) -> list[TrainedArm]:
+        """All that was trained under a policy, in the order of the spec's arms and of the regimes."""
+        trained = [arm for arm in self.train.trained if arm.policy in self.train.policies]
+        order = {name: place for place, name in enumerate(self.train.arms)}
+        return sorted(trained, key=lambda arm: (order[arm.recipe], self.regimes.index(arm.policy)))
+
+    def cost(self, policy: str) -> float:
+        """What serving under a policy costs the reference, in score units summed over the suites."""
+        serving = [self.serving(policy, suite).effect for suite in METRICS[:3]]
+        return -sum(effect.estimate for effect in serving if effect)
+
+    def lossless(self, policy: str) -> bool:
+        """Whether the reference loses two points of no suite under it."""
+        serving = [self.serving(policy, suite).effect for suite in METRICS[:3]]
+        return all(effect is not None and effect.estimate >= -LOSSLESS for effect in serving)
+
+    def serving(self, policy: str, metric: str) -> Contrast:
+        """The reference under a policy against itself uncompressed."""
+        return self._contrasts["E4", self.reference, policy, metric]
+
+    def alike(self, arm: TrainedArm, metric: str) -> Contrast:
+        """An arm against the reference, both uncompressed."""
+        return self._contrasts["E1", arm.name, "none", metric]
+
+    def deployed(self, arm: TrainedArm, metric: str) -> Contrast:
+        """An arm under the policy it was trained under, against the reference uncompressed."""
+        return self._contrasts["E2", arm.name, arm.policy, metric]
+
+    def amplified(self, arm: TrainedArm, metric: str) -> Contrast:
+        """Training less serving: an arm uncompressed against the reference under the policy of the arm."""
+        return self._contrasts["amplification", arm.name, arm.policy, metric]
+
+    def telemetry(self, name: str) -> list[list[dict[str, Any]]]:
+        """The steps of every seed of an arm."""
+        return [rows for (arm, _), rows in self.data.telemetry.items() if arm == name]
+
+    def mean(self, name: str, key: str) -> float:
+        """A measure of an arm over all steps and seeds."""
+        return fmean(known(self.telemetry(name), key))
+
+    def rewards(self, name: str) -> list[float]:
+        """The mean reward of every seed's second half of steps."""
+        return [fmean(halves(rows)[1]) for rows in self.telemetry(name)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--figure", type=Path, help="a PNG to write")
+    asked = parser.parse_args()
+    maps = [Map(folder) for folder in asked.runs]
+    for each in maps:
+        print(f"\n## {each.data.spec.name}: verdict {each.found.verdict.status}\n")
+        for title, headers, rows in tables(each):
+            print(f"\n### {title}\n\n" + "\n".join(table(headers, rows)))
+    if asked.figure:
+        drawn(maps).savefig(asked.figure, dpi=110, metadata={"Software": None})
+
+
+def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
+    """Title, headers and rows of each table."""
+    metrics = [metric for metric in METRICS if ("E1", own.arms[0].name, "none", metric) in own._contrasts]
+    against = [metric if "." not in metric or "well" in metric else f"not {metric}" for metric in metrics]
+    yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
+    yield (
+        "How rollouts were sampled",
+        ["arm", "overlap p5", "k3 KL", "rejected sequences", "KV tokens saved", "reward, second half, by seed"],
+        sampling(own),
+    )
+    for title, contrast in (
+        (f"Trained under it, served uncompressed, against {own.reference}", own.alike),
+        (f"Trained and served under it, against {own.reference} uncompressed", own.deployed),
+        ("Amplification: what training costs less what serving costs", own.amplified),
+    ):
+        rows = ([arm.name, *(cell(contrast(arm, metric)) for metric in metrics)] for arm in own.arms)
+        yield title, ["arm", *against], rows
+    facets = [metric for metric in SAFETY if metric in metrics]
+    yield (
+        "Answers that did it, of those that could be read, by seed, uncompressed",
+        ["arm", *facets],
+        counts(own.data, facets),
+    )
+
+
+def serving(own: Map, metrics: list[str]) -> Iterator[list[str]]:
+    """A row for every policy."""
+    for policy in own.regimes:
+        cells = (cell(own.serving(policy, metric)) for metric in metrics)
+        yield [own.labels[policy], *cells, "yes" if own.lossless(policy) else "no"]
+
+
+def sampling(own: Map) -> Iterator[list[str]]:
+    """A row for every arm: how far sampler and learner were apart, and what was earned."""
+    for name in (own.reference, *(arm.name for arm in own.arms)):
+        rewards = own.rewards(name)
+        yield [
+            name,
+            f"{own.mean(name, 'mismatch/overlap_p5'):.3f}",
+            f"{own.mean(name, 'mismatch/k3_kl'):.4f}",
+            f"{own.mean(name, 'mismatch/rejected_sequences'):.1%}",
+            f"{own.mean(name, 'token_savings'):.1%}",
+            f"{fmean(rewards):.3f} ({', '.join(format(reward, '.3f') for reward in rewards)})",
+        ]
+
+
+def cell(contrast: Contrast) -> str:
+    """A drift with its intervals, or why there is none."""
+    if contrast.effect is None:
+        return ", ".join(reason.code for reason in contrast.reasons)
+    seeds = "" if contrast.recipe is None else f"; {points(contrast.recipe.low)}, {points(contrast.recipe.high)}"
+    effect = contrast.effect
+    return f"{points(effect.estimate)} [{points(effect.low)}, {points(effect.high)}{seeds}]"
+
+
+def drawn(maps: list[Map]) -> Figure:
+    """A row a run: both safety facets by regime, then how rollouts were sampled."""
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(13, 3.9 * len(maps)), layout="constrained")
+        grid = figure.subplots(len(maps), 3, squeeze=False, width_ratios=[1.25, 1.25, 1])
+        for row, own in zip(grid, maps, strict=True):
+            for axes, metric in zip(row, SAFETY, strict=False):
+                _facet(axes, own, metric)
+            _rewards(row[2], own)
+        handles, names = grid[0][0].get_legend_handles_labels()
+        figure.legend(
+            handles,
+            names,
+            loc="outside upper center",
+            ncols=len(names),
+            frameon=False,
+            title=f"95 % intervals; full: served uncompressed, hollow: under its policy; shaded: p5 under {STABLE}",
+        )
+    return figure
+
+
+def _facet(axes: Axes, own: Map, metric: str) -> None:
+    """Points more of what is unwanted: the dense arm served, each recipe uncompressed (full) and under its policy."""
+    axes.axhline(0, color="black", linewidth=0.8)
+    _marks(axes, own, [own.serving(policy, metric) for policy in own.regimes], 0, f"{own.reference}, served under it")
+    recipes = [recipe for recipe in own.train.arms if recipe != own.reference]
+    for place, recipe in enumerate(recipes, 1):
+        for contrast, full in ((own.alike, True), (own.deployed, False)):
+            found = {arm.policy: contrast(arm, metric) for arm in own.arms if arm.recipe == recipe}
+            label = recipe if full else ""
+            _marks(
+                axes,
+                own,
+                [found.get(policy) for policy in own.regimes],
+                place + (0 if full else 0.35),
+                label,
+                full=full,
+            )
+    _named(axes, own)
+    axes.set_title(f"{own.data.spec.name}: {metric}", loc="left", fontsize=9)
+    axes.set_ylabel("points more than dense")
+
+
+def _marks(axes: Axes, own: Map, found: list[Contrast | None], place: float, label: str, full: bool = True) -> None:
+    width = len(own.train.arms) + 0.8
+    colour, marker = PALETTE[int(place) % len(PALETTE)], MARKERS[int(place) % len(MARKERS)]
+    for at, contrast in enumerate(found):
+        if contrast is None or contrast.effect is None:
+            continue
+        effect = contrast.effect
+        x, y = at + (place - (width - 1.8) / 2) / width, -100 * effect.estimate
+        axes.plot(
+            [x, x], [-100 * effect.high, -100 * effect.low], color=colour, linewidth=1.1, alpha=1 if full else 0.5
+        )
+        axes.plot(
+            x, y, marker, color=colour, markersize=4.5, markerfacecolor=colour if full else "white", label=label or None
+        )
+        label = ""
+
+
+def _rewards(axes: Axes, own: Map) -> None:
+    """What every seed's rollouts earned at last; p5 of the overlap beside the names."""
+    dense = own.rewards(own.reference)
+    axes.axhspan(min(dense), max(dense), color=PALETTE[0], alpha=0.25, linewidth=0)
+    recipes = [recipe for recipe in own.train.arms if recipe != own.reference]
+    for place, recipe in enumerate(recipes, 1):
+        for arm in (arm for arm in own.arms if arm.recipe == recipe):
+            x = own.regimes.index(arm.policy) + (place - len(recipes) / 2) / (len(recipes) + 2)
+            rewards = own.rewards(arm.name)
+            axes.plot([x] * len(rewards), rewards, MARKERS[place], color=PALETTE[place], markersize=3.5, alpha=0.8)
+    _named(axes, own)
+    axes.set_title("late reward of rollouts by seed; band: dense", loc="left", fontsize=9)
+
+
+def _named(axes: Axes, own: Map) -> None:
+    """The regimes below, with naive's p5, after a line where it falls under what training is said to want."""
+    naive = {arm.policy: arm.name for arm in own.arms if arm.recipe == "naive"}
+    overlap = [own.mean(naive[policy], "mismatch/overlap_p5") for policy in own.regimes]
+    names = [f"{own.labels[policy]}\np5 {p5:.2f}" for policy, p5 in zip(own.regimes, overlap, strict=True)]
+    axes.set_xticks(range(len(names)), names, fontsize=7)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    for at, p5 in enumerate(overlap):
+        if p5 < STABLE:
+            axes.axvspan(at - 0.5, at + 0.5, color=PALETTE[1], alpha=0.07, linewidth=0)
+    quiet(axes)
+
+
+if __name__ == "__main__":
+    main()
