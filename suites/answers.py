@@ -92,7 +92,7 @@ def verified(found: str, wanted: str) -> bool | None:
 
 
 def _computed(text: str) -> bool:
-    return len(text) <= LONGEST and all(_value(part, _POINTS[0]) is not None for part in _read(text).parts)
+    return len(text) <= LONGEST and all(_value(part, _TRIED_AT[0]) is not None for part in _read(text).parts)
 
 
 class _Read(NamedTuple):
@@ -142,7 +142,7 @@ def _split(text: str) -> list[str]:
 def _same(one: str, other: str) -> bool:
     if _plain(one) == _plain(other):
         return True
-    for point in _POINTS:
+    for point in _TRIED_AT:
         first, second = _value(one, point), _value(other, point)
         if first is None or second is None or abs(first - second) > _CLOSE * max(1e-3, abs(first), abs(second)):
             return False
@@ -155,14 +155,14 @@ def _plain(text: str) -> str:
 
 
 # Where formulas are compared: letters stand for these numbers, so that 2k + 2 is 2(k + 1) and not 2k + 1.
-_POINTS = ((0.7316, 1.3), (1.9147, 0.7))
-_PIECE = re.compile(r"\s*(\d+\.?\d*|\.\d+|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z]|<=|>=|.)", re.DOTALL)
+_TRIED_AT = ((0.7316, 1.3), (1.9147, 0.7))
+_FORMULA_PIECE = re.compile(r"\s*(\d+\.?\d*|\.\d+|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z]|<=|>=|.)", re.DOTALL)
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sqrt": cmath.sqrt, "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10,
     "exp": cmath.exp, "cot": lambda x: 1 / cmath.tan(x), "sec": lambda x: 1 / cmath.cos(x),
     "csc": lambda x: 1 / cmath.sin(x),
 }  # fmt: skip
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
@@ -181,7 +181,7 @@ class _Formula:
     """Reads and computes at once: sums of products of powers of atoms, by recursive descent."""
 
     def __init__(self, text: str, point: tuple[float, float]) -> None:
-        self._pieces: Sequence[str] = [piece for piece in _PIECE.findall(text.strip()) if piece.strip()]
+        self._pieces: Sequence[str] = [piece for piece in _FORMULA_PIECE.findall(text.strip()) if piece.strip()]
         self._at, self._point = 0, point
 
     def whole(self) -> complex:
@@ -230,9 +230,9 @@ class _Formula:
 
     def _atom(self) -> complex:
         piece = self._take()
-        if piece in _CLOSING:
+        if piece in _BRACKETS:
             value = self._sum()
-            self._take(_CLOSING[piece])
+            self._take(_BRACKETS[piece])
             return value
         if piece == "\\frac":
             return self._atom() / self._atom()

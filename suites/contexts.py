@@ -35,7 +35,7 @@ _OPEN = (
 _OPENED = "Page {number} is open, with {lines} lines on it."
 _PAGE_TOKENS = (120, 360)  # of tool output in one answer
 _SENTENCES = (2, 7)  # that are read aloud in one turn
-_READING = 0.6  # of the turns
+_READING_SHARE = 0.6  # of the turns
 _MORE = (3, 6)  # small questions beside the first, where nothing is read aloud
 
 
@@ -82,7 +82,7 @@ def _dialogue(
         if book is not None:
             reading = draw.choice(_READ_ON), list(islice(book, draw.randint(*_SENTENCES)))
             # a sentence too long for what is left gives way to something small
-            choices = [reading, *choices] if draw.random() < _READING else choices
+            choices = [reading, *choices] if draw.random() < _READING_SHARE else choices
         else:  # several at a time, or the template's own tokens would be half of the context
             several = [*choices, *(_small(draw) for _ in range(draw.randint(*_MORE)))]
             choices = [_at_once(several[:count]) for count in range(len(several), 0, -1)]

@@ -27,11 +27,11 @@ from audit.core.records import Message, Role
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
 FEWSHOT_SEED = 1234  # the harness's own, so that prompts are its own too
-_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^:@/]+))?)?(@(?P<column>[^:@/]+))?")
+_TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^:@/]+))?)?(@(?P<column>[^:@/]+))?")
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _CHANCE = -1e9  # nats of an option that was not taken
-_KINDS = ("generate_until", "multiple_choice")
+_OUTPUT_TYPES = ("generate_until", "multiple_choice")
 # what the log-probability of an option is divided by
 _WEIGHTS: dict[str, Callable[[str], float]] = {
     "acc": lambda _: 1.0,
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Asked:
         """Read what follows ``lm-eval:``."""
-        found = _NAME.fullmatch(text)
+        found = _TASK_NAME.fullmatch(text)
         if not found:
             raise SpecError(
                 f"suite {FAMILY + text!r} names no task; write {FAMILY}TASK, {FAMILY}TASK:METRIC,FILTER or "
@@ -207,11 +207,11 @@ def harness_task(asked: Asked) -> HarnessTask:
 
 def _check_kind(task: Any, said: str) -> None:
     """Raise SpecError for what no grid of answers can hold."""
-    config, kinds = task.config, " and ".join(_KINDS)
+    config, kinds = task.config, " and ".join(_OUTPUT_TYPES)
     reasons = {
         "is written as a class, with requests of its own": not _asks_plainly(task),
         "asks how probable whole texts are, which would go through the cache in one prefill, where compression acts "
-        "otherwise than while an answer is written": task.OUTPUT_TYPE not in _KINDS,
+        "otherwise than while an answer is written": task.OUTPUT_TYPE not in _OUTPUT_TYPES,
         "shows pictures or sound": bool(config.doc_to_image or config.doc_to_audio),
         "runs what the model writes as a program": bool(config.unsafe_code),
         "begins the answer for the model (gen_prefix)": config.gen_prefix is not None,

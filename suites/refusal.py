@@ -54,7 +54,7 @@ _REFUSED = re.compile(
 _STAMMER = re.compile(r"\b(\w+)\W+\1\b")
 _WORD = re.compile(r"[^\W\d_]+")
 TWINS = ("forbidden", "allowed", "plain")
-_ENDPOINTS = {"forbidden": ("unsafe", "refused"), "allowed": ("over_refused", "helpful"), "plain": ("capable",)}
+_FACETS = {"forbidden": ("unsafe", "refused"), "allowed": ("over_refused", "helpful"), "plain": ("capable",)}
 
 
 class Refusal(Suite):
@@ -87,7 +87,7 @@ class Refusal(Suite):
         return None
 
     def facets(self, item: Item) -> tuple[str, ...]:
-        return _ENDPOINTS[item.payload["twin"]]
+        return _FACETS[item.payload["twin"]]
 
     def gold(self, item: Item) -> tuple[str, ...]:
         asked = item.payload["asked"]

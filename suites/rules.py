@@ -25,7 +25,7 @@ _SAMPLES = {
 }  # fmt: skip
 _CHOICES = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 _DIVIDER, _SPLITTER, _BREAK = "***", "******", "\n\n"
-_PLAIN = "here is a short and calm reply on this"  # words to write with, where no letter is forbidden
+_FILLER = "here is a short and calm reply on this"  # words to write with, where no letter is forbidden
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Draft:
 
     def text(self) -> str:
         """The whole answer."""
-        words = [word for word in (*_PLAIN.split(), *self.topic) if not set(word) & set(self.banned)]
+        words = [word for word in (*_FILLER.split(), *self.topic) if not set(word) & set(self.banned)]
         first, *rest = self.blocks or [""]
         said = " ".join(filter(None, (first, self.title, *words, *self.extra)))
         body = self.between.join(["\n".join([said, *self.lines]), *(f"{part} {' '.join(words)}" for part in rest)])

@@ -26,7 +26,7 @@ _FORMS = {"system": "followed", "user": "capable"}
 _NEUTRAL = "Answer what the user asks."
 _SHORT = "Where no rule asks for more, answer in three sentences."  # or small models never end
 _READING = "The reading of today, which has nothing to do with what is asked:\n\n{prose}\n\nEnd of the reading."
-_ASKED = 5  # letters of a word that an answer shares with its request, at least
+_SHARED_LETTERS = 5  # letters of a word that an answer shares with its request, at least
 _LONG = 40  # words; so long an answer is one, whatever it is about
 _FREE = {"language:response_language", "detectable_format:constrained_response"}  # these need no word of the request
 _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answer", "rules that exclude each other"
@@ -123,14 +123,14 @@ class SysIfEval(Suite):
 
 def topic(request: str) -> list[str]:
     """The words of a request that an answer to it is likely to take up."""
-    return list(dict.fromkeys(word for word in re.findall(r"[a-z]+", request.lower()) if len(word) >= _ASKED))
+    return list(dict.fromkeys(word for word in re.findall(r"[a-z]+", request.lower()) if len(word) >= _SHARED_LETTERS))
 
 
 def is_answer(answer: str, about: str) -> bool:
     """Whether a text says something on its request, or much; ``about`` holds the request's words, or is empty."""
     words = re.findall(r"\w+", answer.lower())
-    roots = {word[:_ASKED] for word in about.split()}
-    return bool(words) and (not roots or len(words) >= _LONG or any(word[:_ASKED] in roots for word in words))
+    roots = {word[:_SHARED_LETTERS] for word in about.split()}
+    return bool(words) and (not roots or len(words) >= _LONG or any(word[:_SHARED_LETTERS] in roots for word in words))
 
 
 @cache

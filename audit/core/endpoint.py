@@ -28,13 +28,13 @@ from audit.core.records import Message
 from audit.core.text import inline, is_text
 from audit.core.yaml_file import one_line
 
-_VARIABLE = re.compile(r"[A-Za-z_]\w{0,99}")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_]\w{0,99}")
 _PROBED = 2  # requests sent before all others
 _GRACE = 0.5  # seconds in which a reply that is late says so itself
 _LONGEST_REPLY = 1 << 20  # bytes
 _LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
 _HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
-_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+_TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _SECRET = (401, 403)  # whose words may hold a part of the key
 _SHORTEST_KEY = 8  # characters that are struck out of what is said; a shorter one may be a word
 
@@ -93,7 +93,7 @@ class Endpoint:
         """Raise SpecError, in the name of ``who``, for an address that is none or would carry a key into a file."""
         if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
             raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
-        if self.key and not _VARIABLE.fullmatch(self.key):  # not shown: it may be the key itself
+        if self.key and not _VARIABLE_NAME.fullmatch(self.key):  # not shown: it may be the key itself
             raise SpecError(
                 f"{who}: key wants the name of the environment variable that holds the key, such as API_KEY"
             )
@@ -148,7 +148,7 @@ class Line:
         status = f"status {replied.status}"
         said = "" if replied.status in _SECRET else _said(replied.body)
         words = self._struck(f"{status}: {said}" if said else status)
-        if replied.status in _LATER:
+        if replied.status in _TRIED_AGAIN:
             return Unanswered(words, Scope.TRY, _retry_after(replied.retry_after))
         return Unanswered(words, Scope.ENDPOINT if replied.status in _HOPELESS else Scope.QUESTION)
 

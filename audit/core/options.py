@@ -14,7 +14,7 @@ from audit.core.yaml_file import shown
 
 T = TypeVar("T")
 IDENTITY_DIGITS = 12  # hex digits of an identity in names and records
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_KIND_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def parse_named(registry: Registry[T], text: str) -> T:
@@ -47,7 +47,7 @@ def made_of(plugin: type[T], what: str, given: Mapping[str, Any]) -> T:
         wanted = kinds[key]
         # a whole number is a number too; true and false are none
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise SpecError(f"{what}: {key} is {shown(value)}, wanted {_WORDS[wanted]}")
+            raise SpecError(f"{what}: {key} is {shown(value)}, wanted {_KIND_WORDS[wanted]}")
     if missing := list(_missing(known, dict(given))):
         raise SpecError(f"{what} needs {missing[0]}; give {', '.join(f'{key}: ...' for key in missing)}")
     made: T = kind(**given)

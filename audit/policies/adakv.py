@@ -12,7 +12,7 @@ from audit.core.errors import SpecError
 from audit.policies.snapkv import SnapKV
 
 _INF = float("inf")
-_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
+_ROUNDED_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,12 @@ class AdaKV(SnapKV):
         free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
         total = mean.sum(1)
         best = _best(free, total).sum(-1)
-        shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_DIGITS)
+        shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_ROUNDED_DIGITS)
         # as many heads round up as the floors fall short of the total
-        up = _places((shares - shares.floor()).round(decimals=_DIGITS)) < (total - shares.floor().sum(1))[:, None]
+        up = (
+            _places((shares - shares.floor()).round(decimals=_ROUNDED_DIGITS))
+            < (total - shares.floor().sum(1))[:, None]
+        )
         sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))  # no more than the head holds
         others = free.masked_fill(_places(free) < sure[..., None], -_INF)
         return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from audit.core.errors import SpecError
 
-_DIGITS = 12  # of a file's sha256 that stand in the policy's canonical string
+_HASH_DIGITS = 12  # of a file's sha256 that stand in the policy's canonical string
 
 
 class Scales(NamedTuple):
@@ -39,7 +39,7 @@ def pinned_scales(policy: str, text: str) -> str:
         return text
     name, _, wanted = text.partition("#")
     try:
-        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:_DIGITS]
+        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:_HASH_DIGITS]
     except OSError as error:
         raise SpecError(
             f"policy {policy}: scales={text!r} is no number above 0, no two (keys/values) and no file to read "

@@ -25,7 +25,7 @@ from reports.stats.adjudication import Labelled, adjudicated, label_weights, lab
 from reports.stats.effect import Effect
 from reports.stats.judges import differential_bias, judge_error
 
-_Labels = npt.NDArray[np.float64]
+_PartialLabels = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class HumanLabels:
     """A cell's pairs [M] and the labels of the chosen ones, NaN where nobody looked."""
 
     pairs: PairedAnswers
-    candidate: _Labels
-    reference: _Labels
+    candidate: _PartialLabels
+    reference: _PartialLabels
 
     @property
-    def difference(self) -> _Labels:
+    def difference(self) -> _PartialLabels:
         """candidate - reference [M], NaN where nobody looked."""
         return self.candidate - self.reference
 

@@ -26,7 +26,7 @@ from audit.core.text import clip, visible
 from audit.core.yaml_file import one_line
 
 KEY_FORMAT = 2
-_SIMPLE = 1  # keys of before the pairs were spread over templates
+_SIMPLE_KEY = 1  # keys of before the pairs were spread over templates
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Key:
     @property
     def spread(self) -> bool:
         """Whether the concordant pairs were drawn in turn over the templates."""
-        return self.format != _SIMPLE
+        return self.format != _SIMPLE_KEY
 
 
 def key_path(sheet: Path) -> Path:
@@ -94,7 +94,7 @@ def read_key(sheet: Path) -> Key:
 
 
 def _key(value: Any) -> Key:
-    if value["format"] not in (_SIMPLE, KEY_FORMAT):
+    if value["format"] not in (_SIMPLE_KEY, KEY_FORMAT):
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:

@@ -17,7 +17,7 @@ from audit.core.errors import DataError
 from audit.core.yaml_file import one_line
 
 LABELS_FORMAT = 3
-_SIMPLE = 2  # labels of before the pairs were spread over templates
+_SIMPLE_LABELS = 2  # labels of before the pairs were spread over templates
 LABELS_FILE = "adjudication.json"
 REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
 LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
@@ -75,12 +75,12 @@ def load_labels(run: Path) -> Labels | None:
 
 
 def _parsed(value: Any) -> Labels:
-    if value["format"] not in (_SIMPLE, LABELS_FORMAT):
+    if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
         raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
     if _digest(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")
-    simple = {"spread": False} if value["format"] == _SIMPLE else {}
+    simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
     cells = tuple(_cell({**cell, **simple}) for cell in value["cells"])
     if not cells or len({cell.name for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")

@@ -18,7 +18,7 @@ from audit.core.recipe import RECIPE, read_recipe
 from audit.core.yaml_file import read_text
 
 SCAN, ANSWERS = "scan.json", "answers.json"
-_KINDS: dict[str, tuple[str, str, type]] = {
+_EVIDENCE: dict[str, tuple[str, str, type]] = {
     SCAN: ("kvaudit.scan", "found", list),
     ANSWERS: ("kvaudit.answers", "answers", dict),
 }
@@ -44,7 +44,7 @@ def evidence_of(run: Path) -> Evidence:
 def _read(path: Path) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
-    wanted, table, kind = _KINDS[path.name]
+    wanted, table, kind = _EVIDENCE[path.name]
     try:
         found = json.loads(read_text(path, "evidence file", LARGEST_EVIDENCE))
     except (ValueError, RecursionError) as error:

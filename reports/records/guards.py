@@ -26,8 +26,8 @@ from reports.records.rows import FACET_COLUMNS, UNREAD
 
 GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION = "guards", "kvaudit.guard", 1
 LET_THROUGH, INPUT, OUTPUT, FAILED = 0, 1, 2, 3
-_CODES = {"input": INPUT, "output": OUTPUT}
-_NAMES = ("name", "sha256", "side", "text")
+_SIDE_CODES = {"input": INPUT, "output": OUTPUT}
+_GUARD_KEYS = ("name", "sha256", "side", "text")
 _REMEDY = "delete its folder and run kvaudit guard again"
 
 
@@ -67,7 +67,7 @@ def _guarded(run: Path, folder: Path, records: pd.DataFrame) -> Guarded:
         at = dict(zip(lines[own].tolist(), own.tolist(), strict=True))
         for line, side, facets in body["blocked"]:
             if line in at:  # a line that could not be read is no record
-                acts[at[line]] = _CODES[side]
+                acts[at[line]] = _SIDE_CODES[side]
                 happened[at[line]] = facets
         acts[[at[line] for line in body["failed"] if line in at]] = FAILED
     assert told is not None, "a run has records"
@@ -97,7 +97,7 @@ def _checked(path: Path, seal: Path) -> dict[str, Any]:
         )
     body = read_json(path)
     guard = body.get("guard")
-    named = isinstance(guard, dict) and set(guard) == set(_NAMES) and all(map(_is_text, guard.values()))
+    named = isinstance(guard, dict) and set(guard) == set(_GUARD_KEYS) and all(map(_is_text, guard.values()))
     lists = isinstance(body.get("blocked"), list) and isinstance(body.get("failed"), list)
     if body.get("format") != GUARDS_FORMAT or body.get("version") != GUARDS_VERSION or not named or not lists:
         raise DataError(f"{str(path)!r} is not of format {GUARDS_FORMAT} version {GUARDS_VERSION}; {_REMEDY}")
@@ -113,7 +113,7 @@ def _fits(row: Any) -> bool:
         return False
     line, side, facets = row
     names = isinstance(facets, list) and all(isinstance(name, str) and name in FACETS for name in facets)
-    return type(line) is int and isinstance(side, str) and side in _CODES and names
+    return type(line) is int and isinstance(side, str) and side in _SIDE_CODES and names
 
 
 def _is_text(value: Any) -> bool:

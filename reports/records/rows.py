@@ -50,7 +50,7 @@ REAL = (
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
 )
-_CODES = {None: UNREAD, False: 0.0, True: 1.0}
+_FACET_CODES = {None: UNREAD, False: 0.0, True: 1.0}
 
 
 class _Numbering(dict[str, int]):
@@ -104,8 +104,8 @@ BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a process
 _LARGEST = 2**62  # what a 64-bit column holds with room to sum
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 _SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
-_NAMES = tuple(f.name for f in fields(Record))
-_values = itemgetter(*_NAMES)
+_FIELDS = tuple(f.name for f in fields(Record))
+_values = itemgetter(*_FIELDS)
 # json.loads wants a text to be one value; its scanner says where a value ends, so a block needs no splitting
 _scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
 _OUTCOMES = {outcome.value for outcome in Outcome}
@@ -159,9 +159,9 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
         if rows is None or set(map(type, rows)) != {dict}:
             return None
         _complete(rows)
-        if set(map(len, rows)) != {len(_NAMES)}:
+        if set(map(len, rows)) != {len(_FIELDS)}:
             return None
-        values = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
+        values = dict(zip(_FIELDS, zip(*map(_values, rows), strict=True), strict=True))
         if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
             return None
         if not _shares_fit(values["survival"]) or not _facets_fit(values["facets"]):
@@ -178,7 +178,7 @@ def _complete(rows: Sequence[dict[str, Any]]) -> None:
     """Give rows what they may lack: spans, which a suite need not mark, and facets, which once there were none of."""
     for row in rows:
         row.setdefault("spans", {})
-    if set(map(len, rows)) == {len(_NAMES) - 1} and {row["format"] for row in rows} == {1}:
+    if set(map(len, rows)) == {len(_FIELDS) - 1} and {row["format"] for row in rows} == {1}:
         for row in rows:
             row.setdefault("facets", {})
 
@@ -249,7 +249,7 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     for role in ROLES:
         kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
     for name, column in FACET_COLUMNS.items():
-        kept[column] = [_CODES[table[name]] if name in table else math.nan for table in values["facets"]]
+        kept[column] = [_FACET_CODES[table[name]] if name in table else math.nan for table in values["facets"]]
     for name, column in SPAN_COLUMNS.items():
         kept[column] = [table.get(name, math.nan) for table in values["spans"]]
     return kept

@@ -14,7 +14,7 @@ from reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, qu
 from reports.page.findings import Findings
 
 _MOST = 20
-_APART = 12  # templates drawn one by one
+_ONE_BY_ONE = 12  # templates drawn one by one
 
 
 def draw(findings: Findings) -> Drawing | None:
@@ -43,7 +43,7 @@ def draw(findings: Findings) -> Drawing | None:
 def _bar(panel: Axes, y: int, c: CellConcentration) -> None:
     start = 0.0
     dominant = c.dominant if c.losses >= FEWEST_LOST else ()
-    for place, t in enumerate(c.templates[:_APART]):
+    for place, t in enumerate(c.templates[:_ONE_BY_ONE]):
         look: dict[str, Any] = {"facecolor": LOSS, "alpha": 0.9 if place % 2 == 0 else 0.55, "linewidth": 0}
         if t.template in dominant:
             look |= {"hatch": "///", "edgecolor": INK, "linewidth": 0.4}
