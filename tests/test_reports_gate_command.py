@@ -158,6 +158,14 @@ def test_pin_names_weights_and_refuses_to_move(tmp_path):
     assert not (tmp_path / "other.json").exists()
 
 
+def test_pin_names_an_arm_of_a_sweep_as_its_run_does(tmp_path):
+    """Provenance knows the recipe; another folder's name, or a copy's, says nothing."""
+    out = tmp_path / "pin.json"
+    folders = (checkpoint(tmp_path / place, "naive", seed) for place, seed in (("naive_int8/seed-1", 1), ("copy", 2)))
+    assert call("pin", *folders, "--out", out).exit_code == 0
+    assert [one.arm for one in load_pin(out).checkpoints] == ["naive_int8", "naive"]
+
+
 def test_pin_holds_provenance_to_the_weights(tmp_path):
     folder = checkpoint(tmp_path / "seed-1")
     story = json.loads((folder / "provenance.json").read_text())

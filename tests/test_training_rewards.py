@@ -38,10 +38,17 @@ def by_parity(played: Sequence[Played], scale: float = 1.0) -> list[float | None
     return [None if score is None else scale * score for score in scores]
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
 def broken(played: Sequence[Played], what: str) -> Any:
     made = {"nan": float("nan"), "huge": 10**400, "text": "1", "none": None}
     if what == "raises":
         raise KeyError(what)
+    if what == "mute":
+        raise Mute
     if what == "exit":
         sys.exit(0)
     return {"short": [], "number": 1.0, "string": "1"}.get(what, [made.get(what)] * len(played))
@@ -121,6 +128,7 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
         ({"function": f"{HERE}:broken", "what": "short"}, "gave 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
+        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: it fails again where it is asked what happened"),
         ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
         ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),

@@ -71,7 +71,14 @@ def _trained(folder: Path) -> Pinned:
             f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "
             "give a checkpoint that kvaudit finished"
         )
-    return Pinned(str(arm), seed, weights, str(base), str(policy))
+    return Pinned(_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+
+
+def _name(folder: Path, recipe: str, seed: int) -> str:
+    """What a run calls the arm: in a sweep its recipe and its policy, which only the folder says."""
+    place = folder.resolve()
+    name = place.parent.name
+    return name if place.name == f"seed-{seed}" and name.startswith(f"{recipe}_") else recipe
 
 
 def _untrained(folder: Path) -> Pinned:

@@ -99,6 +99,15 @@ def one_line(value: object) -> str:
     return " ".join(str(value).split())[:200]
 
 
+def reason(error: BaseException) -> str:
+    """The class of an exception of somebody else's code and what it says, which may itself fail."""
+    try:
+        said = one_line(error)
+    except (Exception, SystemExit):
+        said = "it fails again where it is asked what happened"
+    return f"{type(error).__name__}: {said}"
+
+
 def _refuse_monsters(text: str) -> None:
     """Raise for what costs more to hold, or does more, than to write, while the text is still a stream."""
     depth = 0

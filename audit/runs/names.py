@@ -10,6 +10,7 @@ from typing import Any, Literal
 from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec import TrainSpec
 from audit.core.spec_parts import Names
+from audit.core.yaml_file import reason
 from audit.guards.base import GUARDS, parse_guard
 from audit.judges.base import JUDGES, parse_judge
 from audit.policies import POLICIES, parse_policy
@@ -90,7 +91,7 @@ def _load(file: Path) -> str:
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
-        raise DataError(f"plug-in {str(file)!r} fails on import: {type(error).__name__}: {error}") from error
+        raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}") from error
     if not names:
         raise SpecError(
             f"plug-in {str(file)!r} brings no policy, suite, judge, guard, reward or launcher; subclass Evictor, "

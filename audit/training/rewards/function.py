@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from audit.core.errors import AuditError, RunError, SpecError
 from audit.core.options import sha256_of
-from audit.core.yaml_file import one_line, shown
+from audit.core.yaml_file import reason, shown
 from audit.sampling.conversations import Played
 from audit.training.rewards.base import Reward, Scores
 from suites.base import Suite
@@ -74,7 +74,7 @@ class Function(Reward):
         except (Exception, SystemExit) as error:  # an outsider's code may raise anything, or end the command
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(
-                f"reward function {self.function!r} fails: {type(error).__name__}: {one_line(error)} "
+                f"reward function {self.function!r} fails: {reason(error)} "
                 f"({Path(last.filename).name} line {last.lineno})"
             ) from error
         return scores
@@ -88,8 +88,8 @@ class Function(Reward):
             found: Any = importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise SpecError(
-                f"reward function {self.function!r}: {module} cannot be imported from here ({type(error).__name__}: "
-                f"{one_line(error)}); install it, or start where {module.split('.')[0]}.py lies"
+                f"reward function {self.function!r}: {module} cannot be imported from here ({reason(error)}); "
+                f"install it, or start where {module.split('.')[0]}.py lies"
             ) from error
         for part in path.split("."):
             if not hasattr(found, part):
