@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import POLICY, play_for_parity, rows, sha256, sharp, short, silent
+from training_world import POLICY, by_parity, killed_and_resumed, rows, same_bits, sharp, short
 
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import SpecError
 from audit.policies import parse_policy
 from audit.runs.verify import checkpoint_rollouts, verify
 from audit.sampling.model import LoadedModel, load_model
-from audit.training import grpo, rollouts
 from audit.training.config import TrainConfig
 from audit.training.rollouts import group_policies
 
@@ -25,10 +24,6 @@ def mixed(**more: Any) -> TrainConfig:
     return short(**(plain | more))
 
 
-class Killed(BaseException):
-    """Stands for the process ending here."""
-
-
 @pytest.fixture(scope="module")
 def base(tiny_folder: Path) -> LoadedModel:
     return sharp(tiny_folder)
@@ -36,9 +31,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def trained(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts, "play", play_for_parity)
-        return grpo.train(mixed(), base, tmp_path_factory.mktemp("mixed"), silent)
+    return by_parity(mixed(), base, tmp_path_factory.mktemp("mixed"))
 
 
 def test_groups_draw_by_seed_step_and_place_in_the_shares_of_the_mixture() -> None:
@@ -68,18 +61,9 @@ def test_every_group_is_replayed_under_the_policy_it_drew(trained: Path) -> None
 
 
 def test_a_run_under_a_mixture_that_was_killed_ends_with_the_same_bits(
-    base: LoadedModel, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: LoadedModel, trained: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rollouts, "play", play_for_parity)
-
-    def die(done: int, _: int, __: Any) -> None:
-        raise Killed
-
-    with pytest.raises(Killed):
-        grpo.train(mixed(), base, tmp_path / "killed", die)
-    killed = grpo.train(mixed(), base, tmp_path / "killed", silent)
-    assert rows(killed) == rows(trained)
-    assert sha256(killed / "model.safetensors") == sha256(trained / "model.safetensors")
+    assert same_bits(killed_and_resumed(mixed(), base, tmp_path), trained)
 
 
 def test_a_mixture_with_a_policy_that_cannot_be_replayed_is_refused() -> None:

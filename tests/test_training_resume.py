@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_world import play_for_parity, rows, sha256, sharp, short, silent
+from training_world import Killed, play_for_parity, rows, sha256, sharp, short, silent
 
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError
@@ -23,10 +23,6 @@ from audit.sampling.model import LoadedModel
 from audit.training import checkpoint, files, grpo, rollouts
 from audit.training.files import TelemetryLog
 from audit.training.losses import LOSSES
-
-
-class Killed(BaseException):
-    """Stands for the process ending here."""
 
 
 @pytest.fixture(scope="module")

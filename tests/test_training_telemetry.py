@@ -16,7 +16,7 @@ from audit.sampling.conversations import Played
 from audit.training.batch import collect
 from audit.training.files import TelemetryLog
 from audit.training.mismatch import mismatch_panel
-from audit.training.optimiser import Halves
+from audit.training.optimiser import Optimiser
 from audit.training.telemetry import (
     Tally,
     certificate,
@@ -149,25 +149,27 @@ def test_entries_are_counted_as_the_ledger_defines_who_sees_what() -> None:
     assert entries_seen(rollout) == (pytest.approx(sum(seen) / 6), sum(i + 1 for i in queries))
 
 
+def halves_of(model: torch.nn.Linear, *gradients: list[float]) -> dict[str, float | None]:
+    """What an optimiser says of the gradient after the first half of a batch, and after the second."""
+    optimiser = Optimiser(model, learning_rate=0.0, warmup_steps=0, max_grad_norm=1e9)
+    for gradient in gradients:
+        model.weight.grad = torch.tensor([gradient], dtype=model.weight.dtype)
+        optimiser.mark()
+    return optimiser.step().halves
+
+
 def test_halves_of_a_gradient_are_told_apart() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    apart = Halves(model)
-    model.weight.grad = torch.tensor([[3.0, 0.0]])
-    apart.mark()
-    model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert apart.numbers() == {"grad_variance": pytest.approx(25.0), "grad_half_cosine": pytest.approx(0.0)}
-    model.weight.grad = torch.tensor([[6.0, 0.0]])
-    assert apart.numbers() == {"grad_variance": pytest.approx(0.0), "grad_half_cosine": pytest.approx(1.0)}
-    assert Halves(model).numbers() == {"grad_variance": None, "grad_half_cosine": None}
+    one, two = halves_of(model, [3.0, 0.0], [3.0, 4.0]), halves_of(model, [3.0, 0.0], [6.0, 0.0])
+    assert one == {"grad_variance": pytest.approx(25.0), "grad_half_cosine": pytest.approx(0.0)}
+    assert two == {"grad_variance": pytest.approx(0.0), "grad_half_cosine": pytest.approx(1.0)}
+    assert halves_of(model, [3.0, 0.0]) == {"grad_variance": None, "grad_half_cosine": None}
 
 
 def test_halves_that_are_nearly_alike_are_told_apart_in_bfloat16_too() -> None:
     model = torch.nn.Linear(300, 1, bias=False).to(torch.bfloat16)
-    apart = Halves(model)
-    model.weight.grad = torch.full((1, 300), 1.0, dtype=torch.bfloat16)
-    apart.mark()
-    model.weight.grad = torch.full((1, 300), 2.0625, dtype=torch.bfloat16)  # the second half's is 1.0625
-    assert apart.numbers()["grad_variance"] == pytest.approx(300 * 0.0625**2, abs=1e-3)
+    found = halves_of(model, [1.0] * 300, [2.0625] * 300)  # the second half's is 1.0625
+    assert found["grad_variance"] == pytest.approx(300 * 0.0625**2, abs=1e-3)
 
 
 def test_the_certificate_is_the_panel_of_the_replayed_rollouts_and_empty_without_them() -> None:

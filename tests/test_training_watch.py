@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import play_for_parity, rows, sha256, sharp, short, silent
+from training_world import by_parity, killed_and_resumed, play_for_parity, rows, same_bits, sha256, sharp, short, silent
 
 from audit.core.alarms import ALARMS, alarm_numbers, ringing
 from audit.core.errors import SpecError, UnknownName
@@ -26,10 +26,6 @@ def watched(**more: Any) -> TrainConfig:
     return short(**(plain | {"watch": {"every": 2, "items": 3, "suites": ["math", "refusal"]}} | more))
 
 
-class Killed(BaseException):
-    """Stands for the process ending here."""
-
-
 @pytest.fixture(scope="module")
 def base(tiny_folder: Path) -> LoadedModel:
     return sharp(tiny_folder)
@@ -37,9 +33,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def trained(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts, "play", play_for_parity)
-        return grpo.train(watched(), base, tmp_path_factory.mktemp("watched"), silent)
+    return by_parity(watched(), base, tmp_path_factory.mktemp("watched"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,14 +57,7 @@ def test_validation_comes_when_it_is_due_in_both_views(trained: Path) -> None:
 def test_a_watched_run_that_was_killed_ends_with_the_same_bits(
     base: LoadedModel, trained: Path, tmp_path: Path
 ) -> None:
-    def die(done: int, _: int, __: Any) -> None:
-        raise Killed
-
-    with pytest.raises(Killed):
-        grpo.train(watched(), base, tmp_path, die)
-    killed = grpo.train(watched(), base, tmp_path, silent)
-    assert rows(killed) == rows(trained)
-    assert sha256(killed / "model.safetensors") == sha256(trained / "model.safetensors")
+    assert same_bits(killed_and_resumed(watched(), base, tmp_path), trained)
 
 
 def test_held_out_items_are_none_that_training_meets(base: LoadedModel) -> None:

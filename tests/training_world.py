@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from audit.core.records import Grade, Outcome
@@ -22,7 +23,7 @@ from audit.sampling.sampler import Decoding, Sampler
 from audit.training import grpo, rollouts
 from audit.training.batch import Batch, collect, row_seeds, training_items
 from audit.training.config import TrainConfig
-from audit.training.optimiser import Optimiser
+from audit.training.optimiser import Optimiser, Stepped
 from audit.training.student import Student
 
 POLICY = "streaming:budget=96,sink=4,window=8"
@@ -89,10 +90,10 @@ class Tape(Optimiser):
         super().__init__(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0)
         self.gradients: list[torch.Tensor] = []
 
-    def step(self) -> float | None:
+    def step(self) -> Stepped:
         self.gradients = [weight.grad.clone() for weight in self._weights.values()]
         self._adam.zero_grad(set_to_none=True)
-        return 1.0
+        return Stepped(1.0, {})
 
 
 def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Tensor]:
@@ -105,6 +106,36 @@ def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Ten
     student.optimiser = tape = Tape(model)
     grpo.learn(student, batch, step=0, max_tokens=40)
     return tape.gradients
+
+
+class Killed(BaseException):
+    """Stands for the process ending here."""
+
+
+def by_parity(settings: TrainConfig, base: LoadedModel, out: Path) -> Path:
+    """A whole training run whose rollouts are graded by parity."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "play", play_for_parity)
+        return grpo.train(settings, base, out, silent)
+
+
+def killed_and_resumed(settings: TrainConfig, base: LoadedModel, out: Path) -> Path:
+    """The same run, killed after its first step and gone on with."""
+
+    def die(_: int, __: int, ___: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "play", play_for_parity)
+        with pytest.raises(Killed):
+            grpo.train(settings, base, out, die)
+    return by_parity(settings, base, out)
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    """Whether two finished runs have the same telemetry and the same weights."""
+    weights = "model.safetensors"
+    return rows(one) == rows(other) and sha256(one / weights) == sha256(other / weights)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

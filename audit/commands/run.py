@@ -124,6 +124,8 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     from audit.runs.launchers.base import Job, parse_launcher
 
     asked = _asked(path, out, options)
+    if _followed(asked, options):
+        return
     launcher = parse_launcher(options.launcher)
     launcher.check()
     workers, threads = share(options, asked.spec, _begun_with(asked.folder), here=launcher.here)
@@ -132,9 +134,8 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     for text in asked.spec.judge:
         parse_judge(text).check()
     pipeline, run = _open(asked, options, threads, resume=resume, works=launcher.here)
-    words = ["join", str(run.path), "--threads", "1", *(f"--plugin={plugin}" for plugin in options.plugins)]
-    words += ["--takeover"] if options.takeover else []
-    job = Job(words, run.path / "logs", Path.cwd(), any_gpu=asked.spec.device in ("auto", "cuda"))
+    words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
+    job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
@@ -188,8 +189,34 @@ def _places(spec: RunSpec) -> int:
     from audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
-        return idle_cores()
-    return max(len(gpus()), 1) if spec.device in ("auto", "cuda") else 1
+        return max(idle_cores() // _ranks(spec), 1)
+    return max(len(gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
+
+
+def _ranks(spec: RunSpec) -> int:
+    """How many processes train a unit of a spec together."""
+    return 1 if spec.train is None else spec.train.ranks
+
+
+def _joining(folder: Path, options: Options) -> list[str]:
+    """The command of another process on a run, without its threads."""
+    return ["join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
+
+
+def _followed(asked: _Asked, options: Options) -> bool:
+    """Whether this process is another rank of what the first one trains; if so, its work is done with this."""
+    from rich.console import Console
+
+    from audit.runs.folder import open_run
+    from audit.runs.pipeline import Pipeline
+    from audit.runs.ranks import is_follower, joined
+
+    if not is_follower(_ranks(asked.spec)):
+        return False
+    with joined(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
+        run = open_run(asked.folder, asked.spec, resume=True)  # which the first has made before it comes here
+        Pipeline(run, Console(), options.threads, plugins=asked.plugins).follow(ranks)
+    return True
 
 
 def _begun_with(folder: Path) -> int | None:
@@ -206,7 +233,10 @@ def _join(path: Path, options: Options) -> None:
             f"{str(path)!r} holds no run that {socket.gethostname()!r} sees; begin one with: kvaudit run SPEC, or put "
             "it where every machine sees it"
         )
-    pipeline, run = reopened(path, options)
+    asked = _asked(path / SPEC, path, options)
+    if _followed(asked, options):
+        return
+    pipeline, run = _open(asked, options, options.threads, resume=True)
     pipeline.train()
     pipeline.evaluate()
     if run.spec.remedies:
@@ -225,6 +255,8 @@ def _train(path: Path, out: Path | None, options: Options, *, resume: bool) -> N
     from rich.console import Console
 
     asked = _asked(path, out, options)
+    if _followed(asked, options):
+        return
     if asked.spec.train is None:
         raise SpecError(f"{str(path)!r} has no train section; evaluate the base model with: kvaudit evaluate {path}")
     pipeline, run = _open(asked, options, options.threads, resume=resume)
@@ -281,7 +313,8 @@ def _open(
     prepared = None if begun or not works else prepare_run(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
-    return Pipeline(run, console, threads, prepared, asked.plugins, takeover=options.takeover), run
+    others, takeover = _joining(run.path, options), options.takeover
+    return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
 
 
 def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:

@@ -81,6 +81,7 @@ _LATER = (
     "only",
     "watch",
     "reward",
+    "ranks",
 )
 
 
@@ -211,6 +212,7 @@ class Training(Part):
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
     watch: WatchSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
+    ranks: Group = 1  # processes that share each batch and the optimiser's state, a GPU each
 
     @property
     def updates_per_step(self) -> int:
@@ -267,6 +269,8 @@ class Training(Part):
         )
         parts = f"a divisor of the {self.prompts_per_step} prompts of a step"
         _require("minibatches", self.minibatches, parts, self.prompts_per_step % self.minibatches == 0)
+        apiece = self.prompts_per_step // self.minibatches
+        _require("ranks", self.ranks, f"at most the {apiece} prompts of a gradient step", self.ranks <= apiece)
         if self.weights:
             fitting = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
             _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fitting)

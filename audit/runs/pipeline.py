@@ -27,8 +27,10 @@ from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
 from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_reward, check_training, grid, served
 from audit.runs.folder import RunFolder, utc_now, versions_line
+from audit.runs.launchers.base import Job
 from audit.runs.launchers.local import idle_cores
 from audit.runs.progress import Meter
+from audit.runs.ranks import check_ranks, started
 from audit.runs.recipe import recipe_of
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.given import check_given, load_given
@@ -37,14 +39,16 @@ from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
 from audit.training.footprint import check_memory
-from audit.training.grpo import train
+from audit.training.grpo import Run, train
 from audit.training.halt import Halt, mark_of
+from audit.training.ranks import ALONE, Ranks
 from audit.training.rewards import Paying, paying_of
 from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES
 from suites.sources import watched
 
 Pair = tuple[str, int]  # arm, seed
+_TRAINING_KNOBS = "train.rollout_rows, train.microbatch_tokens"
 
 
 class Prepared(NamedTuple):
@@ -70,6 +74,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True) -> Prepared:
     with watched() as rows:
         check_training(spec, model)
         if spec.train is not None and trains:
+            check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
@@ -79,7 +84,8 @@ def prepare_run(spec: RunSpec, *, trains: bool = True) -> Prepared:
 class Pipeline:
     """One process's work on a run folder; several may work on the same one.
 
-    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``.
+    Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``. ``others`` is
+    the command, without its threads, by which another rank of a training unit is started.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -93,6 +99,7 @@ class Pipeline:
         plugins: Digests | None = None,
         *,
         takeover: bool = False,
+        others: Sequence[str] = (),
     ) -> None:
         if JUDGED in run.provenance():
             raise RunError(
@@ -104,7 +111,7 @@ class Pipeline:
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
-        self._prepared = prepared
+        self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
         torch.set_num_threads(threads or self._threads())
         disable_progress_bar()  # of loading and saving: the phases have their own
@@ -121,19 +128,40 @@ class Pipeline:
         section = self._spec.train
         if section is None:
             return
-        starts = list(self._spec.starts)
-        if not all(map(self._is_trained, self._made)):
+        starts, any_left = list(self._spec.starts), not all(map(self._is_trained, self._made))
+        if any_left:
             self._write_recipe(section)
         if section.sft is not None:
             self._say(f"warm start: {len(starts)} seeds")
             self._train_all("warm start", starts, section.sft.steps)
         self._say(f"train: {len(section.trained)} arms x {len(section.seeds)} seeds")
-        if section.stops:
-            self._train_all("train", list(section.pairs), section.steps, self._has_ended)
-            self._note_stops(section)
-        self._train_all("finish" if section.stops else "train", list(section.pairs), section.steps)
+        with started(section.ranks, self._rank_job(), self._say, any_left=any_left) as self._ranks:
+            if section.stops:
+                self._train_all("train", list(section.pairs), section.steps, self._has_ended)
+                self._note_stops(section)
+            self._train_all("finish" if section.stops else "train", list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
+
+    def follow(self, ranks: Ranks) -> None:
+        """Be one of the other ranks of whatever the first one trains."""
+        section = self._spec.train
+        assert section is not None
+        spec, known = self._spec, self._run.provenance()["base_sha256"]
+        self._base = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        if self._base.sha256 != known:
+            raise RunError(
+                f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"
+            )
+        while (pair := ranks.heard()) is not None:
+            with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS):
+                ranks.obey(Run(TrainConfig.of(section, *pair), self._start(pair[1]), self._run.path, ranks))
+
+    def _rank_job(self) -> Job:
+        """What another rank does, with logs of its own beside those of workers that have ranks too."""
+        words = [*self._others, "--threads", str(torch.get_num_threads())]
+        logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
+        return Job(words, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
 
     @property
     def is_done(self) -> bool:
@@ -260,7 +288,7 @@ class Pipeline:
         def progress(done: int, _: int, row: Mapping[str, Any]) -> None:
             report(done, row)
 
-        with _enough_memory(f"{pair[0]} seed {pair[1]}", "train.rollout_rows, train.microbatch_tokens"):
+        with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS):
             if pair[0] == BASE_ARM:
                 warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
             else:
@@ -268,7 +296,9 @@ class Pipeline:
                 halt = None if watch is None else Halt(watch, section.steps, out, self._arms_of(pair[1]))
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
-                train(config, self._start(pair[1]), out, progress, kept=self._run.path, halt=halt)
+                start = self._start(pair[1])
+                with self._ranks.unit(pair):
+                    train(config, start, out, progress, kept=self._run.path, halt=halt, ranks=self._ranks)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""

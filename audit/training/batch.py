@@ -18,6 +18,7 @@ from audit.core.records import Item
 from audit.policies.draws import derive_seed
 from audit.training.advantages import Rewarded, overlong_penalty
 from audit.training.config import TrainConfig
+from audit.training.ranks import ALONE, Ranks
 from suites.base import SUITES, CountTokens, Suite
 
 Question = tuple[Suite, Item]
@@ -168,31 +169,40 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
-def halves(batch: Batch, limit: int, *, whole: bool = False) -> list[list[list[int]]]:
-    """The microbatches of the first and of the second half of a batch's groups; of one group alone there is one half.
+def halves(batch: Batch, limit: int, ranks: Ranks = ALONE, *, whole: bool = False) -> list[list[list[int]]]:
+    """A rank's microbatches of the first and of the second half of a batch's groups; of one group there is one half.
 
     The gradient is taken half by half, so that the two can be compared.
     """
-    groups = len(batch.rollouts) // batch.group
-    middle = groups // 2 * batch.group
-    parts = [range(middle), range(middle, len(batch.rollouts))] if middle else [range(len(batch.rollouts))]
-    return [
-        [[part[row] for row in rows] for rows in microbatches(batch.of(part).rollouts, batch.group, limit, whole=whole)]
-        for part in parts
-    ]
+    group, rows = batch.group, len(batch.rollouts)
+    middle, own = rows // group // 2 * group, ranks.share(rows // group)
+    parts = [range(middle), range(middle, rows)] if middle else [range(rows)]
+    found = []
+    for part in parts:
+        mine = range(max(part.start, own.start * group), min(part.stop, own.stop * group))
+        found.append([[mine[row] for row in micro] for micro in _split(batch, mine, limit, whole=whole)])
+    return found
+
+
+def _split(batch: Batch, rows: range, limit: int, *, whole: bool) -> list[list[int]]:
+    return microbatches(batch.rollouts[rows.start : rows.stop], batch.group, limit, whole=whole) if rows else []
 
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The rows of one gradient step, microbatch by microbatch; those of the first half of its groups come first."""
+    """The rows of one gradient step, and the microbatches that are this rank's, by halves of the groups."""
 
-    microbatches: list[list[int]]
     rows: list[int]
-    last_of_first_half: list[int] | None  # one of the microbatches; None where one group has no halves
+    halves: list[list[list[int]]]
+
+    @property
+    def microbatches(self) -> list[list[int]]:
+        """Those of all halves."""
+        return [micro for half in self.halves for micro in half]
 
 
-def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[GradientStep]:
-    """Every gradient step on a batch.
+def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: Ranks = ALONE) -> list[GradientStep]:
+    """Every gradient step on a batch, and what of each is a rank's.
 
     ``minibatches`` deal the groups out anew in each pass over the batch, by a draw of (seed, step, pass) alone; with
     one, every gradient step is on all of them.
@@ -203,10 +213,8 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int) -> list[Gradien
     for turn in range(config.updates_per_batch):
         for own in _dealt(groups, config.minibatches, derive_seed("minibatch", config.seed, step, turn)):
             rows = [index * batch.group + member for index in own for member in range(batch.group)]
-            parts = halves(batch.of(rows), config.microbatch_tokens, whole=config.whole_groups)
-            split = [[[rows[row] for row in micro] for micro in part] for part in parts]
-            last = split[0][-1] if len(split) > 1 else None
-            steps.append(GradientStep([micro for part in split for micro in part], rows, last))
+            parts = halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
+            steps.append(GradientStep(rows, [[[rows[row] for row in micro] for micro in part] for part in parts]))
     return steps
 
 

@@ -36,6 +36,7 @@ from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.adapters import AdaptedModel, save_adapter
 from audit.training.files import TelemetryLog, guarded, move_into, write_folder
+from audit.training.ranks import Ranks, everywhere
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
@@ -120,13 +121,13 @@ class CheckpointFolder:
         self.telemetry.check_steps(position.step)
         return position
 
-    def save_state(self, position: Position, learner: Learns, *, keep_older: bool = False) -> None:
+    def save_state(self, position: Position, tensors: dict[str, torch.Tensor], *, keep_older: bool = False) -> None:
         """Save everything that the next step needs, then drop the state before it unless it is kept too."""
         older = [] if keep_older else self._states()
         target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
-            save_file(learner.tensors(), folder / _TENSORS)
+            save_file(tensors, folder / _TENSORS)
             write_json(
                 folder / STATE,
                 {
@@ -259,6 +260,25 @@ class CheckpointFolder:
                 raise DataError(
                     f"ledger {str(path)!r} is missing or was changed; delete {str(self.path)!r} to start over"
                 )
+
+
+class Unit:
+    """What trains in one rank; all of them save its state, and are put back to it, where the first one is."""
+
+    def __init__(self, learner: Learns, ranks: Ranks) -> None:
+        self._learner, self.ranks = learner, ranks
+
+    @everywhere
+    def resumed(self, folder: Path, position: Position) -> None:
+        """Go on from where the first rank does, by what it saved in its folder."""
+        if self.ranks.number and position.step:
+            saved = load_file(folder / "state" / _state_name(position.step) / _TENSORS)
+            self._learner.load(saved, position.updates)
+
+    @everywhere
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that the next step needs, in the first rank."""
+        return self._learner.tensors()
 
 
 def _state_name(step: int) -> str:

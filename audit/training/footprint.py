@@ -42,6 +42,8 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
     """Raise RunError where training asks for more memory than is free, with the largest part and what lowers it."""
     learning, rollouts, keeping = holdings(section, model)
     needed, free = learning.size + max(rollouts.size, keeping.size), free_bytes(model.device)
+    if model.device.type == "cpu":  # ranks have a GPU each, and one memory without
+        needed *= section.ranks
     if needed > free:
         most = max((learning, rollouts, keeping), key=lambda holding: holding.size)
         raise RunError(
@@ -54,11 +56,11 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, 
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().most_tokens for name in section.suites)
     row = section.context_tokens + answer
-    questions = section.rollout_rows // section.group or section.prompts_per_step
+    questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
     dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
     cached = questions * section.group * _cached(model, row) if dense else 0
     question = section.context_tokens + section.group * answer  # tokens of a group, its prompt once
-    groups = section.prompts_per_step // section.minibatches
+    groups = -(-section.prompts_per_step // section.minibatches // section.ranks)
     alone = question if LOSSES.get(section.loss).whole_groups else row
     # a gradient is taken half by half, so that no microbatch has more than the larger half
     tokens = min((groups - groups // 2) * question, max(section.microbatch_tokens, alone))
@@ -119,7 +121,9 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     weights: int = sum(weight.numel() for weight in model.model.parameters())
     if section.adapter is None:
         size = model.dtype.itemsize
-        return weights * (2 * size + 8 + (0 if model.dtype == torch.float32 else 4))
+        shared = 8 + (0 if model.dtype == torch.float32 else 4)  # of which each rank has its part
+        together = 1 if section.sft else section.ranks  # a warm start is made by one rank
+        return weights * 2 * size + weights * shared // together
     named = model.model.get_decoder().named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
     widths = (
@@ -158,7 +162,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _fewer_weights(section: TrainSpec) -> str:
-    return "set train.adapter" if section.adapter is None else "lower train.adapter.rank"
+    return "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
 
 
 def _less_kept(section: TrainSpec) -> str:

@@ -26,12 +26,13 @@ from audit.core.alarms import alarm_numbers
 from audit.sampling.model import LoadedModel
 from audit.training.adapters import learner_of
 from audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
-from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, drop_state
+from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Unit, drop_state
 from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from audit.training.halt import Halt
 from audit.training.losses import LOSSES, LossInputs, Whole
-from audit.training.optimiser import Halves
+from audit.training.optimiser import Stepped
+from audit.training.ranks import ALONE, Ranks, everywhere
 from audit.training.rollouts import Questioner, Taken, ledgers_of
 from audit.training.student import Seen, Student
 from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
@@ -48,13 +49,15 @@ def train(
     *,
     kept: Path | None = None,
     halt: Halt | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
     steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
-    ``out``. With ``halt`` an arm that has come to its end is left unfinished until all arms of its seed have. Raises
-    RunError (another run's folder, full disk, a reward that fails) and DataError (a changed state, ledger or
+    ``out``. With ``halt`` an arm that has come to its end is left unfinished until all arms of its seed have. The first
+    of several ``ranks`` trains, the others obey it (``Ranks.obey``) with a ``Run`` of their own. Raises RunError
+    (another run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or
     checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
@@ -62,11 +65,11 @@ def train(
     if folder.finished:
         drop_state(out)
         return out
-    run = _Run(config, model, kept or out)
-    position = folder.resume(run.student, end)
-    rows, has_ended = folder.telemetry.rows(), _goes_on if halt is None or end is not None else halt.ends
+    run = Run(config, model, kept or out, ranks)
+    run.resumed(out, position := folder.resume(run.student, end))
+    rows, stop = folder.telemetry.rows(), halt if end is None else None
     # asked at the top: a kill may have come between a saved state and its mark
-    while not (ended := has_ended(position.step, rows)) and position.step < (end or config.steps):
+    while not (ended := stop is not None and stop.ends(position.step, rows)) and position.step < (end or config.steps):
         row, taken = run.step(position.step)
         done = position.step + 1
         rows.append(row | alarm_numbers(row, (rows or [row])[0]))
@@ -77,45 +80,48 @@ def train(
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.student.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps or (halt is not None and halt.due(done)):
-            folder.save_state(position, run.student, keep_older=halt is not None)
+            folder.save_state(position, run.tensors(), keep_older=halt is not None)
         progress(done, config.steps, rows[-1])
     if ended:
         return out
     if halt is not None:
         folder.drop_ledgers_beyond(position)
     if config.ledger_every:
-        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.questioner.last(position.step), config))
+        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
     folder.finish(run.model, position)
     return out
 
 
-def _goes_on(step: int, rows: Sequence[Row]) -> bool:  # noqa: ARG001
-    """What ends a run that nothing but the number of its steps ends."""
-    return False
+class Run(Unit):
+    """One arm under way, in one rank: the learner's model, its optimiser, and what asks the questions of every step."""
 
-
-class _Run:
-    """One arm under way: the learner's model, its optimiser, and what asks the questions of every step."""
-
-    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path) -> None:
+    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: Ranks) -> None:
         self.config = config
         self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
-        self.student = Student(self.model.model, config, base.model if config.beta > 0 else None)
+        self.student = Student(self.model.model, config, base.model if config.beta > 0 else None, ranks)
+        super().__init__(self.student, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        self.questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept))
-        self._watch = None if config.watch is None else Watch(config, config.watch, self.model, questions)
+        self._questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept), ranks)
+        watched = config.watch if ranks.number == 0 else None  # nothing of the training depends on it
+        self._watch = None if watched is None else Watch(config, watched, self.model, questions)
 
+    @everywhere
+    def last(self, steps: int) -> Taken:
+        """What the weights after so many steps answer to the last questions."""
+        return self._questioner.last(steps)
+
+    @everywhere
     def step(self, step: int) -> tuple[Row, Taken]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
         config, clock = self.config, Clock()
-        taken = self.questioner.take(step)
+        taken = self._questioner.take(step)
         clock.lap("rollout")
         batch = collect(taken.rollouts, taken.rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
         replayed = self.student.replayed(batch) if config.keeps_ledger(step + 1) else None
         clock.lap("shadow_check")
-        most, allowed = self.questioner.max_tokens, self.questioner.allowed(step)
+        most, allowed = self._questioner.max_tokens, self._questioner.allowed(step)
         learned = learn(self.student, batch, step=step, max_tokens=most, allowed=allowed)
         clock.lap("learner")
         row = step_row(step + 1, config, taken, batch, learned, replayed)
@@ -136,52 +142,58 @@ def learn(
     """
     config, arm = student.config, student.config.recipe
     loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
-    plan = gradient_steps(batch, config, step)
+    plan, ranks = gradient_steps(batch, config, step, student.ranks), student.ranks
     before: Seen | None = None  # where pi_old must be known before a weight moves, or over the whole batch
-    if len(plan) > 1 or loss.critic or (len(plan[0].microbatches) > 1 and arm.correction in NEEDS_WHOLE_BATCH):
+    in_parts = ranks.count > 1 or len(plan[0].microbatches) > 1
+    if len(plan) > 1 or loss.critic or (in_parts and arm.correction in NEEDS_WHOLE_BATCH):
         before = student.seen(batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches])
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
     anchor = student.anchor(batch)
     most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
     earned = rewarded(batch, None if before is None else before.values, config, most)
     advantages, returns = loss.estimate(earned)
-    first = torch.zeros_like(batch.sampler_logprobs) if before is None else before.logprobs.clone()
-    tally, apart, noise = Tally(), Halves(student.model), dict[str, float | None]()
-    total, norms = 0.0, list[float | None]()
+    first = torch.zeros_like(batch.sampler_logprobs)
+    tally, total, steps = Tally(), 0.0, list[Stepped]()
     for update in plan:
         whole = Whole.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
         total = 0.0
-        for rows in update.microbatches:
-            part = batch.of(rows)
-            read, values = student.read(part)
-            logprobs = part.spread(read.logprobs)
-            own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
-            inputs = LossInputs(
-                logprobs=logprobs,
-                correction=own,
-                advantages=advantages[rows],
-                mask=part.mask,
-                group=part.group,
-                whole=whole,
-                epsilon_low=config.epsilon_low,
-                epsilon_high=config.epsilon_high,
-                beta=config.beta,
-                ref_logprobs=None if anchor is None else anchor[rows],
-                distill_weight=config.distill_weight,
-                distill_kl=student.distilled(part, read),
-                valued=None if before is None else before.valued(values, returns, rows, config.critic.clip),
-            )
-            outputs = loss(inputs)
-            torch.autograd.backward(outputs.loss)  # now, so that the activations of one microbatch are held at a time
-            total += float(outputs.loss.detach())
-            entropy = float(read.entropy[part.graded_tokens].sum())
-            tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
-            if update is plan[0]:  # later ones read weights that have moved
-                first[rows] = logprobs.detach()
-                if rows is update.last_of_first_half:
-                    apart.mark()
-        noise = noise or apart.numbers()
-        norms.append(student.step())
+        for half in update.halves:
+            for rows in half:
+                part = batch.of(rows)
+                read, values = student.read(part)
+                logprobs = part.spread(read.logprobs)
+                own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
+                inputs = LossInputs(
+                    logprobs=logprobs,
+                    correction=own,
+                    advantages=advantages[rows],
+                    mask=part.mask,
+                    group=part.group,
+                    whole=whole,
+                    epsilon_low=config.epsilon_low,
+                    epsilon_high=config.epsilon_high,
+                    beta=config.beta,
+                    ref_logprobs=None if anchor is None else anchor[rows],
+                    distill_weight=config.distill_weight,
+                    distill_kl=student.distilled(part, read),
+                    valued=None if before is None else before.valued(values, returns, rows, config.critic.clip),
+                )
+                outputs = loss(inputs)
+                # now, so that the activations of one microbatch are held at a time
+                torch.autograd.backward(outputs.loss)
+                total += float(outputs.loss.detach())
+                entropy = float(read.entropy[part.graded_tokens].sum())
+                tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
+                if update is plan[0]:  # later ones read weights that have moved
+                    first[rows] = logprobs.detach()
+            if update is plan[0]:
+                student.optimiser.mark()
+        steps.append(student.step())
+    first, total, tally = ranks.summed(first), sum(ranks.gathered(total)), sum(ranks.gathered(tally), Tally())
+    for later in plan[1 : config.minibatches]:
+        assert before is not None
+        first[later.rows] = before.logprobs[later.rows]
+    norm = None if None in [one.norm for one in steps] else steps[-1].norm
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
-    return Learned(first, advantages, total, None if None in norms else norms[-1], {**tally.means(), **rates, **noise})
+    return Learned(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})

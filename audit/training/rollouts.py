@@ -18,6 +18,7 @@ from audit.sampling.sampler import Decoding, Sampler
 from audit.training.advantages import alike
 from audit.training.batch import Question, row_seeds
 from audit.training.config import TrainConfig
+from audit.training.ranks import ALONE, Ranks
 from audit.training.rewards import Pays
 
 
@@ -43,9 +44,14 @@ class Questioner:
     """Asks the questions of every step of a run; ``max_tokens`` bounds what one rollout can sample."""
 
     def __init__(
-        self, config: TrainConfig, model: LoadedModel, questions: Sequence[Sequence[Question]], pays: Pays
+        self,
+        config: TrainConfig,
+        model: LoadedModel,
+        questions: Sequence[Sequence[Question]],
+        pays: Pays,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._config, self._model, self._questions, self._pays = config, model, questions, pays
+        self._config, self._model, self._questions, self._pays, self._ranks = config, model, questions, pays, ranks
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
         self.max_tokens = max(suite.most_tokens for step in questions for suite, _ in step)
 
@@ -54,16 +60,29 @@ class Questioner:
         return [suite.most_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
     def take(self, step: int) -> Taken:
-        """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so."""
-        group, questions, again = self._config.group, self._questions[step], 0
-        policies = group_policies(self._config, step)
-        played = self._sample(questions, policies, row_seeds(self._config, step))
+        """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so.
+
+        Of several ranks each samples and pays its own groups, and all get those of every one.
+        """
+        return _joined(self._ranks.gathered(self._taken(step, self._own)))
+
+    @property
+    def _own(self) -> slice:
+        """The groups of a step that are this rank's."""
+        own = self._ranks.share(self._config.prompts_per_step)
+        return slice(own.start, own.stop)
+
+    def _taken(self, step: int, own: slice) -> Taken:
+        group, questions, again = self._config.group, self._questions[step][own], 0
+        policies = group_policies(self._config, step)[own]
+        rows_of_own = slice(own.start * group, own.stop * group)
+        played = self._sample(questions, policies, row_seeds(self._config, step)[rows_of_own])
         rewards = list(self._pays(played))
         for attempt in range(1, (self._config.resample or 0) + 1):
             flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
             if not flat:
                 break
-            seeds = row_seeds(self._config, step, attempt)
+            seeds = row_seeds(self._config, step, attempt)[rows_of_own]
             rows = [row for n in flat for row in range(n * group, (n + 1) * group)]
             # each under the policy it drew: a new draw would favour policies whose rewards differ
             fresh = self._sample(
@@ -79,9 +98,11 @@ class Questioner:
 
         They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
         """
-        policies = group_policies(self._config, steps)
-        played = self._sample(self._questions[steps - 1], policies, row_seeds(self._config, steps))
-        return Taken(played, [None] * len(played), policies)
+        own, group = self._own, self._config.group
+        policies = group_policies(self._config, steps)[own]
+        seeds = row_seeds(self._config, steps)[own.start * group : own.stop * group]
+        played = self._sample(self._questions[steps - 1][own], policies, seeds)
+        return _joined(self._ranks.gathered(Taken(played, [None] * len(played), policies)))
 
     def _sample(self, questions: Sequence[Question], policies: Sequence[Policy], seeds: Sequence[int]) -> list[Played]:
         """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
@@ -95,6 +116,13 @@ class Questioner:
                 played = play(sampler, [questions[n] for n in some], decoding, rows, group=group)
                 found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(some)}
         return [row for n in range(len(questions)) for row in found[n]]
+
+
+def _joined(parts: Sequence[Taken]) -> Taken:
+    """What all ranks took, in their order."""
+    played, rewards = [row for part in parts for row in part.played], [one for part in parts for one in part.rewards]
+    policies = [policy for part in parts for policy in part.policies]
+    return Taken(played, rewards, policies, sum(part.again for part in parts))
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:

@@ -117,7 +117,7 @@ def warm_start(config: StartConfig, model: LoadedModel, out: Path, progress: Cal
         folder.telemetry.append(row)
         position = Position(done, optimiser.updates, folder.telemetry.size)
         if done % config.save_every == 0 or done == config.steps:
-            folder.save_state(position, optimiser)
+            folder.save_state(position, optimiser.tensors())
         progress(done, config.steps, row)
     folder.finish(learner, position)
     return out
@@ -131,7 +131,7 @@ def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int
         loss = -read.logprobs.sum() / tokens
         torch.autograd.backward(loss)
         total += float(loss.detach())
-    norm = optimiser.step()
+    norm = optimiser.step().norm
     clock.lap("learner")
     row: Row = {"loss": total, "grad_norm": norm, "update_skipped": norm is None, "gold_tokens": tokens}
     return row | {"learner_tokens": sum(len(rollout.ids) for rollout in shown)} | clock.laps

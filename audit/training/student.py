@@ -15,7 +15,8 @@ from audit.training.batch import Batch
 from audit.training.config import TrainConfig
 from audit.training.learner import Read, pass_logprobs, read_tokens
 from audit.training.losses import LOSSES, Valued
-from audit.training.optimiser import Optimiser
+from audit.training.optimiser import Optimiser, Stepped
+from audit.training.ranks import ALONE, Ranks
 
 _PREFIX, _UPDATES = "critic/", "critic/updates"
 
@@ -26,13 +27,13 @@ class Critic:
     It begins at 0, so that no draw is needed, and takes no gradient to the states.
     """
 
-    def __init__(self, model: Any, spec: CriticSpec, *, max_grad_norm: float) -> None:
+    def __init__(self, model: Any, spec: CriticSpec, ranks: Ranks, *, max_grad_norm: float) -> None:
         width = model.config.get_text_config(decoder=True).hidden_size
         self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
         for weight in self._head.parameters():
             torch.nn.init.zeros_(weight)
         self._optimiser = Optimiser(
-            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm
+            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm, ranks=ranks
         )
 
     def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[Read, Tensor]:
@@ -88,18 +89,22 @@ class Seen(NamedTuple):
 
 
 class Student:
-    """A model that learns as its arm and loss say; ``reference`` is the model that it is held against, or None."""
+    """A model that learns as its arm and loss say; ``reference`` is the model that it is held against, or None.
 
-    def __init__(self, model: Any, config: TrainConfig, reference: Any) -> None:
-        self.model, self.config, self._reference = model, config, reference
+    Of several ranks each reads its own groups, and all know what every one has read.
+    """
+
+    def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: Ranks = ALONE) -> None:
+        self.model, self.config, self._reference, self.ranks = model, config, reference, ranks
         self.optimiser = Optimiser(
             model,
             learning_rate=config.learning_rate,
             warmup_steps=config.warmup_steps,
             max_grad_norm=config.max_grad_norm,
+            ranks=ranks,
         )
         has_critic = LOSSES.get(config.loss).critic
-        self._critic = Critic(model, config.critic, max_grad_norm=config.max_grad_norm) if has_critic else None
+        self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[Read, Tensor | None]:
         """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
@@ -109,7 +114,7 @@ class Student:
         return self._critic.read(self.model, part, kind, temperature)
 
     def seen(self, batch: Batch, parts: Sequence[Sequence[int]]) -> Seen:
-        """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch.
+        """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch of this rank's.
 
         They are those that gradients will be taken on: rounding depends on what shares a pass, and a bound as narrow as
         gspo's would clip on it.
@@ -121,18 +126,25 @@ class Student:
                 read, own = self.read(part)
                 logprobs[list(rows)] = part.spread(read.logprobs)
                 values[list(rows)] = 0.0 if own is None else own
+        logprobs, values = self.ranks.summed(logprobs), self.ranks.summed(values)
         return Seen(logprobs, None if self._critic is None else values)
 
     def anchor(self, batch: Batch) -> Tensor | None:
         """Reference log-probs [B, R] under the arm's view: beta pulls to what it says of what the policy sees."""
         if self._reference is None:
             return None
-        return pass_logprobs(self._reference, batch, self.config.recipe.learner, self.config)
+        return self._pass(self._reference, batch, self.config.recipe.learner)
 
     def replayed(self, batch: Batch) -> Tensor:
         """Log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
         kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
-        return pass_logprobs(self.model, batch, kind, self.config)
+        return self._pass(self.model, batch, kind)
+
+    def _pass(self, model: Any, batch: Batch, kind: LearnerPass) -> Tensor:
+        own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
+        rows = range(own.start * batch.group, own.stop * batch.group)
+        found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config)
+        return self.ranks.summed(found)
 
     def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
         """KL(student || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
@@ -147,12 +159,12 @@ class Student:
         gap = part.spread(student.distributions.kl(teacher.distributions))
         return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]
 
-    def step(self) -> float | None:
-        """Take a gradient step; the norm of the policy's gradient, None where it was not finite."""
-        norm = self.optimiser.step()
+    def step(self) -> Stepped:
+        """Take a gradient step; what there is to say of the policy's gradient."""
+        taken = self.optimiser.step()
         if self._critic is not None:
             self._critic.step()
-        return norm
+        return taken
 
     @property
     def updates(self) -> int:

@@ -55,6 +55,13 @@ class Tally:
             self._sums[name] += value
         self._tokens += tokens
 
+    def __add__(self, other: Tally) -> Tally:
+        """Both counted together."""
+        both = Tally()
+        for tally in (self, other):
+            both.add(tally._sums, tally._tokens)
+        return both
+
     def means(self) -> dict[str, float | None]:
         """Each sum per token; None without any token."""
         return {name: value / self._tokens if self._tokens else None for name, value in self._sums.items()}

@@ -22,13 +22,14 @@ Say = Callable[[str], None]
 class Job:
     """What every worker does: ``kvaudit WORDS`` in ``folder``, what it prints in ``logs``/worker-N.log.
 
-    ``any_gpu``: it may have whichever GPU the launcher gives it; the run names none.
+    ``any_gpu``: it may have whichever GPU the launcher gives it, ``gpus`` of them; the run names none.
     """
 
     words: Sequence[str]
     logs: Path
     folder: Path
     any_gpu: bool = True
+    gpus: int = 1
 
 
 class Crew(Protocol):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +82,12 @@ def gpus() -> list[str]:
 class Companion:
     """One more process on the run; says by itself, from a thread, when it ends and should not have."""
 
-    def __init__(self, number: int, job: Job, say: Say, gpu: str | None = None) -> None:
-        self._number, self._log, self._say = number, job.logs / f"worker-{number}.log", say
+    kind = "worker"
+    loss = "what it held goes back to the others"
+
+    def __init__(self, number: int, job: Job, say: Say, env: Mapping[str, str] | None = None) -> None:
+        """``env`` are variables that it has besides those of this process."""
+        self._number, self._log, self._say = number, job.logs / f"{self.kind}-{number}.log", say
         self._is_stopped = False
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -92,7 +96,7 @@ class Companion:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=job.folder,
-                env=os.environ | ({} if gpu is None else {VISIBLE: gpu}),
+                env=os.environ | dict(env or {}),
             )
         self._watch = threading.Thread(target=self._wait, name=self._log.stem, daemon=True)
         self._watch.start()
@@ -102,12 +106,15 @@ class Companion:
         self._watch.join(patience)
         return not self._watch.is_alive()
 
-    def stop(self, patience: float) -> None:
-        """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for."""
+    def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
+        """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for.
+
+        ``grace`` is how long it may take to let go of what it holds.
+        """
         self._watch.join(patience)
         self._is_stopped = True
         self.process.terminate()
-        self._watch.join(GRACE_SECONDS)
+        self._watch.join(grace)
         self.process.kill()
         self._watch.join()
         if self.process.stdin is not None:
@@ -118,9 +125,7 @@ class Companion:
         if code and not self._is_stopped:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             how = f"was killed by {_signal(-code)}" if code < 0 else f"stopped with exit code {code}"
-            self._say(
-                f"worker {self._number} {how}; what it held goes back to the others; see {self._log}: {lines[-1:]}"
-            )
+            self._say(f"{self.kind} {self._number} {how}; {self.loss}; see {self._log}: {lines[-1:]}")
 
 
 def _signal(number: int) -> str:
@@ -157,8 +162,7 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[Companion]]:
     job.logs.mkdir(parents=True, exist_ok=True)
     turns = gpus() if count and job.any_gpu else []
     # the body is number 0 and takes the first
-    of = [turns[number % len(turns)] if turns else None for number in range(count + 1)]
-    started = [Companion(number, job, say, of[number]) for number in range(1, count + 1)]
+    started = [Companion(number, job, say, _seen(number, job.gpus, turns)) for number in range(1, count + 1)]
     patience = 0.0
     try:
         yield started
@@ -166,6 +170,12 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[Companion]]:
     finally:
         for companion in started:
             companion.stop(patience)
+
+
+def _seen(number: int, count: int, turns: Sequence[str]) -> dict[str, str]:
+    """The GPUs of a worker, ``count`` whose turn it is; nothing where there are none."""
+    own = [turns[place % len(turns)] for place in range(number * count, (number + 1) * count)] if turns else []
+    return {VISIBLE: ",".join(dict.fromkeys(own))} if own else {}
 
 
 class _Companions(list[Companion]):

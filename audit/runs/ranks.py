@@ -1,0 +1,142 @@
+"""How the ranks of a training unit meet: started here, beside the process that trains, or by ``accelerate launch``.
+
+Either way they find each other by the variables that torch's launchers set (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT). What is started here ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from audit.core.errors import RunError, SpecError
+from audit.core.text import inline
+from audit.runs.launchers.base import Job, Say
+from audit.runs.launchers.local import GRACE_SECONDS, Companion
+from audit.training.ranks import ALONE, Ranks
+
+STUCK = 2  # the exit code of what the user can mend
+# of one exchange: validation, a judge or a disk may take as long as they need, and a rank that ends is seen otherwise
+_PATIENCE = timedelta(days=7)
+_SEEN_SECONDS = 5.0  # from the end of a rank to its exit code
+
+
+class _Rank(Companion):
+    kind, loss = "rank", "the others of its unit stop too"
+
+
+def launched() -> bool:
+    """Whether a launcher of torch's started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_follower(ranks: int) -> bool:
+    """Whether this process is there to train what another one says, in a run whose units have so many ranks."""
+    return ranks > 1 and launched() and os.environ["RANK"] != "0"
+
+
+def check_ranks(ranks: int, device: torch.device) -> None:
+    """Raise SpecError or RunError where units of so many ranks cannot be trained from here."""
+    if ranks > 1 and not dist.is_available():
+        raise RunError(f"train.ranks is {ranks}, and this build of torch has no torch.distributed; install another one")
+    if ranks > 1 and launched() and int(os.environ["WORLD_SIZE"]) != ranks:
+        raise SpecError(
+            f"train.ranks is {ranks}, and {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or none: "
+            "then they are started by this command"
+        )
+    if ranks > 1 and device.index is not None:
+        raise SpecError(f"train.ranks is {ranks}, a GPU each, and device names one, {str(device)!r}; give device: cuda")
+    if ranks > 1 and device.type == "cuda" and not launched() and torch.cuda.device_count() < ranks:
+        raise RunError(
+            f"train.ranks is {ranks}, a GPU each, and this process sees {torch.cuda.device_count()}; give a worker "
+            "more (CUDA_VISIBLE_DEVICES, --launcher slurm:gpus=N), or begin another run with fewer"
+        )
+
+
+class _Losses:
+    """What is known of ranks that were started here and ended too early."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._lines = say, list[str]()
+        self._heard, self.over = threading.Event(), threading.Event()
+
+    def hear(self, line: str) -> None:
+        """Told by the thread that waits for a rank."""
+        self._lines.append(line)
+        self._heard.set()
+        # a process that waits inside a GPU's queue cannot be told: then this one ends as if it had been killed
+        if not self.over.wait(GRACE_SECONDS):
+            self._say(f"error: {line}; what is saved stays: go on with --resume")
+            os._exit(STUCK)
+
+    def why(self) -> str:
+        """For whom an exchange failed: the transport may know of an end before its exit code is there."""
+        self._heard.wait(_SEEN_SECONDS)
+        return self._lines[0] if self._lines else ""
+
+
+@contextmanager
+def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[Ranks]:
+    """The ranks of every unit that the body trains; this process is the first of them, alone where nothing is left."""
+    if ranks == 1 or not (any_left or launched()):
+        yield ALONE
+        return
+    if launched():
+        found = _joined(0, ranks, job.any_gpu, "env://", str)
+        yield found
+        found.tell(None)
+    else:
+        with _beside(ranks, job, say) as found:
+            yield found
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _beside(ranks: int, job: Job, say: Say) -> Iterator[Ranks]:
+    """Start the other ranks on this machine; they end with the body, and with this process."""
+    losses, port = _Losses(say), _free_port()
+    known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job.logs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        others = [_Rank(n, job, losses.hear, known | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(1, ranks)]
+        for other in others:
+            stack.callback(other.stop, 0.0, grace=0.0)  # it holds nothing, and may wait for this process
+        stack.callback(losses.over.set)  # first of all
+        found = _joined(0, ranks, job.any_gpu, f"tcp://127.0.0.1:{port}", losses.why)
+        yield found
+        found.tell(None)
+        for other in others:
+            other.wait(GRACE_SECONDS)
+
+
+@contextmanager
+def joined(ranks: int, *, any_gpu: bool) -> Iterator[Ranks]:
+    """The ranks that this process is one of, and not the first; its GPU is that of its place on its machine."""
+    yield _joined(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
+    dist.destroy_process_group()
+
+
+def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[], str]) -> Ranks:
+    on_gpus = any_gpu and torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    kind = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    try:
+        dist.init_process_group(kind, init_method=where, rank=number, world_size=ranks, timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        line = inline(str(error).partition("\n")[0])
+        raise RunError(f"the {ranks} ranks of train.ranks cannot meet ({line}); look at what the others say") from None
+    return Ranks(number, ranks, why)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,148 @@
+"""Two ranks of a unit train what one process does, and each holds half of the optimiser's state.
+
+Rank 1 is another process, which runs this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed as dist
+from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sharp, short, silent
+
+from audit.core.errors import SpecError
+from audit.sampling.model import LoadedModel
+from audit.training import grpo, rollouts
+from audit.training.arms import ARMS
+from audit.training.config import TrainConfig
+from audit.training.optimiser import Optimiser
+from audit.training.ranks import ALONE, Ranks
+
+LOSSES = ("grpo", "ppo")
+SUMS = 1e-4  # of the way that the weights went; Adam makes much of rounding where a gradient is near 0
+
+
+def unit(arm: str, loss: str, **more: object) -> TrainConfig:
+    return short(**({"arm": arm, "loss": loss, "group": 2, "steps": 3, "minibatches": 1 + (loss == "ppo")} | {
+        "prompts_per_step": 4, "save_every": 1, "ledger_every": 3, "ranks": 2} | more))  # fmt: skip
+
+
+MIXED = unit("smd", "grpo", policy=f"{POLICY}@2|int8|none", resample=1)
+UNITS = [MIXED, unit("sparse-rl", "ppo")]
+MORE = [unit(arm, loss) for arm in sorted(ARMS) for loss in LOSSES] + [unit("smd", "online-dpo")]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_folder: Path) -> LoadedModel:
+    return sharp(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_folder: Path) -> Iterator[Ranks]:
+    """The first of two; the other does what is asked of it here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+    other = subprocess.Popen([sys.executable, __file__, str(tiny_folder)], env=environment)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    both = Ranks(0, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "play", play_for_parity)
+        yield both
+    both.tell(None)
+    assert other.wait(60) == 0
+    dist.destroy_process_group()
+
+
+def trained(config: TrainConfig, base: LoadedModel, out: Path, ranks: Ranks) -> Path:
+    with ranks.unit(config.to_json()):
+        return grpo.train(config, base, out, silent, ranks=ranks)
+
+
+def unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs by more than rounding, but for bytes allocated: they are padded to the longest of a rank's rows."""
+    assert one.keys() == other.keys()
+    pairs = {key: (one[key], other[key]) for key in one if key != "kv_bytes_peak"}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if not (
+            pair[0] == pytest.approx(pair[1], rel=1e-3, abs=1e-5) if isinstance(pair[0], float) else pair[0] == pair[1]
+        )
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*UNITS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+    ids=lambda one: f"{one.arm}-{one.loss}",
+)
+def test_two_ranks_train_what_one_does(config: TrainConfig, base: LoadedModel, tmp_path: Path, ranks: Ranks) -> None:
+    alone = trained(config, base, tmp_path / "alone", ALONE)
+    shared = trained(config, base, tmp_path / "shared", ranks)
+    one, two = (load_file(folder / "model.safetensors") for folder in (alone, shared))
+    start = dict(base.model.named_parameters())
+    way, apart = (sum((one[n] - other[n]).square().sum() for n in one) ** 0.5 for other in (start, two))
+    print("APART", config.arm, config.loss, float(apart / way))
+    assert apart < SUMS * way
+    assert [unlike(*pair) for pair in zip(rows(alone), rows(shared), strict=True)] == [{}] * 3
+
+
+def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_path: Path, ranks: Ranks) -> None:
+    config = unit("smd", "ppo", steps=2, ledger_every=1)
+
+    def die(_: int, __: int, ___: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed), ranks.unit(config.to_json()):
+        grpo.train(config, base, tmp_path / "killed", die, ranks=ranks)
+    ranks.tell(None)
+    whole, killed = (trained(config, base, tmp_path / name, ranks) for name in ("whole", "killed"))
+    assert same_bits(whole, killed)
+    assert json.loads((killed / "provenance.json").read_text())["config"]["ranks"] == 2
+
+
+def test_a_rank_holds_its_share_of_the_optimiser(base: LoadedModel) -> None:
+    model = copy.deepcopy(base.model).bfloat16()
+    whole = sum(weight.numel() for weight in model.parameters())
+    shares = []
+    for number in range(2):
+        own = Optimiser(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=Ranks(number, 2))
+        shares.append(sum(master.numel() for master in own.own_tensors().values()))
+    assert sum(shares) == whole
+    assert max(shares) < 0.6 * whole
+
+
+def test_more_ranks_than_prompts_of_a_gradient_step_are_refused() -> None:
+    with pytest.raises(SpecError, match="'ranks' is 3, wanted at most the 2 prompts of a gradient step"):
+        unit("dense", "ppo", ranks=3)
+
+
+def test_one_rank_leaves_the_hash_of_a_run_alone() -> None:
+    assert "ranks" not in unit("dense", "grpo", ranks=1).to_json()
+
+
+def main(folder: str) -> None:
+    """Be rank 1."""
+    torch.set_num_threads(1)
+    rollouts.play = play_for_parity
+    dist.init_process_group("gloo")
+    both, base = Ranks(1, 2), sharp(Path(folder))
+    while (config := both.heard()) is not None:
+        both.obey(grpo.Run(TrainConfig(**config), base, Path(folder), both))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
