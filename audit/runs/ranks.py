@@ -25,7 +25,7 @@ from audit.training.ranks import ALONE, Ranks
 STUCK = 2  # the exit code of what the user can mend
 # of one exchange: validation, a judge or a disk may take as long as they need, and a rank that ends is seen otherwise
 _PATIENCE = timedelta(days=7)
-_SEEN_SECONDS = 5.0  # from the end of a rank to its exit code
+_SEEN_SECONDS = 60.0  # from the first that is seen of a rank's end to its exit code
 
 
 class _Rank(Companion):
