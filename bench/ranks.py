@@ -21,7 +21,7 @@ from torch import distributed as dist
 import audit
 from audit.sampling.model import load_model
 from audit.training.optimiser import Optimiser
-from audit.training.ranks import Ranks
+from audit.training.ranks import RankGroup
 
 EMBEDDED = Path(audit.__file__).parent / "embedded"
 STEPS, RATE = 2, 1e-3
@@ -54,7 +54,7 @@ def held(folder: str, number: int, count: int, meet: str) -> Held:
         dist.init_process_group("gloo", init_method=meet, rank=number, world_size=count)
     model = load_model(folder, dtype="bfloat16", device="cpu").model
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ranks = Ranks(number, count)
+    ranks = RankGroup(number, count)
     optimiser = Optimiser(model, learning_rate=RATE, warmup_steps=0, max_grad_norm=1.0, ranks=ranks)
     for step in range(1, STEPS + 1):
         for half in (1, 2):

@@ -27,7 +27,7 @@ from audit.training import grpo, rollouts
 from audit.training.arms import ARMS
 from audit.training.config import TrainConfig
 from audit.training.optimiser import Optimiser
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 
 LOSSES = ("grpo", "ppo")
 SUMS = 1e-4  # of the way that the weights went; Adam makes much of rounding where a gradient is near 0
@@ -49,7 +49,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_folder: Path) -> Iterator[Ranks]:
+def ranks(tiny_folder: Path) -> Iterator[RankGroup]:
     """The first of two; the other does what is asked of it here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +57,7 @@ def ranks(tiny_folder: Path) -> Iterator[Ranks]:
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
     other = subprocess.Popen([sys.executable, __file__, str(tiny_folder)], env=environment)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
-    both = Ranks(0, 2)
+    both = RankGroup(0, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollouts, "play", play_for_parity)
         yield both
@@ -66,7 +66,7 @@ def ranks(tiny_folder: Path) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def trained(config: TrainConfig, base: LoadedModel, out: Path, ranks: Ranks) -> Path:
+def trained(config: TrainConfig, base: LoadedModel, out: Path, ranks: RankGroup) -> Path:
     with ranks.unit(config.to_json()):
         return grpo.train(config, base, out, silent, ranks=ranks)
 
@@ -89,7 +89,9 @@ def unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, A
     [*UNITS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
     ids=lambda one: f"{one.arm}-{one.loss}",
 )
-def test_two_ranks_train_what_one_does(config: TrainConfig, base: LoadedModel, tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_train_what_one_does(
+    config: TrainConfig, base: LoadedModel, tmp_path: Path, ranks: RankGroup
+) -> None:
     alone = trained(config, base, tmp_path / "alone", ALONE)
     shared = trained(config, base, tmp_path / "shared", ranks)
     one, two = (load_file(folder / "model.safetensors") for folder in (alone, shared))
@@ -99,7 +101,7 @@ def test_two_ranks_train_what_one_does(config: TrainConfig, base: LoadedModel, t
     assert [unlike(*pair) for pair in zip(rows(alone), rows(shared), strict=True)] == [{}] * 3
 
 
-def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_path: Path, ranks: RankGroup) -> None:
     config = unit("smd", "ppo", steps=2, ledger_every=1)
 
     def die(_: int, __: int, ___: Any) -> None:
@@ -118,7 +120,7 @@ def test_a_rank_holds_its_share_of_the_optimiser(base: LoadedModel) -> None:
     whole = sum(weight.numel() for weight in model.parameters())
     shares = []
     for number in range(2):
-        own = Optimiser(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=Ranks(number, 2))
+        own = Optimiser(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=RankGroup(number, 2))
         shares.append(sum(master.numel() for master in own.own_tensors().values()))
     assert sum(shares) == whole
     assert max(shares) < 0.6 * whole
@@ -138,9 +140,9 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     rollouts.play = play_for_parity
     dist.init_process_group("gloo")
-    both, base = Ranks(1, 2), sharp(Path(folder))
+    both, base = RankGroup(1, 2), sharp(Path(folder))
     while (config := both.heard()) is not None:
-        both.obey(grpo.Run(TrainConfig(**config), base, Path(folder), both))
+        both.obey(grpo.TrainingRun(TrainConfig(**config), base, Path(folder), both))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
 from audit.training.footprint import check_memory
-from audit.training.grpo import Run, train
+from audit.training.grpo import TrainingRun, train
 from audit.training.halt import Halt, mark_of
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 from audit.training.rewards import Paying, paying_of
 from audit.training.sft import StartConfig, warm_start
 from suites.base import SUITES
@@ -143,7 +143,7 @@ class Pipeline:
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
-    def follow(self, ranks: Ranks) -> None:
+    def follow(self, ranks: RankGroup) -> None:
         """Be one of the other ranks of whatever the first one trains."""
         section = self._spec.train
         assert section is not None
@@ -155,7 +155,7 @@ class Pipeline:
             )
         while (pair := ranks.heard()) is not None:
             with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS):
-                ranks.obey(Run(TrainConfig.of(section, *pair), self._start(pair[1]), self._run.path, ranks))
+                ranks.obey(TrainingRun(TrainConfig.of(section, *pair), self._start(pair[1]), self._run.path, ranks))
 
     def _rank_job(self) -> Job:
         """What another rank does, with logs of its own beside those of workers that have ranks too."""

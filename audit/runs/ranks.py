@@ -20,7 +20,7 @@ from audit.core.errors import RunError, SpecError
 from audit.core.text import inline
 from audit.runs.launchers.base import Job, Say
 from audit.runs.launchers.local import GRACE_SECONDS, Companion
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 
 STUCK = 2  # the exit code of what the user can mend
 # of one exchange: validation, a judge or a disk may take as long as they need, and a rank that ends is seen otherwise
@@ -83,7 +83,7 @@ class _Losses:
 
 
 @contextmanager
-def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[Ranks]:
+def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankGroup]:
     """The ranks of every unit that the body trains; this process is the first of them, alone where nothing is left."""
     if ranks == 1 or not (any_left or launched()):
         yield ALONE
@@ -99,7 +99,7 @@ def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[Ranks
 
 
 @contextmanager
-def _beside(ranks: int, job: Job, say: Say) -> Iterator[Ranks]:
+def _beside(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
     """Start the other ranks on this machine; they end with the body, and with this process."""
     losses, port = _Losses(say), _free_port()
     known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -117,13 +117,13 @@ def _beside(ranks: int, job: Job, say: Say) -> Iterator[Ranks]:
 
 
 @contextmanager
-def joined(ranks: int, *, any_gpu: bool) -> Iterator[Ranks]:
+def joined(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
     """The ranks that this process is one of, and not the first; its GPU is that of its place on its machine."""
     yield _joined(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
-def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[], str]) -> Ranks:
+def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[], str]) -> RankGroup:
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -133,7 +133,7 @@ def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[]
     except (RuntimeError, ValueError) as error:
         line = inline(str(error).partition("\n")[0])
         raise RunError(f"the {ranks} ranks of train.ranks cannot meet ({line}); look at what the others say") from None
-    return Ranks(number, ranks, why)
+    return RankGroup(number, ranks, why)
 
 
 def _free_port() -> int:

@@ -18,7 +18,7 @@ from audit.core.records import Item
 from audit.policies.draws import derive_seed
 from audit.training.advantages import Rewarded, overlong_penalty
 from audit.training.config import TrainConfig
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 from suites.base import SUITES, CountTokens, Suite
 
 Question = tuple[Suite, Item]
@@ -169,7 +169,7 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
-def halves(batch: Batch, limit: int, ranks: Ranks = ALONE, *, whole: bool = False) -> list[list[list[int]]]:
+def halves(batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False) -> list[list[list[int]]]:
     """A rank's microbatches of the first and of the second half of a batch's groups; of one group there is one half.
 
     The gradient is taken half by half, so that the two can be compared.
@@ -201,7 +201,7 @@ class GradientStep:
         return [micro for half in self.halves for micro in half]
 
 
-def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: Ranks = ALONE) -> list[GradientStep]:
+def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGroup = ALONE) -> list[GradientStep]:
     """Every gradient step on a batch, and what of each is a rank's.
 
     ``minibatches`` deal the groups out anew in each pass over the batch, by a draw of (seed, step, pass) alone; with

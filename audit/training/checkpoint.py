@@ -36,7 +36,7 @@ from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.adapters import AdaptedModel, save_adapter
 from audit.training.files import TelemetryLog, guarded, move_into, write_folder
-from audit.training.ranks import Ranks, everywhere
+from audit.training.ranks import RankGroup, everywhere
 
 FORMAT = 1
 CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
@@ -262,10 +262,10 @@ class CheckpointFolder:
                 )
 
 
-class Unit:
+class Resumable:
     """What trains in one rank; all of them save its state, and are put back to it, where the first one is."""
 
-    def __init__(self, learner: Learns, ranks: Ranks) -> None:
+    def __init__(self, learner: Learns, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @everywhere

@@ -26,13 +26,13 @@ from audit.core.alarms import alarm_numbers
 from audit.sampling.model import LoadedModel
 from audit.training.adapters import learner_of
 from audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
-from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Unit, drop_state
+from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
 from audit.training.config import TrainConfig
 from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from audit.training.halt import Halt
 from audit.training.losses import LOSSES, LossInputs, Whole
 from audit.training.optimiser import Stepped
-from audit.training.ranks import ALONE, Ranks, everywhere
+from audit.training.ranks import ALONE, RankGroup, everywhere
 from audit.training.rollouts import Questioner, Taken, ledgers_of
 from audit.training.student import Seen, Student
 from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
@@ -49,23 +49,22 @@ def train(
     *,
     kept: Path | None = None,
     halt: Halt | None = None,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = ALONE,
 ) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
     steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
     ``out``. With ``halt`` an arm that has come to its end is left unfinished until all arms of its seed have. The first
-    of several ``ranks`` trains, the others obey it (``Ranks.obey``) with a ``Run`` of their own. Raises RunError
-    (another run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or
-    checkpoint).
+    of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. Raises RunError (another
+    run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
     end = None if halt is None else halt.step
     if folder.finished:
         drop_state(out)
         return out
-    run = Run(config, model, kept or out, ranks)
+    run = TrainingRun(config, model, kept or out, ranks)
     run.resumed(out, position := folder.resume(run.student, end))
     rows, stop = folder.telemetry.rows(), halt if end is None else None
     # asked at the top: a kill may have come between a saved state and its mark
@@ -93,10 +92,10 @@ def train(
     return out
 
 
-class Run(Unit):
+class TrainingRun(Resumable):
     """One arm under way, in one rank: the learner's model, its optimiser, and what asks the questions of every step."""
 
-    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup) -> None:
         self.config = config
         self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
         self.student = Student(self.model.model, config, base.model if config.beta > 0 else None, ranks)

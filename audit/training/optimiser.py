@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import DataError
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 
 HALVES = ("grad_variance", "grad_half_cosine")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +39,7 @@ class Optimiser:
     """
 
     def __init__(
-        self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float, ranks: Ranks = ALONE
+        self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float, ranks: RankGroup = ALONE
     ) -> None:
         # beside an adapter the model's own weights are frozen
         named = model.named_parameters()

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Ranks:
+class RankGroup:
     """This process's ``number`` among ``count`` that have met; ``why`` says which was lost, where somebody knows."""
 
     def __init__(self, number: int = 0, count: int = 1, why: Callable[[], str] = str) -> None:
@@ -131,14 +131,14 @@ def _unpacked(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
-ALONE = Ranks()
+ALONE = RankGroup()
 
 
 class HasRanks(Protocol):
     """What has methods that are called in all ranks."""
 
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> RankGroup: ...
 
 
 def everywhere(method: Method) -> Method:

@@ -18,7 +18,7 @@ from audit.sampling.sampler import Decoding, Sampler
 from audit.training.advantages import alike
 from audit.training.batch import Question, row_seeds
 from audit.training.config import TrainConfig
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 from audit.training.rewards import Pays
 
 
@@ -49,7 +49,7 @@ class Questioner:
         model: LoadedModel,
         questions: Sequence[Sequence[Question]],
         pays: Pays,
-        ranks: Ranks = ALONE,
+        ranks: RankGroup = ALONE,
     ) -> None:
         self._config, self._model, self._questions, self._pays, self._ranks = config, model, questions, pays, ranks
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws

@@ -16,7 +16,7 @@ from audit.training.config import TrainConfig
 from audit.training.learner import Read, pass_logprobs, read_tokens
 from audit.training.losses import LOSSES, Valued
 from audit.training.optimiser import Optimiser, Stepped
-from audit.training.ranks import ALONE, Ranks
+from audit.training.ranks import ALONE, RankGroup
 
 _PREFIX, _UPDATES = "critic/", "critic/updates"
 
@@ -27,7 +27,7 @@ class Critic:
     It begins at 0, so that no draw is needed, and takes no gradient to the states.
     """
 
-    def __init__(self, model: Any, spec: CriticSpec, ranks: Ranks, *, max_grad_norm: float) -> None:
+    def __init__(self, model: Any, spec: CriticSpec, ranks: RankGroup, *, max_grad_norm: float) -> None:
         width = model.config.get_text_config(decoder=True).hidden_size
         self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
         for weight in self._head.parameters():
@@ -94,7 +94,7 @@ class Student:
     Of several ranks each reads its own groups, and all know what every one has read.
     """
 
-    def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
         self.model, self.config, self._reference, self.ranks = model, config, reference, ranks
         self.optimiser = Optimiser(
             model,
