@@ -139,31 +139,40 @@ if "-c" in sys.orig_argv and not os.path.exists("begun"):
 """
 
 
-def test_a_job_that_is_preempted_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = trial("slurm")
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The first worker sleeps before it does its words; called, this waits until one does."""
     (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    said: list[str] = []
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+
+    def wait() -> None:
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
+
+    return wait
+
+
+def test_a_job_that_is_preempted_is_queued_again(tmp_path: Path, begun: Callable[[], None]) -> None:
+    launcher = trial("slurm")
+    said: list[str] = []
+    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+        begun()
         os.kill(child_of(crew._left[1]._process.pid), signal.SIGUSR2)
         crew.wait(lambda: False)
     assert "kvaudit" in (tmp_path / "logs" / "worker-1.log").read_text()
     assert not [line for line in said if line.startswith("worker ")]
 
 
-def test_a_job_that_ends_without_a_word_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_without_a_word_is_said(
+    tmp_path: Path, begun: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = trial("slurm")
     from submitit import LocalJob
 
     monkeypatch.setattr(LocalJob, "_results_timeout_s", 0)
-    (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     said: list[str] = []
     with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.01)
+        begun()
         crew._left[1]._process.kill()
         crew.wait(lambda: False)
     assert len(said) == 2
@@ -180,14 +189,13 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_job_still_queued_when_all_is_done_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_still_queued_when_all_is_done_is_cancelled(
+    tmp_path: Path, begun: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = trial("slurm")
-    (tmp_path / "sitecustomize.py").write_text(SLEEPS_ONCE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(slurm, "GRACE_SECONDS", 0.0)
     with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.01)
+        begun()
         crew.wait(lambda: True)
         process = crew._left[1]._process
         assert process.poll() is None
