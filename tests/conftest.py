@@ -6,10 +6,13 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import typer.testing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -66,18 +69,36 @@ def no_network() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_figures() -> Iterator[None]:
-    """Reports come without their figures, which take seconds, for a test or fixture that does not look at them."""
+@pytest.fixture(scope="session", autouse=True)
+def no_figures() -> Iterator[None]:
+    """Reports come without their figures, which take seconds; who looks at them asks for ``figures``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("reports.page.formats.html.figures", lambda _: {})
         yield
 
 
-@pytest.fixture
-def no_figures() -> Iterator[None]:
-    """The same for a whole test."""
-    with without_figures():
+@contextmanager
+def with_figures() -> Iterator[None]:
+    """Reports come with their figures, for a fixture that looks at them."""
+    from reports.page.figures import figures
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reports.page.formats.html.figures", figures)
+        yield
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[None]:
+    """The same for a whole file."""
+    with with_figures():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_command_line() -> Iterator[None]:
+    """Typer makes the commands of the app once, as a process does, and not for each call of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
         yield
 
 

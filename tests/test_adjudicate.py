@@ -257,7 +257,6 @@ def copied(held, folder):
     return folder / "run", folder / "sheet.csv"
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     assert command("gate", run).exit_code == 0

@@ -51,7 +51,7 @@ def spec(tmp_path: Path, tiny_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, figures: None) -> Path:
     """A whole run; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder))
@@ -104,7 +104,6 @@ def test_a_run_leaves_checkpoints_records_provenance_and_a_report(finished: Path
     assert not list(run.rglob("*.lock")) or all(path.name.startswith(".") for path in run.rglob("*.lock"))
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_finished_run_resumes_to_the_same_records(finished: Path, tmp_path: Path) -> None:
     run = copied(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in (run / "records").iterdir()}
@@ -113,7 +112,6 @@ def test_a_finished_run_resumes_to_the_same_records(finished: Path, tmp_path: Pa
     assert {path.name: path.read_bytes() for path in (run / "records").iterdir()} == before
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_lost_unit_is_written_again_with_the_same_answers(finished: Path, tmp_path: Path) -> None:
     run = copied(finished, tmp_path)
     unit = next((run / "records").glob("smd-*.jsonl"))
@@ -125,7 +123,6 @@ def test_a_lost_unit_is_written_again_with_the_same_answers(finished: Path, tmp_
     assert [json.loads(line) | {"seconds": 0} for line in unit.read_text().splitlines()] == before
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_train_then_evaluate_then_report_is_a_run(spec: Path, tmp_path: Path, finished: Path) -> None:
     out = tmp_path / "parts"
     assert kvaudit("train", spec, "--out", out, "--threads", 1)[0] == 0
@@ -334,7 +331,6 @@ def test_a_run_keeps_the_threads_it_began_with(
     assert share(Options(threads=threads, workers=workers), load_spec(spec, NAMES), begun) == shared
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(finished: Path, tmp_path: Path) -> None:
     run = copied(finished, tmp_path)
     words = ("run", finished / "spec.yaml", "--out", run, "--resume", "--threads", 2)
@@ -460,7 +456,6 @@ class Hoard(Evictor):
 """
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_two_processes_write_the_run_that_one_writes(finished: Path, tmp_path: Path) -> None:
     words = ("run", finished / "spec.yaml", "--out", tmp_path / "shared", "--workers", 2)
     code, _, err = kvaudit(*words)
@@ -474,7 +469,6 @@ def test_two_processes_write_the_run_that_one_writes(finished: Path, tmp_path: P
         assert one == other
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_an_outside_policy_can_be_audited(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hoard.py").write_text(PLUGIN)
     shipped = POLICIES.all()

@@ -108,7 +108,6 @@ def test_broken_templates_fail_when_there_are_enough_of_them(data: RunData) -> N
     assert shares(losses(data, [BASE], 3, rng, share=4 / 24, spoil=break_down, copy=True)).fail == 0
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_broken_templates_fail_on_disk_and_are_the_ones_listed(
     sampled: RunFolder, data: RunData, tmp_path: Path
 ) -> None:
@@ -123,7 +122,6 @@ def test_broken_templates_fail_on_disk_and_are_the_ones_listed(
     assert kvaudit("gate", run)[0] == 3
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_the_reference_at_a_ruinous_budget_fails_in_every_suite(sampled: RunFolder, tmp_path: Path) -> None:
     run = copy_run(sampled, tmp_path / "starved", {BASE: (BASE,)}, (DENSE, RUINOUS))
     assert {row.cell: row.decision.status for row in named(run, frozenset())} == {

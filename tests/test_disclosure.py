@@ -14,7 +14,6 @@ import junitparser
 import pytest
 import sarif_pydantic
 import yaml
-from conftest import without_figures
 from huggingface_hub import parse_eval_result_entries
 from referencing import Registry, Resource
 from reports_synthetic import Design, build, policy
@@ -31,7 +30,6 @@ from reports.page.model_card import BEGIN, END, placed, section_of
 from reports.records.load import load_run
 from reports.run import disclosed, write_report
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)
 DESIGN = Design(
@@ -68,8 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "sha256": f"{seed:064x}",
             }
             (folder / "provenance.json").write_text(json.dumps(story))
-    with without_figures():
-        write_report(run)
+    write_report(run)
     return run
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import without_figures
 from test_cli import kvaudit, refused
 
 from audit.core.spec_file import load_spec, parse_spec
@@ -49,8 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
     """A run that was measured; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("displaced")
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder, policy=POLICY))
-    with without_figures():
-        code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
+    code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
     code, out, err = kvaudit("displace", folder / "run")
     assert code == 0, out + err
@@ -125,7 +123,6 @@ def test_the_margin_is_over_the_items_that_should_be_refused(run: Path) -> None:
     assert all(name.endswith("-forbidden") for name in refusal.items)
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_report_shows_it_and_the_verdict_is_the_same_without(run: Path) -> None:
     shown = write_report(run)
     assert len(shown.displacement) == 9

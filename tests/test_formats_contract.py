@@ -31,6 +31,7 @@ from reports.page.story import page_of
 from reports.records.load import load_run
 from reports.run import decided, with_details
 
+pytestmark = pytest.mark.usefixtures("figures")  # whose text is a stranger's too
 STRUCTURE = (
     "\n\n# big\n\n1. one\n- two\n> q\n\n```\n````\n~~~\n"
     "![x](http://e.example/a.png)\n<script>alert(1)</script>\n| a |\n"

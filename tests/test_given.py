@@ -26,7 +26,6 @@ from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
 from reports.records.panel import CellKey
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 EMBEDDED = Path(__file__).parent.parent / "audit" / "embedded"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import without_figures
 from rich.console import Console
 from suite_world import write_rows
 from test_cli import kvaudit, refused
@@ -25,7 +24,6 @@ from reports.records.load import load_run
 from reports.run import decided
 from suites.mathrows import Gsm8k
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 SPEC = """\
 name: held
 model: {model}
@@ -43,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     shutil.copytree(tiny_folder, folder / "model")
     write_rows(folder)
     (folder / "spec.yaml").write_text(SPEC.format(model=folder / "model"))
-    with without_figures(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVAUDIT_DATA", str(folder))
         patch.setattr(Gsm8k, "max_new_tokens", 4)
         code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)

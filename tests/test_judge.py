@@ -197,7 +197,6 @@ def test_telemetry_goes_along_and_checkpoints_do_not(run: Path) -> None:
     assert [path.name for path in (out / "checkpoints").rglob("*") if path.is_file()] == ["telemetry.jsonl"]
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_judged_run_says_how_its_checkpoints_were_trained(run: Path) -> None:
     seed = run / "checkpoints" / "dense" / "seed-1"
     seed.mkdir(parents=True)

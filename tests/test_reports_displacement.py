@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from conftest import without_figures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import build, policy, tiny
@@ -132,8 +131,7 @@ def test_any_change_is_loaded_or_refused_in_one_line(tmp_path_factory, change):
 def reported(tmp_path_factory):
     run = build(tmp_path_factory.mktemp("runs") / "run", tiny())
     write(run, row(arm="<i>smd</i>"), FLOOR)
-    with without_figures():
-        write_report(run)
+    write_report(run)
     return run / "report"
 
 
@@ -149,7 +147,6 @@ def test_every_number_of_the_table_is_in_json(reported):
     assert (first["floor"], second["mean_kl"], second["ratio"]) == (True, pytest.approx(0.02), pytest.approx(10))
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_broken_file_costs_the_section_and_not_the_report(tmp_path):
     run = build(tmp_path / "run", tiny())
     write(run, row(seed="x"))

@@ -291,7 +291,6 @@ def test_of_several_answers_the_example_is_the_one_that_lost_the_facet(cell, sam
     assert row["sample_index"] == sample
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_facets_stand_right_under_the_first_page(detailed):
     sections = page_of(detailed).sections
     assert [s.anchor for s in sections][:3] == ["decided", "facets", "limits"]

@@ -43,7 +43,7 @@ def found_in(run):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory, figures):
     run = build(tmp_path_factory.mktemp("runs") / "run", tiny())
     return run, write_report(run)
 
@@ -242,7 +242,6 @@ def test_examples_show_the_sample_that_was_lost(tmp_path):
     assert example.reference_answer == "best"
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=6))
     (run / "report").write_text("in the way")
@@ -269,7 +268,7 @@ def test_examples_are_items_the_reference_won(written):
     assert report.examples[0].arm == "naive"
 
 
-def test_the_page_of_a_full_grid_stays_small(tmp_path):
+def test_the_page_of_a_full_grid_stays_small(tmp_path, figures):
     report = decided(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
     assert len(formats()["report.html"](page_of(report))) < 1_500_000
 
@@ -391,7 +390,7 @@ def test_cells_without_numbers_or_margin_are_hatched():
 
 
 @pytest.fixture(scope="module")
-def doses(tmp_path_factory):
+def doses(tmp_path_factory, figures):
     policies = ("none", *(policy("snapkv", b) for b in (24, 48, 96)))
     design = Design(
         arms=("dense", "smd"), seeds=(1, 2, 3), policies=policies, suites=("refusal",), clusters=64, items=128
@@ -480,7 +479,7 @@ def two_lengths(folder):
     return run
 
 
-def test_a_run_of_two_lengths_has_length_curves_and_a_safe_length(tmp_path):
+def test_a_run_of_two_lengths_has_length_curves_and_a_safe_length(tmp_path, figures):
     run = two_lengths(tmp_path / "run")
     report = write_report(run)
     assert report.problems == ()

@@ -126,7 +126,6 @@ def test_gate_takes_no_exit_code_from_a_file_that_came_after_the_run(failing, tm
     )
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_the_report_is_written_under_a_gate_file_and_waivers(failing, tmp_path):
     (tmp_path / "gate.yaml").write_text("format: 1\nprofile: pr\n")
     until = date.today() + timedelta(days=30)

@@ -143,7 +143,7 @@ def test_what_a_judged_run_says_of_its_judges_may_be_anything(damage):
         second_judge({"judged": JUDGED | damage})
 
 
-def test_a_damaged_word_of_the_judges_decides_nothing(tmp_path, no_figures):
+def test_a_damaged_word_of_the_judges_decides_nothing(tmp_path):
     run = build(tmp_path / "run", EASY)
     told = json.loads((run / "provenance.json").read_text())
     (run / "provenance.json").write_text(json.dumps({**told, "judged": JUDGED | {"agreement": 3}}))
