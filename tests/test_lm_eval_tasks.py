@@ -37,6 +37,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def samples(tasks: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the harness makes of the task under two policies."""
+    return {policy: evaluated(served(policy, batch_size=4), tasks, "kvaudit_refusal") for policy in ("none", SNAPKV)}
+
+
 def asked(name: str) -> tuple[Suite, list[Item]]:
     suite = SUITES.get(name)()
     return suite, suite.items("eval", ITEMS, 3, 160, load_model().chat.count_tokens)
@@ -54,12 +60,11 @@ def logged(folder: Path, samples: Sequence[dict[str, Any]]) -> Path:
     return written
 
 
-def test_a_written_task_asks_and_grades_as_the_grid_does(tasks: Path) -> None:
+def test_a_written_task_asks_and_grades_as_the_grid_does(samples: dict[str, list[dict[str, Any]]]) -> None:
     suite, items = asked("refusal")
-    for policy in ("none", SNAPKV):
+    for policy, found in samples.items():
         sampler = Sampler(load_model(), parse_policy(policy))
         wanted = play(sampler, [(suite, each) for each in items], Decoding(1, 0.0), [0] * ITEMS)
-        found = evaluated(served(policy, batch_size=4), tasks, "kvaudit_refusal")
         for played, sample in zip(wanted, found, strict=True):
             assert sample["doc"]["item_id"] == played.item.item_id
             assert sample["arguments"][0][0] == load_model().chat.opening_text(played.item.messages)
@@ -70,11 +75,10 @@ def test_a_written_task_asks_and_grades_as_the_grid_does(tasks: Path) -> None:
                 assert {name: sample[name] for name in sample["metrics"][1:]} == known
 
 
-def test_two_logs_of_a_written_task_are_compared_by_their_clusters(tasks: Path, tmp_path: Path) -> None:
-    logs = [
-        logged(tmp_path / name, evaluated(served(policy, batch_size=4), tasks, "kvaudit_refusal"))
-        for name, policy in (("dense", "none"), ("small", SNAPKV))
-    ]
+def test_two_logs_of_a_written_task_are_compared_by_their_clusters(
+    samples: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    logs = [logged(tmp_path / name, samples[policy]) for name, policy in (("dense", "none"), ("small", SNAPKV))]
     code, out, _ = kvaudit("compare", *logs, "--metric=score", "--cluster=doc.cluster_id", "--margin=5")
     assert code in (3, 4)  # twelve items may decide a loss, and never a pass
     assert "NOCLUSTERS" not in out
