@@ -189,8 +189,9 @@ def test_a_wrong_arm_fails(
 ) -> None:
     monkeypatch.setattr(arms, "ARMS", {**ARMS, wrong.name: wrong})
     monkeypatch.setattr(grpo, "CORRECTIONS", {**CORRECTIONS, "halved": halved, "shared": shared})
+    wanted = contract.followed(base, batches["dense"])
     with pytest.raises(AssertionError):
-        hold(check, arm=wrong.name, loss=Grpo(), base=base, **batches)
+        hold(check, arm=wrong.name, loss=Grpo(), base=base, wanted=wanted, **batches)
 
 
 @pytest.mark.parametrize(("check", "wrong"), REWARDS, ids=lambda value: value.__name__)
