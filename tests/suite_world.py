@@ -24,7 +24,7 @@ from suites.sources import DATA_VARIABLE
 SEED, TOKENS = 7, 600
 ITEMS = 360  # every twin of every evaluation template of the suites here, at 72 templates and five twins
 PINNED_ITEMS = 288  # of each split, that a version's digest speaks for
-FIRST_ITEMS = 72  # that another process is asked for
+FIRST_ITEMS = 36  # that another process is asked for
 ANSWERS = ("", "yes", "no", "0", "1", "I can't help with that.", "Access Granted", '{"call":"read mail 3"}', "{}", "[")
 # what anybody would try who never reads the question
 CONSTANTS = (
