@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conform.policies import one_of_each, policies_for, policy_id, record_of, small_policies, time_of
+from conform.policies import further, one_of_each, policies_for, policy_id, record_of, small_policies, time_of
 from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
@@ -395,15 +395,19 @@ def on(policies: Sequence[Policy]) -> list[tuple[Policy, str]]:
     return [*((p, "llama-gqa") for p in policies), *((p, "gemma3") for p in policies if p in beside)]
 
 
-def named(played: Sequence[tuple[Policy, str]]) -> list[str]:
-    return [f"{policy_id(policy)}-{name}" for policy, name in played]
+def plays(played: Sequence[tuple[Policy, str]]) -> list[Any]:
+    """Plays as parameters, slow where the conformance suite has them so."""
+    return [
+        pytest.param(policy, name, id=f"{policy_id(policy)}-{name}", marks=[pytest.mark.slow] * (policy in further()))
+        for policy, name in played
+    ]
 
 
 SCHEDULED = on(one_of_each(policies_for("variant", small_policies()), scheduled_by))
 COMPRESSED = on([policy for policy in policies_for("compressed", small_policies()) if policy.replayable])
 
 
-@pytest.mark.parametrize(("policy", "model"), SCHEDULED, ids=named(SCHEDULED))
+@pytest.mark.parametrize(("policy", "model"), plays(SCHEDULED))
 def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy, model: str) -> None:
     plans = layer_plans(shared(model).model.config, policy)
     for rollout in played_once(policy, model).rollouts:
@@ -411,7 +415,7 @@ def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy, mode
         assert quantisation_breach(rollout, policy) is None
 
 
-@pytest.mark.parametrize(("policy", "model"), COMPRESSED, ids=named(COMPRESSED))
+@pytest.mark.parametrize(("policy", "model"), plays(COMPRESSED))
 def test_a_policy_chooses_its_own_victims_again(policy: Policy, model: str) -> None:
     loaded = shared(model)
     # where rows draw by their keys, members of a group share that of their prompt

@@ -129,10 +129,35 @@ ARGUMENTS += ("recorded", "asking", "timed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test every policy its argument asks for: all registered ones, or those of ``--policy-file``."""
+    """Give each test every policy its argument asks for: all registered ones, or those of ``--policy-file``.
+
+    Of the registered ones those of ``further`` are slow; of an outsider's none is.
+    """
+    file = metafunc.config.getoption("policy_file")
     for argument in set(ARGUMENTS) & set(metafunc.fixturenames):
-        chosen = policies_for(argument, _under_test(metafunc.config.getoption("policy_file")))
-        metafunc.parametrize(argument, chosen, ids=[policy_id(p) for p in chosen])
+        chosen = policies_for(argument, _under_test(file))
+        marked = chosen if file else slowed(chosen)
+        metafunc.parametrize(argument, marked, ids=[policy_id(p) for p in chosen])
+
+
+def slowed(policies: Sequence[Policy]) -> list[Any]:
+    """The policies as parameters, those of ``further`` slow."""
+    return [pytest.param(p, marks=[pytest.mark.slow] if p in further() else []) for p in policies]
+
+
+@cache
+def further() -> frozenset[Policy]:
+    """Registered policies under a schedule, or in a composition, whose kind another one plays already.
+
+    The simulator plays every ranking under random schedules, these included.
+    """
+    registered = small_policies()
+    schedules = [(p, fields) for p in registered if p.evicts for fields in SCHEDULES.values()]
+    scheduled = {dataclasses.replace(p, **fields) for p, fields in schedules if not refuses(p, **fields)}
+    pairs = compositions(registered)
+    return frozenset(
+        {*scheduled, *pairs} - {*registered, *policies_for("timed", registered), *one_of_each(pairs, record_of)}
+    )
 
 
 @cache
