@@ -29,7 +29,7 @@ train:
   arms: [dense, smd]
   seeds: [1, 2]
   policy: "{policy}"
-  suites: [math]
+  suites: [refusal]
   context_tokens: 900
   steps: 1
   prompts_per_step: 1
