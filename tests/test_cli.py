@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_figures
 from typer.testing import CliRunner
 
 from audit.cli import app
@@ -38,7 +39,7 @@ train:
   ledger_every: 1
 evaluate:
   policies: [none, "streaming:budget=64,sink=4,window=8"]
-  suites: {{math: {{items: 2}}}}
+  suites: {{math: {{items: 2, max_new_tokens: 8}}}}
   context_tokens: [900]
 """
 
@@ -51,11 +52,12 @@ def spec(tmp_path: Path, tiny_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, figures: None) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A whole run; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder))
-    code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
+    with with_figures():
+        code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
     (folder / "out.txt").write_text(out)
     return folder
