@@ -30,7 +30,6 @@ SHARED_NAMES = {
     *("explain", "scan", "train", "verify"),  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables
-    *("Question", "PROVENANCE"),
 }
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))

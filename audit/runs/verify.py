@@ -22,6 +22,7 @@ from audit.cache.routing import watched_blocks
 from audit.core.errors import DataError, SpecError
 from audit.core.files import read_json
 from audit.core.intact import check_checkpoint
+from audit.core.provenance import PROVENANCE
 from audit.policies import Policy, parse_policy
 from audit.replay.interchange import read_rollouts
 from audit.replay.learner_pass import LearnerPass, suffix_logits
@@ -31,7 +32,7 @@ from audit.replay.schedule_check import breach, quantisation_breach, selection_b
 from audit.sampling.model import LoadedModel
 from audit.training.arms import get_arm
 from audit.training.batch import microbatches
-from audit.training.checkpoint import FINAL_LEDGER, LEDGERS, PROVENANCE
+from audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from audit.training.rollouts import ledger_stem
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave

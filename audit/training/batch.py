@@ -21,7 +21,7 @@ from audit.training.config import TrainConfig
 from audit.training.ranks import ALONE, RankGroup
 from suites.base import SUITES, CountTokens, Suite
 
-Question = tuple[Suite, Item]
+TrainingItem = tuple[Suite, Item]
 
 
 def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
@@ -53,7 +53,7 @@ class Asks(Protocol):
     def context_tokens(self) -> int: ...
 
 
-def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items") -> list[list[Question]]:
+def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
     """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
     order = slots(config.shares, config.steps * config.prompts_per_step)

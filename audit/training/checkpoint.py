@@ -30,6 +30,7 @@ from audit.cache.ledger import Rollout, save_ledgers
 from audit.core.errors import DataError, RunError
 from audit.core.files import PARTIAL, read_json, write_json
 from audit.core.intact import own_files
+from audit.core.provenance import PROVENANCE
 from audit.policies import Policy
 from audit.sampling.given import adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder
@@ -39,7 +40,7 @@ from audit.training.files import TelemetryLog, guarded, move_into, write_folder
 from audit.training.ranks import RankGroup, everywhere
 
 FORMAT = 1
-CLAIM, STATE, PROVENANCE, LEDGERS = "training.json", "state.json", "provenance.json", "ledgers"
+CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
 FINAL_LEDGER = "final"
 _TENSORS = "tensors.safetensors"
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}

@@ -16,7 +16,7 @@ from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.advantages import alike
-from audit.training.batch import Question, row_seeds
+from audit.training.batch import TrainingItem, row_seeds
 from audit.training.config import TrainConfig
 from audit.training.ranks import ALONE, RankGroup
 from audit.training.rewards import Pays
@@ -47,7 +47,7 @@ class Questioner:
         self,
         config: TrainConfig,
         model: LoadedModel,
-        questions: Sequence[Sequence[Question]],
+        questions: Sequence[Sequence[TrainingItem]],
         pays: Pays,
         ranks: RankGroup = ALONE,
     ) -> None:
@@ -104,7 +104,9 @@ class Questioner:
         played = self._sample(self._questions[steps - 1][own], policies, seeds)
         return _joined(self._ranks.gathered(Taken(played, [None] * len(played), policies)))
 
-    def _sample(self, questions: Sequence[Question], policies: Sequence[Policy], seeds: Sequence[int]) -> list[Played]:
+    def _sample(
+        self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
+    ) -> list[Played]:
         """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
         config, group, found = self._config, self._config.group, dict[int, list[Played]]()
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows // group

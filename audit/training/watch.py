@@ -15,7 +15,7 @@ from audit.policies.draws import derive_seed
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import Question, collect
+from audit.training.batch import TrainingItem, collect
 from audit.training.config import TrainConfig
 from audit.training.learner import pass_logprobs
 from audit.training.mismatch import mismatch_panel
@@ -29,7 +29,7 @@ class Watch:
     """Asks a run's held-out items of its learner; ``met`` are the questions that the run trains on."""
 
     def __init__(
-        self, config: TrainConfig, spec: WatchSpec, model: LoadedModel, met: Sequence[Sequence[Question]]
+        self, config: TrainConfig, spec: WatchSpec, model: LoadedModel, met: Sequence[Sequence[TrainingItem]]
     ) -> None:
         self._config, self._spec, self._model = config, spec, model
         self._questions = held_out(config, spec, model.chat.count_tokens, met)
@@ -74,14 +74,14 @@ class Watch:
 
 
 def held_out(
-    config: TrainConfig, spec: WatchSpec, count: CountTokens, met: Sequence[Sequence[Question]]
-) -> list[Question]:
+    config: TrainConfig, spec: WatchSpec, count: CountTokens, met: Sequence[Sequence[TrainingItem]]
+) -> list[TrainingItem]:
     """Items of the training split that the run does not train on: what evaluation asks is kept for the end.
 
     Raises SpecError for a suite of which none is left.
     """
     known = {item.messages for step in met for _, item in step}
-    questions: list[Question] = []
+    questions: list[TrainingItem] = []
     for name in config.watched:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
         items = suite.items("train", spec.items, seed, config.context_tokens, count)
