@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sharp, short, silent
 
+from audit.commands.run import Options, share
 from audit.core.errors import SpecError
 from audit.sampling.model import LoadedModel
 from audit.training import grpo, rollouts
@@ -129,6 +131,15 @@ def test_a_rank_holds_its_share_of_the_optimiser(base: LoadedModel) -> None:
 def test_more_ranks_than_prompts_of_a_gradient_step_are_refused() -> None:
     with pytest.raises(SpecError, match="'ranks' is 3, wanted at most the 2 prompts of a gradient step"):
         unit("dense", "ppo", ranks=3)
+
+
+def test_ranks_that_were_launched_are_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = SimpleNamespace(train=unit("dense", "grpo"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert share(Options(), spec, None) == (1, None)
+    with pytest.raises(SpecError, match="leave out --workers"):
+        share(Options(workers=2), spec, None)
 
 
 def test_one_rank_leaves_the_hash_of_a_run_alone() -> None:

@@ -171,7 +171,16 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
     has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
     """
+    from audit.runs.ranks import launched
+
     threads = options.threads or begun
+    if _ranks(spec) > 1 and launched():  # other workers would take themselves for the same ranks
+        if (options.workers or 1) > 1 or not here:
+            raise SpecError(
+                "the processes that were launched are the ranks of one worker; leave out --workers and --launcher, or "
+                "let this command start the ranks"
+            )
+        return 1, threads
     if threads is not None and threads > 1:
         if here:
             return 1, threads
