@@ -87,9 +87,9 @@ def with_figures() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def figures() -> Iterator[None]:
-    """The same for a whole file."""
+    """The same for a whole test."""
     with with_figures():
         yield
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from conftest import with_figures
 from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
 from test_formats_contract import Markup
@@ -43,9 +44,10 @@ def found_in(run):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory, figures):
+def written(tmp_path_factory):
     run = build(tmp_path_factory.mktemp("runs") / "run", tiny())
-    return run, write_report(run)
+    with with_figures():
+        return run, write_report(run)
 
 
 def test_markdown_is_the_golden_file(written):
@@ -390,14 +392,15 @@ def test_cells_without_numbers_or_margin_are_hatched():
 
 
 @pytest.fixture(scope="module")
-def doses(tmp_path_factory, figures):
+def doses(tmp_path_factory):
     policies = ("none", *(policy("snapkv", b) for b in (24, 48, 96)))
     design = Design(
         arms=("dense", "smd"), seeds=(1, 2, 3), policies=policies, suites=("refusal",), clusters=64, items=128
     )
     design.serving = {policies[1]: 0.4, policies[2]: 0.2}
     run = build(tmp_path_factory.mktemp("doses") / "run", design)
-    return run, write_report(run)
+    with with_figures():
+        return run, write_report(run)
 
 
 def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
