@@ -1,4 +1,5 @@
 # make audit | test | check | fix | bench: each sets up .venv by itself; test-matrix, one .venv-* per transformers.
+# make bench-peers sets up .venv-peers, for what bench compares with and whose pins differ from ours.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,10 @@ PROCESSES ?= 2
 # versions of transformers that the cache, the shadow pass and every policy are held to
 MATRIX ?= 5.4.0 newest
 
-.PHONY: audit test test-matrix $(MATRIX:%=test-transformers-%) check fix bench setup clean
+# what bench.decode stands beside, in the environment of its own
+PEERS ?= kvpress==0.5.5
+
+.PHONY: audit test test-matrix $(MATRIX:%=test-transformers-%) check fix bench bench-peers setup clean
 audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
@@ -38,6 +42,8 @@ bench: setup
 	$(BIN)/python -m bench.learner
 	$(BIN)/python -m bench.report
 
+bench-peers: .venv-peers/.installed
+
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +59,14 @@ $(STAMP): pyproject.toml constraints.txt
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt torch
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt \
 		--upgrade --editable '.[dev]' transformers$(if $(filter newest,$*),,==$*)
+	touch $@
+
+# beside the pattern above, because these are not installed with us; torch first, and the one that we have
+.venv-peers/.installed: constraints.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	grep '^torch==' constraints.txt > .venv-peers/constraints.txt
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-peers/constraints.txt torch
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-peers/constraints.txt $(PEERS)
 	touch $@
 
 clean:

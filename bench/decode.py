@@ -1,81 +1,206 @@
-"""Decode tokens per second of our sampler against ``model.generate``: same model, batch 8, 1K context, policy none.
+"""A decode step beside its peers: ratios of tokens per second, sides taking turns on the same prompt and thread.
 
-Prefill and decode are timed apart, on one thread unless OMP_NUM_THREADS says otherwise. Run: python -m bench.decode
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.decode            every row; without the variable, what needs no folder
+    python -m bench.decode --batch 8 --only snapkv --turns 3
+
+Uncompressed decoding stands beside ``model.generate``, snapkv and streaming beside kvpress with the same budget (``make
+bench-peers`` sets its environment up), codes beside our own uncompressed decoding. A press of kvpress cuts the prompt
+alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other processes
+disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the bandwidth
+at which this run sums a large tensor. Prefill is not timed here; rows of a batch share that of one prompt.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from audit.cache.attention import NAME
+from audit.core.errors import RunError
 from audit.policies import parse_policy
+from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
 
-BATCH, CONTEXT, NEW, REPEATS = 8, 1024, 32, 2
-T = TypeVar("T")
+CONTEXT, NEW, TURNS, BUDGET = 2048, 16, 5, 512
+PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
+EVICTING = {name: f"{name}:budget={BUDGET}" for name in ("snapkv", "streaming")}
+CODING = {"int8": "int8", "kivi 4 bits": "kivi:bits=4"}
+Side = Callable[[], "Seconds"]  # plays one turn
+
+
+class Seconds(NamedTuple):
+    """What one turn took of the processor and on the wall."""
+
+    cpu: float
+    wall: float
+
+
+class Ours:
+    """Rows of one prompt under a policy; every turn goes on where the last one ended."""
+
+    def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, new: int) -> None:
+        self._new, self._parameters = new, sum(p.nbytes for p in served.model.parameters())
+        self._episode = Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+
+    def __call__(self) -> Seconds:
+        return timed(lambda: self._episode.decode(Decoding(self._new, temperature=0.0)))
+
+    def bytes_a_step(self) -> int:
+        """What a step has to read: all weights once, and what the rows' caches hold."""
+        return self._parameters + self._episode.bytes
+
+
+class Generate:
+    """The same rows through ``model.generate`` with stock attention, on a cache that holds the prompt."""
+
+    def __init__(self, served: Served, prompt: list[int], batch: int, new: int) -> None:
+        self._model, self._cache = served.model, DynamicCache()
+        self._model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            self._model(torch.tensor([prompt[:-1]]), past_key_values=self._cache, logits_to_keep=1)
+        self._model.set_attn_implementation(NAME)
+        self._cache.batch_repeat_interleave(batch)
+        self._ids = torch.tensor([prompt] * batch)
+        self._config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+    def __call__(self) -> Seconds:
+        self._model.set_attn_implementation("sdpa")
+        seconds = timed(self._generate)
+        self._model.set_attn_implementation(NAME)
+        return seconds
+
+    def _generate(self) -> None:
+        mask = torch.ones_like(self._ids)
+        self._ids = self._model.generate(
+            self._ids, attention_mask=mask, past_key_values=self._cache, generation_config=self._config
+        )
+
+
+class KVPress:
+    """The process that kvpress lives in; raises RunError where it ends."""
+
+    def __init__(self, folder: str) -> None:
+        quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [str(PEERS), str(Path(__file__).parent / "kvpress_peer.py"), folder]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}
+        )
+
+    def side(self, press: str, prompt: list[int], batch: int, new: int) -> Side:
+        """A press after the prefill of the prompt."""
+        held = self._ask({"open": {"press": press, "budget": BUDGET, "prompt": prompt, "batch": batch}})
+        assert held == BUDGET, f"kvpress held {held} entries, not {BUDGET}"
+        return lambda: Seconds(*self._ask({"turn": new}))
+
+    def _ask(self, what: dict[str, object]) -> object:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RunError("the process of kvpress ended; what it said last stands above, make bench-peers mends it")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 def main() -> None:
+    asked = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    for served in (random_llama(512, 8), *embedded()):
-        compare(served)
+    bandwidth = measured_bandwidth()
+    print(f"{torch.get_num_threads()} thread(s), {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n")
+    for served, folder in models():
+        peer = KVPress(folder) if folder and PEERS.is_file() else None
+        if peer is None:
+            print(f"{served.name}: no rows of kvpress, which wants KVAUDIT_REAL_MODEL and make bench-peers")
+        for batch in asked.batch:
+            compare(served, batch, peer, bandwidth, asked)
+        if peer:
+            peer.close()
 
 
-def compare(served: Served) -> None:
-    """Print both rates, the ratio, and whether both drew the same tokens; the two sides take turns."""
-    context = min(CONTEXT, served.max_positions - NEW - 1)
-    torch.manual_seed(1)
-    prompts = torch.randint(0, served.model.config.vocab_size, (BATCH, context))
-    turns = [(ours(served, prompts), stock(served, prompts)) for _ in range(REPEATS)]
-    # the first token comes from the prefill, so NEW tokens cost NEW - 1 decode steps on both sides
-    tokens = BATCH * (NEW - 1)
-    print(f"{served.name}, batch {BATCH}, context {context}, {NEW} new tokens, {torch.get_num_threads()} thread(s)")
-    for part, name in enumerate(("prefill", "decode")):
-        mine, theirs = (median(turn[side][part] for turn in turns) for side in (0, 1))
-        ratio = median(turn[1][part] / turn[0][part] for turn in turns)
-        rates = f"{tokens / mine:8.1f} | {tokens / theirs:8.1f} tokens/s" if part else f"{mine:8.2f} | {theirs:8.2f} s"
-        print(f"  {name:8} sampler | generate {rates:30} sampler is {ratio:.2f}x as fast")
-    same = all(bool((mine[2] == theirs[2]).all()) for mine, theirs in turns)
-    print(f"  same greedy tokens: {'yes' if same else 'no'}")
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--only", nargs="+", default=["none", *EVICTING, *CODING], help="rows by their first word")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of a turn")
+    return parser.parse_args()
 
 
-def ours(served: Served, prompts: torch.Tensor) -> tuple[float, float, torch.Tensor]:
-    """Seconds of prefill and of decoding, and the new tokens [B, NEW], of our sampler."""
-    sampler = Sampler(served, parse_policy("none"))
-    prefill, episode = timed(lambda: sampler.open(prompts.tolist(), list(range(BATCH))))
-    decode, completions = timed(lambda: episode.decode(Decoding(NEW, temperature=0.0)))
-    return prefill, decode, torch.tensor([c.ids for c in completions if c is not None])
+def models() -> Iterator[tuple[Served, str]]:
+    """What is decoded from, and its folder where it has one for kvpress."""
+    folder = os.environ.get("KVAUDIT_REAL_MODEL", "")
+    if not folder:
+        yield from ((served, "") for served in (random_llama(512, 8), *embedded()))
+        return
+    loaded = load_model(folder)
+    loaded.model.generation_config.eos_token_id = None  # neither side stops early
+    unstopped = SimpleNamespace(stop_ids=frozenset())
+    yield Served(Path(folder).name, loaded.model, loaded.max_positions, chat=unstopped), folder
 
 
-def stock(served: Served, prompts: torch.Tensor) -> tuple[float, float, torch.Tensor]:
-    """The same of ``model.generate`` with stock attention; a run of one token is the prefill."""
-    served.model.set_attn_implementation("sdpa")
-    prefill, _ = timed(lambda: generated(served, prompts, 1))
-    whole, ids = timed(lambda: generated(served, prompts, NEW))
-    served.model.set_attn_implementation(NAME)
-    return prefill, whole - prefill, ids
+def compare(served: Served, batch: int, peer: KVPress | None, bandwidth: float, asked: argparse.Namespace) -> None:
+    """Print one table."""
+    # room for a warm-up and all turns, each of which feeds one token more than it draws
+    context = min(CONTEXT, served.max_positions - (asked.turns + 1) * (asked.new + 1))
+    prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
+    print(f"\n{served.name}, batch {batch}, {context} tokens of context\n")
+    print("| work | beside | ratio, CPU | ratio, wall | tokens/s, CPU | beside | of the roofline |\n|" + "---|" * 7)
+    for work, policy in {"none": "none", **EVICTING, **CODING}.items():
+        if not {work, work.split()[0]} & set(asked.only) or (work in EVICTING and peer is None):
+            continue
+        ours, name = Ours(served, policy, prompt, batch, asked.new), "our none"
+        if work == "none":
+            name, theirs = "generate", Generate(served, prompt, batch, asked.new)
+        elif work in EVICTING and peer:
+            name, theirs = "kvpress", peer.side(work, prompt, batch, asked.new)
+        else:
+            theirs = Ours(served, "none", prompt, batch, asked.new)
+        mine, others = turns(ours, theirs, asked.turns)
+        rate, other = (batch * asked.new / median(turn.cpu for turn in side) for side in (mine, others))
+        ratios = [median(b[n] / a[n] for a, b in zip(mine, others, strict=True)) for n in range(2)]
+        share = ours.bytes_a_step() / bandwidth * rate / batch
+        cells = [work, name, *(f"{r:.2f}" for r in ratios), f"{rate:.1f}", f"{other:.1f}", f"{share:.2f}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def generated(served: Served, prompts: torch.Tensor, new: int) -> torch.Tensor:
-    """New tokens [B, new] of ``model.generate``."""
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
-    ids = served.model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
-    return ids[:, prompts.shape[1] :]
+def turns(ours: Side, theirs: Side, count: int) -> tuple[list[Seconds], list[Seconds]]:
+    """Both sides' turns, one after the other; the first of each is not counted."""
+    played = [(ours(), theirs()) for _ in range(count + 1)][1:]
+    return [mine for mine, _ in played], [other for _, other in played]
 
 
-def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds and result."""
-    started = time.perf_counter()
-    result = work()
-    return time.perf_counter() - started, result
+def measured_bandwidth() -> float:
+    """Bytes a second at which one thread reads memory: the best of three sums of 256 MB."""
+    large = torch.ones(1 << 26)
+    return max(large.nbytes / timed(large.sum).cpu for _ in range(3))
+
+
+def seeded() -> torch.Generator:
+    """The same numbers every time."""
+    return torch.Generator().manual_seed(1)
+
+
+def timed(work: Callable[[], object]) -> Seconds:
+    """How long it takes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a layer keeps beside its entries where its policy asks: statistics of queries, and sinks that move.
+"""What a layer keeps beside its entries where its policy asks: queries, statistics of them, and sinks that move.
 
 Statistics are of queries before rotation: O(D^2) numbers per head, or O(D), whatever the length.
 """
@@ -11,6 +11,63 @@ from torch import Tensor
 from audit.cache.rotary import Rotary
 from audit.cache.store import Store
 from audit.policies import Centres, Moments
+
+
+class LastQueries:
+    """The last ``window`` queries of every row, in a ring: that at position p stands in place p % window."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._queries = torch.empty(0)  # [B, N, W, D]
+        self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
+
+    def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None) -> None:
+        """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding).
+
+        Of one column, ``places`` has the rows where it is no padding and their places in the ring.
+        """
+        if not self._queries.numel():
+            self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
+            self._positions = positions.new_full((len(positions), self._window), -1)
+        if places is None:
+            self._take_chunk(query, positions)
+            return
+        rows, place = places
+        self._queries[rows, :, place] = query[rows, :, 0]
+        self._positions[rows, place] = positions[rows, 0]
+
+    def _take_chunk(self, query: Tensor, positions: Tensor) -> None:
+        if bool((positions[:, -self._window :] >= 0).all()):  # none before these can stay
+            query, positions = query[:, :, -self._window :], positions[:, -self._window :]
+        before, known = self.of(slice(None))
+        queries, at = torch.cat([before, query], 2), torch.cat([known, positions], 1)
+        # a stable sort moves absent queries to the front and keeps the others in order
+        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]
+        self._positions = at.gather(1, order)
+        # from this order into the ring
+        back = (torch.arange(self._window, device=at.device) - self._next()[:, None]) % self._window
+        self._positions, order = self._positions.gather(1, back), order.gather(1, back)
+        self._queries = queries.gather(2, order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+
+    def _next(self) -> Tensor:
+        """The position [B] of each row's next query."""
+        return self._positions.amax(1) + 1
+
+    def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The queries [b, N, W, D] and positions [b, W] of some rows in order, absent ones first."""
+        queries, positions = self._queries[rows], self._positions[rows]
+        order = (self._next()[rows][:, None] + torch.arange(self._window, device=positions.device)) % self._window
+        index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+        return queries.gather(2, index), positions.gather(1, order)
+
+    def expand(self, group: int) -> None:
+        """Repeat every row ``group`` times."""
+        self._queries, self._positions = (t.repeat_interleave(group, 0) for t in (self._queries, self._positions))
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return self._queries.nbytes + self._positions.nbytes
 
 
 class QueryMoments:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from audit.cache.attention import AttentionCall, require_once
-from audit.cache.cached_layer import CachedLayer, Cut, Forward
+from audit.cache.cached_layer import CachedLayer, Forward
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
 from audit.cache.linear import LayerRun, States, advance
@@ -22,9 +22,10 @@ from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
 from audit.cache.routing import RecordedRoutes
 from audit.cache.rows import Pins, RowKeys, Times
+from audit.cache.schedule import Cut, Schedule
 from audit.cache.selection import RecordedChoices, Selection
 from audit.core.errors import RunError
-from audit.policies import Policy, Selector, evictor_of, quantiser_of, selector_of
+from audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 
 
 class EvictingCache:
@@ -44,8 +45,9 @@ class EvictingCache:
         self.policy, self._config, self._device = policy, config, row_keys.device
         self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
-        self.layers = [CachedLayer(number, plan, len(row_keys), rotary) for number, plan in enumerate(plans)]
-        self._agreeing = [layer for layer in self.layers if layer.plan.evictor.across_layers]
+        self._schedules = {plan.evictor: Schedule(plan.evictor, len(row_keys)) for plan in plans}
+        self.layers = [CachedLayer(n, plan, self._schedules[plan.evictor], rotary) for n, plan in enumerate(plans)]
+        self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
         governed = [plan.evictor for plan in plans if plan.governed]
@@ -53,7 +55,7 @@ class EvictingCache:
         self._times = Times(codec, len(row_keys)) if codec else None
         self._choices = RecordedChoices(selector.unit) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
-        self.bytes_peak = 0
+        self.bytes = self.bytes_peak = 0  # allocated for serving; the ledger, which records it, is not among them
 
     # --- one forward ------------------------------------------------------------------------------------------------
 
@@ -63,28 +65,31 @@ class EvictingCache:
         new = (positions >= 0).sum(1)
         first = torch.where(positions >= 0, positions, NEVER).amin(1)
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
-        if self._steady is not None and int((self.seen + new).max()) > self._steady:
-            require_steady(self._config, int((self.seen + new).max()))
         self.seen = self.seen + new
+        longest = int(self.seen.max())
+        if self._steady is not None and longest > self._steady:
+            require_steady(self._config, longest)
         self._attended: set[int] = set()
         self._carried: set[int] = set()
         self._real = positions >= 0
         self._announced = positions.to(self._device, torch.int32)
         if self.routes:
-            self.routes.begin(self._announced, int(self.seen.max()))
+            self.routes.begin(self._announced, longest)
         # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
         starts = bool((self.seen == new).all()) and not any(layer.store.length for layer in self.layers)
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
         on_device, coded = positions.to(self._device, torch.int32), None
+        for schedule in self._schedules.values():
+            schedule.begin(positions, self.seen, self._device, decoding=decoding)
         if self._choices and decoding:
             self._choices.begin(on_device[:, 0])
         if self._pins and pinned is not None:
             self._pins.add(on_device, pinned.to(self._device))
         if self._times:
             self._times.advance(self.seen, new)
-            keys, values = self._times.until()
-            coded = (keys.to(self._device), values.to(self._device))
-        self._now = Forward(on_device, decoding, new, self.seen, self.seen.to(self._device), starts, coded)
+            keys, values = (part._replace(rows=part.rows.to(self._device)) for part in self._times.until())
+            coded = (keys, values)
+        self._now = Forward(on_device, decoding, self.seen.to(self._device), longest, starts, coded)
 
     def _right_padded(self, positions: Tensor, pinned: Tensor | None, *, starts: bool) -> tuple[Tensor, Tensor | None]:
         """The same columns with padding last, where that lets the whole be attended to causally; notes their order."""
@@ -114,39 +119,37 @@ class EvictingCache:
         require_once(call.layer, self._attended, len(self.layers))
         assert self._now.starts, "only what is held alike attends alike"
         assert self._order is None
-        budgets = self._append(call)
-        self._compress(call, budgets)
+        self.layers[call.layer].append(call, self._now)
+        self._compress(call)
 
     def _attend(self, call: AttentionCall) -> Tensor:
         layer, now = self.layers[call.layer], self._now
-        budgets = self._append(call)
-        selector = layer.plan.selector if now.decoding else None
+        layer.append(call, now)
+        selector = layer.selector if now.decoding else None
         out = layer.attention(call, now) if selector is None else self._attend_some(layer, selector, call)
-        self._compress(call, budgets)
+        self._compress(call)
         return out
 
-    def _append(self, call: AttentionCall) -> Tensor:
-        """Take the new entries in; the budgets [B] of their layer."""
-        layer = self.layers[call.layer]
-        budgets = layer.plan.evictor.budget_at(self.seen)
-        layer.append(call, self._now, budgets)
-        return budgets
-
-    def _compress(self, call: AttentionCall, budgets: Tensor) -> None:
+    def _compress(self, call: AttentionCall) -> None:
         """After the queries have attended: remember them, evict and quantise."""
         layer, now = self.layers[call.layer], self._now
         layer.remember(call.query, now)
-        layer.weigh()
+        self._weigh(layer)
         self.bytes_peak = max(self.bytes_peak, self.bytes)  # the new entries are in and nothing has left yet
-        # asked in every layer, also where the choice waits for others: ``due`` counts the decoded tokens
-        due, layers = layer.due(now, budgets), self._compressing(layer)
-        if layers and bool(due.any()):
-            self._evict(layers, due, budgets)
-        # after the eviction: what leaves now is in no group of codes, as ``coded_keys`` of the replay has it
-        for done in layers:
-            done.flush(now, on_write=False)
-            done.weigh()
+        cut, layers = layer.schedule.cut, self._compressing(layer)
+        if layers and cut is not None:
+            self._evict(layers, cut)
+        if cut is not None or now.coded is not None:
+            # after the eviction: what leaves now is in no group of codes, as ``coded_keys`` of the replay has it
+            for done in layers:
+                done.flush(now, on_write=False)
+                self._weigh(done)
         self._attended.add(call.layer)
+
+    def _weigh(self, layer: CachedLayer) -> None:
+        self.bytes -= layer.bytes
+        layer.weigh()
+        self.bytes += layer.bytes
 
     def _attend_some(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
         """One query per row attends to what it chooses, and the choice is noted."""
@@ -158,19 +161,31 @@ class EvictingCache:
 
     def _compressing(self, layer: CachedLayer) -> list[CachedLayer]:
         """The layers that compress once this one has attended: itself, or after the last all that agree."""
-        if not layer.plan.evictor.across_layers:
+        if not layer.evictor.across_layers:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
-    def _evict(self, layers: Sequence[CachedLayer], due: Tensor, budgets: Tensor) -> None:
-        """Cut the due rows to their ``budgets`` in one layer, or in several that agree on what stays."""
-        evictor, every = layers[0].plan.evictor, bool(due.all())
-        rows = slice(None) if every else due.nonzero()[:, 0].to(self._device)
-        cut = Cut(due, budgets, rows, replaces=every and layers[0].replaces(budgets))
-        views = [layer.view(rows, self._now, self._row_keys, packed=not cut.replaces) for layer in layers]
-        importances = evictor.agreed([evictor.importance(view).float() for view in views])
-        for layer, view, importance in zip(layers, views, importances, strict=True):
+    def _evict(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+        """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
+        if layers[0].replaces(cut):
+            self._replace(layers, cut)
+            return
+        views = [layer.view(cut.rows, self._now, self._row_keys, packed=True) for layer in layers]
+        for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
             layer.evict(cut, self._now, view, importance, self._pins)
+
+    def _replace(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+        """Let the newest entry take the place of the one that leaves, in every head of these layers."""
+        schedule = layers[0].schedule
+        if schedule.victims is not None:
+            layers[0].replace(schedule.victims, cut, self._now)
+            return
+        views = [layer.view(cut.rows, self._now, self._row_keys, packed=False) for layer in layers]
+        for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
+            victims = layer.victims(cut, view, importance, self._pins)
+            if schedule.evictor.by_position:
+                schedule.victims = victims = victims.joined()
+            layer.replace(victims, cut, self._now)
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
@@ -186,7 +201,7 @@ class EvictingCache:
         self._note_carried(layer)
 
     def _note_carried(self, layer: int) -> None:
-        self.layers[layer].weigh()
+        self._weigh(self.layers[layer])
         self._carried.add(layer)
 
     @property
@@ -207,27 +222,23 @@ class EvictingCache:
         if self.routes:
             self.routes.settle()
 
-    @property
-    def bytes(self) -> int:
-        """Bytes allocated now for serving; the ledger, which records it, is not among them."""
-        return sum(layer.bytes for layer in self.layers)
-
     def expand(self, group: int, row_keys: Tensor) -> None:
         """Repeat every row ``group`` times, members with keys of their own: they share one prefill."""
         if group == 1:
             return
         self._row_keys.expand(group, row_keys, self.seen)  # before ``seen`` is repeated: one number per prompt
-        for part in (*self.layers, self._pins, self._times, self._choices, self.routes):
+        for part in (*self._schedules.values(), *self.layers, self._pins, self._times, self._choices, self.routes):
             if part is not None:
                 part.expand(group)
         self.seen = self.seen.repeat_interleave(group)
+        self.bytes = sum(layer.bytes for layer in self.layers)
         self.bytes_peak *= group  # per row, what the shared prefill cost stays comparable
 
     # --- the record -------------------------------------------------------------------------------------------------
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
-        counts = [layer.counts for layer in self.layers if layer.plan.governed]
+        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:
@@ -270,6 +281,12 @@ class EvictingCache:
     def experts(self, tokens: int) -> Tensor | None:
         """Which experts each token was sent to [B, tokens, M, k] int16, where the model has any."""
         return self.routes.table(tokens) if self.routes else None
+
+
+def _agreed(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
+    """The ranks [b, H, K] that layers go by."""
+    evictor = layers[0].evictor
+    return evictor.agreed([evictor.importance(view).float() for view in views])
 
 
 def _columns(tensor: Tensor, order: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
-from audit.cache.beside import MovingSinks, QueryCentres, QueryMoments
+from audit.cache.beside import LastQueries, MovingSinks, QueryCentres, QueryMoments
 from audit.cache.evict import attention_mass, only_victim, retained, visibility
 from audit.cache.layers import LayerPlan
 from audit.cache.linear import States
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary
 from audit.cache.rows import Pins, RowKeys
+from audit.cache.schedule import Counts, Cut, Schedule, Victims
 from audit.cache.selection import units_seen
 from audit.cache.store import Entries, Store
 from audit.policies import Selector, View
@@ -23,70 +24,50 @@ from audit.policies import Selector, View
 class Forward(NamedTuple):
     """The forward under way, as all layers of B rows meet it.
 
-    ``positions`` int32 [B, Q] are the row positions of its queries, -1 = padding, on the model's device. ``new`` and
-    ``seen`` [B] count tokens, on the CPU: schedules never wait for the device. ``starts``: nothing is held yet, and
-    padding is on the right, where plain causal attention never lets a real token see it. ``coded`` says how many keys
-    and values of each row are codes by now, where the policy quantises.
+    ``positions`` int32 [B, Q] are the row positions of its queries, -1 = padding, on the model's device. ``seen`` [B]
+    counts tokens there, ``longest`` those of the longest row. ``starts``: nothing is held yet, and padding is on the
+    right, where plain causal attention never lets a real token see it. ``coded`` says how many keys and values of each
+    row are codes by now, where the policy quantises.
     """
 
     positions: Tensor
     decoding: bool
-    new: Tensor
     seen: Tensor
-    seen_device: Tensor
+    longest: int
     starts: bool
-    coded: tuple[Tensor, Tensor] | None
-
-
-class Cut(NamedTuple):
-    """Rows that compress now: ``due`` bool [B] and ``budgets`` [B] on the CPU, ``rows`` their index on the device.
-
-    ``replaces``: one entry per head leaves, so that the newest can take its slot.
-    """
-
-    due: Tensor
-    budgets: Tensor
-    rows: Tensor | slice
-    replaces: bool
+    coded: tuple[Counts, Counts] | None
 
 
 class CachedLayer:
     """The entries of one layer for some rows, and what its policy keeps beside them.
 
-    ``counts`` int64 [B] on the CPU has the entries of each row, in the mean over heads; ``bytes`` is what is allocated.
+    ``schedule`` is that of all layers with the same evictor; ``held`` has the entries of each row, in the mean over
+    heads; ``bytes`` is what is allocated.
     """
 
-    def __init__(self, number: int, plan: LayerPlan, rows: int, rotary: Rotary | None) -> None:
-        evictor, codec = plan.evictor, plan.quantiser
-        self.number, self.plan = number, plan
-        mass, queries = evictor.accumulates, evictor.observed_queries
-        self.store = (
-            Store(accumulates=mass, observed_queries=queries)
-            if codec is None
-            else QuantisedStore(codec, number, accumulates=mass, observed_queries=queries)
-        )
+    def __init__(self, number: int, plan: LayerPlan, schedule: Schedule, rotary: Rotary | None) -> None:
+        evictor, codec, mass = schedule.evictor, plan.quantiser, schedule.evictor.accumulates
+        self.number, self.plan, self.schedule = number, plan, schedule
+        self.evictor, self.selector = evictor, plan.selector
+        self.store = Store(accumulates=mass) if codec is None else QuantisedStore(codec, number, accumulates=mass)
+        self._last = LastQueries(evictor.observed_queries) if evictor.observed_queries else None
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
         self._centres = QueryCentres(rotary) if rotary and evictor.centres else None
         self._sinks = MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None
         self.states = States() if plan.carries else None
-        self.counts = torch.zeros(rows, dtype=torch.int64)
-        self._since = torch.zeros_like(self.counts)  # decoded tokens since the last eviction
+        self.held = schedule.left
         self._scaling = 1.0  # of the last call
         self._sink_logits: Tensor | None = None
         self.bytes = 0
 
     # --- what a forward brings --------------------------------------------------------------------------------------
 
-    def append(self, call: AttentionCall, now: Forward, budgets: Tensor) -> None:
-        """Take the call's keys and values in; ``budgets`` [B] bound the memory where they bound the entries."""
-        evictor = self.plan.evictor
+    def append(self, call: AttentionCall, now: Forward) -> None:
+        """Take the call's keys and values in."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
-        bounded = evictor.evicts and not evictor.shares_heads and not (now.decoding and evictor.phase == "prefill")
-        # the most that can stand here: a budget, and what comes in before the next cut
-        limit = int(budgets.max()) + max(call.key.shape[2], evictor.interval) if bounded else None
-        self.store.append(call.key, call.value, now.positions, limit=limit)
+        self.store.append(call.key, call.value, now.positions, limit=self.schedule.limit)
         self.flush(now, on_write=True)
-        self.counts += now.new
+        self.held = self.schedule.arrived
 
     def flush(self, now: Forward, *, on_write: bool) -> None:
         """Let entries become codes, where that is due before their own queries attend (``on_write``) or after."""
@@ -97,7 +78,8 @@ class CachedLayer:
     def remember(self, query: Tensor, now: Forward) -> None:
         """Keep of the new queries what the policy asks for."""
         store = self.store
-        store.observe(query, now.positions)
+        if self._last:
+            self._last.add(query, now.positions, self.schedule.places)
         if store.mass is not None:
             for rows, keys, _ in store.read():
                 at, positions = now.positions[rows], store.positions[rows]
@@ -108,7 +90,7 @@ class CachedLayer:
 
     def weigh(self) -> None:
         """Count the allocated bytes again."""
-        beside = (self._moments, self._centres, self._sinks, self.states)
+        beside = (self._last, self._moments, self._centres, self._sinks, self.states)
         self.bytes = self.store.bytes + sum(part.bytes for part in beside if part)
 
     # --- what its queries see ---------------------------------------------------------------------------------------
@@ -116,7 +98,7 @@ class CachedLayer:
     def attention(self, call: AttentionCall, now: Forward) -> Tensor:
         """Attention output [B, G*H, Q, D] of the newest queries. Masks are bounded, whatever the length."""
         store, window, queries = self.store, self.plan.sliding_window, call.query.shape[2]
-        padded = bool((self.counts != store.length).any())  # some row holds fewer entries than there are slots
+        padded = not self._is_full
         if isinstance(store, QuantisedStore) and queries == 1 and store.attends_codes:
             visible = visibility(now.positions, store.positions, window) if padded else None
             return store.attend_one(call.query, visible, call.scaling, call.sink_logits)
@@ -157,7 +139,7 @@ class CachedLayer:
         store, at = self.store, now.positions
         assert call.query.shape[2] == 1, call.query.shape
         units = selector.choose(view._replace(queries=call.query, query_positions=at))
-        most = int(now.seen.max()) // selector.unit + 1
+        most = now.longest // selector.unit + 1
         chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)
         # a row that is fed nothing sees everything: its output is never used, but must stay finite
         visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
@@ -166,31 +148,18 @@ class CachedLayer:
 
     # --- how it is cut ----------------------------------------------------------------------------------------------
 
-    def due(self, now: Forward, budgets: Tensor) -> Tensor:
-        """Rows [B] that compress now; a function of each row's own token count, as their ``budgets`` [B] are."""
-        evictor = self.plan.evictor
-        if not evictor.evicts:
-            return torch.zeros_like(self.counts, dtype=torch.bool)
-        # a row that was given nothing is left as it is, whatever the others of its batch do
-        over = (self.counts > budgets) & (now.new > 0)
-        if not now.decoding:
-            return over & (evictor.phase != "decode")
-        self._since += now.new
-        return over & (self._since >= evictor.interval) & (evictor.phase != "prefill")
-
-    def replaces(self, budgets: Tensor) -> bool:
+    def replaces(self, cut: Cut) -> bool:
         """Whether one entry per head leaves, so that the newest can take its slot."""
-        evictor, store = self.plan.evictor, self.store
         # the newest entry would stand out of order, which neighbours and runs of codes do not bear; of heads that
         # share a budget, one may lose two
-        if evictor.ordered or evictor.shares_heads or isinstance(store, QuantisedStore):
+        if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
             return False
-        return self._is_full and bool((budgets + 1 == store.length).all())
+        return cut.every and self._is_full and cut.budgets.all_are(self.store.length - 1)
 
     @property
     def _is_full(self) -> bool:
         """Whether no head of any row has an empty slot."""
-        return bool((self.counts == self.store.length).all())
+        return self.held.all_are(self.store.length)
 
     def view(self, rows: Tensor | slice, now: Forward, keys_of: RowKeys, *, packed: bool) -> View:
         """What the policy is shown of some rows."""
@@ -200,16 +169,16 @@ class CachedLayer:
             self._keep(store.positions >= 0, now)
         keys, values = store.entries(rows)
         positions = store.positions[rows]
-        nothing = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3])
-        absent = positions.new_zeros(len(keys), 0)
+        nothing = (keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]), positions.new_zeros(len(keys), 0))
+        queries, query_positions = self._last.of(rows) if self._last else nothing
         return View(
             layer=self.number,
             keys=keys,
             values=values,
             positions=positions,
-            seen=now.seen_device[rows],
-            queries=nothing if store.queries is None else store.queries[rows],
-            query_positions=absent if store.query_positions is None else store.query_positions[rows],
+            seen=now.seen[rows],
+            queries=queries,
+            query_positions=query_positions,
             mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows],
             scaling=self._scaling,
             entry_keys=keys_of.entries(positions, rows),
@@ -220,32 +189,42 @@ class CachedLayer:
 
     def evict(self, cut: Cut, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop what ``importance`` [b, H, K] of the entries in ``view`` ranks last."""
-        evictor, store = self.plan.evictor, self.store
-        assert importance.shape == view.positions.shape, (evictor.name, importance.shape)
-        # no pin may narrow the model's own window
-        pinned = None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, cut.rows)
-        self.counts[cut.due], self._since[cut.due] = cut.budgets[cut.due], 0
-        if cut.replaces:
-            store.replace(only_victim(importance, view.positions, view.seen, evictor, pinned), view.seen)
-        else:
-            kept = store.positions >= 0
-            kept[cut.rows] = retained(importance, view.positions, view.seen, evictor, pinned)
-            self._keep(kept, now)
+        pinned, store = self._pinned(cut, view, pins), self.store
+        self.held = self.schedule.left
+        kept = store.positions >= 0
+        kept[cut.rows] = retained(importance, view.positions, view.seen, self.evictor, pinned)
+        self._keep(kept, now)
         if self._sinks:
             # all that is gone stood between the sinks and the rest: tokens seen less those held
-            self._sinks.move(store, cut.rows, by=view.seen - cut.budgets[cut.due].to(view.seen.device))
+            self._sinks.move(store, cut.rows, by=view.seen - cut.budgets.rows[cut.due].to(view.seen.device))
+
+    def victims(self, cut: Cut, view: View, importance: Tensor, pins: Pins | None) -> Victims:
+        """The one entry of every head that ``importance`` [B, H, K] ranks last."""
+        slots = only_victim(importance, view.positions, view.seen, self.evictor, self._pinned(cut, view, pins))
+        return Victims(slots, view.positions.gather(2, slots[:, :, None]))
+
+    def replace(self, victims: Victims, cut: Cut, now: Forward) -> None:
+        """Let the newest entry take the place of the one that leaves."""
+        self.held = self.schedule.left
+        self.store.replace(victims, now.seen, now.longest)
+        if self._sinks:
+            self._sinks.move(self.store, cut.rows, by=now.seen - cut.budgets.rows.to(now.seen.device))
+
+    def _pinned(self, cut: Cut, view: View, pins: Pins | None) -> Tensor | None:
+        """Which entries of the view a role pins, None for no such roles; no pin may narrow the model's own window."""
+        return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, cut.rows)
 
     def _keep(self, kept: Tensor, now: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
-        width = kept.sum(-1).max() if self.plan.evictor.shares_heads else self.counts.max()
-        self.store.keep(kept, int(width), now.seen_device)
+        width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.held.largest
+        self.store.keep(kept, width, now.seen, now.longest)
 
     def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        for part in (self.store, self._moments, self._centres, self._sinks):
+        """Repeat every row ``group`` times, as ``schedule`` has been."""
+        for part in (self.store, self._last, self._moments, self._centres, self._sinks):
             if part is not None:
                 part.expand(group)
         if self.states is not None:
             self.states = self.states.repeated(group)
-        self.counts, self._since = (t.repeat_interleave(group) for t in (self.counts, self._since))
+        self.held = self.schedule.left
         self.weigh()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from audit.cache.ledger import NEVER
+from audit.cache.schedule import Counts, counts_of
 from audit.core.errors import SpecError
 from audit.policies import Evictor, Quantiser
 
@@ -88,9 +89,9 @@ class Times:
                     before = len(times[row])
                     times[row] += self._codec.first_queries(before, until(before, count), count)
 
-    def until(self) -> tuple[Tensor, Tensor]:
-        """How many keys and values of each row are quantised: int64 [B] twice."""
-        keys, values = (torch.tensor([len(t) for t in times]) for times in (self._keys, self._values))
+    def until(self) -> tuple[Counts, Counts]:
+        """How many keys and values of each row are quantised."""
+        keys, values = (counts_of(torch.tensor([len(t) for t in times])) for times in (self._keys, self._values))
         return keys, values
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:

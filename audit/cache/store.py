@@ -1,4 +1,4 @@
-"""The slots of one layer: keys, values, positions and what policies need to remember, with real allocation."""
+"""The slots of one layer: keys, values, positions and accumulated attention, with real allocation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from audit.cache.ledger import NEVER
+from audit.cache.schedule import Victims
 
 SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
 LATE = 2**31 - 1  # sorts empty slots behind all others
@@ -29,15 +30,13 @@ class Store:
     are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last column takes the writes of empty slots.
     """
 
-    def __init__(self, *, accumulates: bool = False, observed_queries: int = 0) -> None:
-        self._accumulates, self._window = accumulates, observed_queries
+    def __init__(self, *, accumulates: bool = False) -> None:
+        self._accumulates = accumulates
         self.length = 0
         self.ordered = True
         self.uniform = True  # all heads hold the same positions
         self._slots: dict[str, Tensor] = {}  # by name, all [B, H, C, ...]
         self._blank: dict[str, float] = {"positions": -1}  # what an empty slot holds, 0 unless said here
-        self.queries: Tensor | None = None  # [B, G*H, W, D]
-        self.query_positions: Tensor | None = None  # [B, W]
         self.evicted_at = torch.empty(0)
         self.dense_bytes_per_token = 0  # of one row's keys and values, uncompressed
 
@@ -106,32 +105,14 @@ class Store:
             for name, tensor in self._slots.items():
                 self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
 
-    def observe(self, query: Tensor, positions: Tensor) -> None:
-        """Remember the last ``observed_queries`` of each row; absent ones keep position -1."""
-        if self._window == 0:
-            return
-        if self.queries is None or self.query_positions is None:
-            self.queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
-            self.query_positions = positions.new_full((positions.shape[0], self._window), -1)
-        queries = torch.cat([self.queries, query[:, :, -self._reach(positions) :]], 2)
-        at = torch.cat([self.query_positions, positions[:, -self._reach(positions) :]], 1)
-        # a stable sort moves absent queries to the front and keeps the others in order
-        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]
-        self.query_positions = at.gather(1, order)
-        index = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        self.queries = queries.gather(2, index)
-
-    def _reach(self, positions: Tensor) -> int:
-        """How many of the new columns can matter: the last ``window``, or all where padding is among them."""
-        return self._window if bool((positions[:, -self._window :] >= 0).all()) else positions.shape[1]
-
-    def keep(self, kept: Tensor, counts: int, seen: Tensor) -> None:
+    def keep(self, kept: Tensor, counts: int, seen: Tensor, longest: int) -> None:
         """Drop every slot where ``kept`` [B, H, length] is False, pack to the front by position, write the ledger.
 
-        ``counts`` is the largest number of kept slots in any row; ``seen`` [B] the index of the next query.
+        ``counts`` is the largest number of kept slots in any row; ``seen`` [B] the index of the next query, at most
+        ``longest``.
         """
         positions = self.positions
-        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), seen)
+        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), seen, longest)
         if self.ordered:
             order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
         else:
@@ -153,21 +134,23 @@ class Store:
                 tensor[:, :, :counts] = moved
                 tensor[:, :, counts:] = self._blank.get(name, 0)
 
-    def replace(self, victims: Tensor, seen: Tensor) -> None:
-        """Drop one slot per row and head, ``victims`` [B, H], and move the last slot into its place."""
+    def replace(self, victims: Victims, seen: Tensor, longest: int) -> None:
+        """Drop one slot per row and head, and move the last slot into its place; see ``keep``."""
         last = self.length - 1
-        index = victims[:, :, None]
-        self._write_ledger(self.positions.gather(2, index), seen)
-        for name, tensor in self._slots.items():
+        self._write_ledger(victims.positions, seen, longest)
+        for tensor in self._slots.values():  # the last slot stays as it is: what is appended next overwrites it
+            if isinstance(victims.slots, int):
+                tensor.select(2, victims.slots).copy_(tensor.select(2, last))
+                continue
+            index = victims.slots[:, :, None]
             at = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
             # a copy: with one row and one head the last slot is a view into the memory that is written
             tensor.scatter_(2, at, tensor[:, :, last : last + 1].clone())
-            tensor[:, :, last] = self._blank.get(name, 0)
         self.length, self.ordered, self.uniform = last, False, False
 
-    def _write_ledger(self, dropped: Tensor, seen: Tensor) -> None:
+    def _write_ledger(self, dropped: Tensor, seen: Tensor, longest: int) -> None:
         """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``seen`` [B] on."""
-        needed = int(seen.max()) + 1
+        needed = longest + 1
         if needed > self.evicted_at.shape[2]:
             grow = 2 * needed - self.evicted_at.shape[2]
             self.evicted_at = _pad(self.evicted_at, grow, NEVER)
@@ -184,20 +167,14 @@ class Store:
         """Repeat every row ``group`` times, members of a group consecutive."""
         self._slots = {name: tensor.repeat_interleave(group, 0) for name, tensor in self._slots.items()}
         self.evicted_at = self.evicted_at.repeat_interleave(group, 0)
-        if self.queries is not None and self.query_positions is not None:
-            self.queries = self.queries.repeat_interleave(group, 0)
-            self.query_positions = self.query_positions.repeat_interleave(group, 0)
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes of everything the cache holds to serve: keys, values, positions, statistics."""
-        return sum(t.numel() * t.element_size() for t in self._held())
+        """Allocated bytes of all slots, the ledger left out."""
+        return sum(t.nbytes for t in self._held())
 
     def _held(self) -> Iterator[Tensor]:
         yield from self._slots.values()
-        for tensor in (self.queries, self.query_positions):
-            if tensor is not None:
-                yield tensor
 
 
 def _pad(tensor: Tensor, grow: int, value: float) -> Tensor:

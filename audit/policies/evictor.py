@@ -106,6 +106,7 @@ class Evictor(Policy):
     shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
     seeded: ClassVar[bool] = False  # draws by `View.entry_keys`, so that a record needs them
     blind: ClassVar[bool] = False  # ranks by positions and entry keys alone: alike to the last entry every time
+    by_position: ClassVar[bool] = False  # ranks by positions alone: every layer and head loses the same entries
     ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
 
     budget: int = 512

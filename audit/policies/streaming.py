@@ -22,6 +22,7 @@ class Streaming(Evictor):
     keeps: ClassVar[str] = "the first `sink` entries and the most recent ones"
     ordered: ClassVar[bool] = False
     blind: ClassVar[bool] = True
+    by_position: ClassVar[bool] = True
 
     window: int = 0
     reposition: bool = False

@@ -48,7 +48,10 @@ class Scored(NamedTuple):
 
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
     """One token per row from logits [B, V], and its log-prob in nats; ``index`` [B] numbers each seed's draw."""
-    logprobs = (logits.double() / (decoding.temperature or 1.0)).log_softmax(-1)
+    wide = logits.double()
+    if decoding.temperature not in (0, 1):
+        wide = wide / decoding.temperature
+    logprobs = wide.log_softmax(-1)
     if decoding.temperature == 0:
         tokens = logprobs.argmax(-1)
     else:

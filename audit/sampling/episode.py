@@ -85,6 +85,11 @@ class Episode:
         """Rows of the batch, group members consecutive."""
         return len(self._rows)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes that the caches of all rows have allocated now."""
+        return self._cache.bytes
+
     @torch.no_grad()
     def decode(
         self, decoding: Decoding, limits: Sequence[int] | None = None, ended: Ended | None = None

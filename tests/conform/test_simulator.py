@@ -13,8 +13,8 @@ from torch import Tensor
 
 import audit.cache.cache
 import audit.replay.learner_pass
-from audit.cache.cached_layer import CachedLayer
 from audit.cache.layers import LayerPlan
+from audit.cache.schedule import Schedule
 from audit.policies import POLICIES, Policy, parse_policy
 from conform import agreement
 from conform.agreement import Disagreement, gap
@@ -166,19 +166,19 @@ def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: dict[CachedLayer, Tensor] = {}
-    is_due = CachedLayer.due
+    waiting: dict[Schedule, Tensor] = {}
+    is_due = Schedule.due
 
-    def late(layer: CachedLayer, *more: Any) -> Tensor:
-        now = is_due(layer, *more)
-        if layer in waiting:
-            return waiting.pop(layer)
+    def late(schedule: Schedule, *more: Any, **asked: Any) -> Tensor:
+        now = is_due(schedule, *more, **asked)
+        if schedule in waiting:
+            return waiting.pop(schedule)
         if now.any():
-            waiting[layer] = now
+            waiting[schedule] = now
         return torch.zeros_like(now)
 
     play = conversation()
-    monkeypatch.setattr(CachedLayer, "due", late)
+    monkeypatch.setattr(Schedule, "due", late)
     assert gap_alone(play, monkeypatch) > 1e-6
 
 

@@ -29,9 +29,11 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of ``pack``."""
     if bits == 8:
         return packed
-    mask, last = 2**bits - 1, 8 // bits - 1
-    middle = [(packed >> (bits * n)) & mask for n in range(1, last)]
-    return torch.cat([packed & mask, *middle, packed >> (bits * last)], -1)
+    parts = 8 // bits
+    codes = packed.new_empty(*packed.shape[:-1], parts * packed.shape[-1])
+    for n, part in enumerate(codes.chunk(parts, -1)):
+        torch.bitwise_and(packed >> (bits * n) if n else packed, 2**bits - 1, out=part)
+    return codes
 
 
 def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ not yet quantised in some row or head. Whether an entry is read from its codes i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from audit.cache.quantised.codes import (
     without_empty,
 )
 from audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
+from audit.cache.schedule import Counts
 from audit.cache.store import Entries, Store
 from audit.policies import Quantiser, softmax
 
@@ -36,17 +38,24 @@ WIDEST = 2**15 - 1  # groups that an int16 can name
 HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
 
 
+class Leaving(NamedTuple):
+    """Exact entries that become codes now: their slots, and which of those in each row and head, None for all."""
+
+    slots: slice
+    which: Tensor | None  # bool [B, H, slots]
+
+
 class QuantisedStore(Store):
     """See ``Store``; ``flush`` turns entries into codes."""
 
-    def __init__(self, codec: Quantiser, layer: int, *, accumulates: bool = False, observed_queries: int = 0) -> None:
-        super().__init__(accumulates=accumulates, observed_queries=observed_queries)
+    def __init__(self, codec: Quantiser, layer: int, *, accumulates: bool = False) -> None:
+        super().__init__(accumulates=accumulates)
         self._codec, self._layer = codec, layer
         self._given: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
-        self._keys_done = self._values_done = torch.empty(0)  # [B, 1, 1] positions below are quantised
+        self._done: tuple[Counts, ...] = ()  # keys and values at positions below are quantised
         self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
         self._hints: HintRecorder | None = None  # part of the record, not of what serves
 
@@ -55,8 +64,7 @@ class QuantisedStore(Store):
         codec, bits = self._codec, self._codec.bits
         self._hints = HintRecorder(codec, batch)
         self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
-        self._keys_done = torch.zeros(batch, 1, 1, dtype=torch.int64, device=key.device)
-        self._values_done = torch.zeros_like(self._keys_done)
+        self._done = (Counts(torch.zeros(batch, dtype=torch.int64, device=key.device), 0, 0),) * len(PARTS)
         found = (codec.given(self._layer, part, heads) for part in range(len(PARTS)))
         self._given = tuple(None if scales is None else scales.to(key) for scales in found)
         for name, tensor in zip(PARTS, (key, value), strict=True):
@@ -77,8 +85,9 @@ class QuantisedStore(Store):
 
     def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
-        columns = torch.arange(start, end, device=key.device)
-        self._aligned &= bool((self._slots["positions"][:, :, start:end] == columns).all())
+        if self._aligned:
+            columns = torch.arange(start, end, device=key.device)
+            self._aligned = bool((self._slots["positions"][:, :, start:end] == columns).all())
 
     def read(self) -> Iterator[Entries]:
         """Row blocks of bounded size, decoded one after the other."""
@@ -93,18 +102,19 @@ class QuantisedStore(Store):
         return [slice(first, first + step) for first in range(0, len(keys), step)]
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        codec = self._codec
-        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
-        codes = unpack(tokens["value_codes"], codec.bits)
-        values = decode_tokens(codes, self._parameters(VALUES, tokens), codec)
-        return self._keys(rows, tokens), self._with_tail(values, 1, self._values_done[rows], rows)
+        codes = unpack(self._used("value_codes", rows), self._codec.bits)
+        values = decode_tokens(codes, self._parameters(VALUES, rows), self._codec)
+        return self._keys(rows), self._with_tail(values, VALUES, rows)
 
-    def _keys(self, rows: Tensor | slice, tokens: dict[str, Tensor]) -> Tensor:
+    def _used(self, name: str, rows: Tensor | slice) -> Tensor:
+        return self._slots[name][rows, :, : self.length]
+
+    def _keys(self, rows: Tensor | slice) -> Tensor:
         codec = self._codec
-        codes = unpack(tokens["key_codes"], codec.bits)
+        codes = unpack(self._used("key_codes", rows), codec.bits)
         if self._table is None:
-            keys = decode_tokens(codes, self._parameters(KEYS, tokens), codec)
-            return self._with_tail(keys, 0, self._keys_done[rows], rows)
+            keys = decode_tokens(codes, self._parameters(KEYS, rows), codec)
+            return self._with_tail(keys, KEYS, rows)
         table = self._table[rows]
         if self._aligned and table.shape[2]:
             whole = min(table.shape[2] * codec.key_group, self.length)
@@ -113,11 +123,11 @@ class QuantisedStore(Store):
             known = decode_keys(runs, parameters.expand(*runs.shape, -1), codec).flatten(2, 3)
             keys = torch.cat([known, known.new_zeros(*known.shape[:2], self.length - whole, known.shape[3])], 2)
         elif table.shape[2]:
-            parameters = self._of_channels(parameters_of(tokens["key_group"], table))
+            parameters = self._of_channels(parameters_of(self._used("key_group", rows), table))
             keys = decode_keys(codes, parameters, codec)
         else:
             keys = self._tail[0].new_zeros(codes.shape)
-        return self._with_tail(keys, 0, self._keys_done[rows], rows)
+        return self._with_tail(keys, KEYS, rows)
 
     @property
     def on_write(self) -> bool:
@@ -133,121 +143,130 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        packed = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3])
-        out = [
-            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling, sink_logits)
-            for rows in self._blocks()
-        ]
-        return torch.cat(out).reshape(*query.shape[:3], -1)
-
-    def _attend(
-        self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None
-    ) -> Tensor:
-        start, at = self._start, self.positions[rows, :, self._start :]
-        tail_keys, tail_values = self._tail[0][rows], self._tail[1][rows]
-        logits = self._logits(rows, query)
-        # [b, H, 1, tail]; a key and its value need not become codes at the same time
-        exact = (at >= self._keys_done[rows])[:, :, None]
-        logits[..., start:] = torch.where(exact, query @ tail_keys.transpose(2, 3), logits[..., start:])
+        start, (tail_keys, tail_values), blocks = self._start, self._tail, self._blocks()
+        packed = query.reshape(len(query), tail_keys.shape[1], -1, query.shape[3])
+        logits = torch.cat([self._logits(rows, packed[rows]) for rows in blocks])
+        # [B, H, 1, tail]; a key and its value need not become codes at the same time
+        exact_keys, exact_values = (self._is_exact(part, slice(None))[:, :, None] for part in (KEYS, VALUES))
+        logits[..., start:] = torch.where(exact_keys, packed @ tail_keys.transpose(2, 3), logits[..., start:])
         logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
-        exact = (at >= self._values_done[rows])[:, :, None]
-        direct = shares[..., start:] * exact
+        direct = shares[..., start:] * exact_values
         shares[..., start:] -= direct  # 0 where the value is exact
-        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
-        codes, parameters = unpack(tokens["value_codes"], self._codec.bits), self._parameters(VALUES, tokens)
-        return token_mix(shares, self._codec.numbers(codes, query.dtype), parameters) + direct @ tail_values
+        mixed = torch.cat([self._mixed(rows, shares[rows]) for rows in blocks])
+        return (mixed + direct @ tail_values).reshape(*query.shape[:3], -1)
 
     def _logits(self, rows: slice, query: Tensor) -> Tensor:
         """q k [b, H, X, length] of the entries that are codes; anything for the others."""
-        tokens = {name: tensor[rows, :, : self.length] for name, tensor in self._slots.items()}
         codec = self._codec
         if self._table is not None and not (self._aligned and self._table.shape[2]):
-            return query @ self._keys(rows, tokens).transpose(2, 3)
-        codes = unpack(tokens["key_codes"], codec.bits)
+            return query @ self._keys(rows).transpose(2, 3)
+        codes = unpack(self._used("key_codes", rows), codec.bits)
         if self._table is None:
-            return token_logits(query, codec.numbers(codes, query.dtype), self._parameters(KEYS, tokens))
+            return token_logits(query, codec.numbers(codes, query.dtype), self._parameters(KEYS, rows))
         table = self._of_channels(self._table[rows])
         whole = min(table.shape[2] * codec.key_group, self.length)
         runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
         logits = group_logits(query, codec.numbers(runs, query.dtype), table)
         return torch.nn.functional.pad(logits, (0, self.length - whole))
 
+    def _mixed(self, rows: slice, shares: Tensor) -> Tensor:
+        """The values that are codes, weighted by shares [b, H, X, length]."""
+        codes = unpack(self._used("value_codes", rows), self._codec.bits)
+        return token_mix(shares, self._codec.numbers(codes, shares.dtype), self._parameters(VALUES, rows))
+
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""
         return split(table, self._tail[0].shape[3]).transpose(-1, -2)
 
-    def _parameters(self, part: int, tokens: dict[str, Tensor]) -> Tensor:
+    def _parameters(self, part: int, rows: Tensor | slice) -> Tensor:
         """Parameters [b, H, length, n, P] of entries coded one by one."""
         given, like = self._given[part], self._tail[part]
         if given is not None:
-            return spread_scales(given, tokens[f"{PARTS[part]}_codes"])
-        return split(tokens[f"{PARTS[part]}_parameters"], self._numbers(like))
+            return spread_scales(given, self._used(f"{PARTS[part]}_codes", rows))
+        return split(self._used(f"{PARTS[part]}_parameters", rows), self._numbers(like))
 
-    def _with_tail(self, decoded: Tensor, part: int, done: Tensor, rows: Tensor | slice) -> Tensor:
+    def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
+        """Which entries of the tail are no codes yet: bool [b, H, tail]."""
+        return self.positions[rows, :, self._start :] >= self._done[part].rows[rows][:, None, None]
+
+    def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
         """Put the exact entries where they are still exact."""
         if self._start < self.length:
-            exact = self.positions[rows, :, self._start :] >= done
-            tail = self._tail[part][rows]
+            exact, tail = self._is_exact(part, rows), self._tail[part][rows]
             decoded[:, :, self._start :] = torch.where(exact[..., None], tail, decoded[:, :, self._start :])
         return decoded
 
-    def flush(self, keys_until: Tensor, values_until: Tensor) -> None:
-        """Quantise keys at positions below ``keys_until`` [B] and values below ``values_until`` [B]."""
-        keys_until, values_until = keys_until[:, None, None], values_until[:, None, None]
-        at = self.positions[:, :, self._start :]
-        self._flush_values((at >= self._values_done) & (at < values_until))
-        self._flush_keys((at >= self._keys_done) & (at < keys_until))
-        self._keys_done, self._values_done = keys_until, values_until
-        exact = (at >= torch.minimum(keys_until, values_until)).any(0).any(0)
-        self._cut(int(exact.int().argmax()) if bool(exact.any()) else at.shape[2])
+    def flush(self, keys_until: Counts, values_until: Counts) -> None:
+        """Quantise keys at positions below ``keys_until`` and values below ``values_until``."""
+        leaving = self._leaving(VALUES, values_until)
+        if leaving:
+            self._store_tokens(VALUES, leaving)
+        leaving = self._leaving(KEYS, keys_until)
+        if leaving:
+            self._store_keys(leaving)
+        self._done = (keys_until, values_until)
+        self._cut()
 
-    def _cut(self, slots: int) -> None:
-        """Free the first slots of the tail."""
+    def _leaving(self, part: int, until: Counts) -> Leaving | None:
+        """The entries of the tail that become codes once those below ``until`` are; None where there are none."""
+        done = self._done[part]
+        if self._aligned:  # every slot at its position: all rows and heads have come equally far
+            return Leaving(slice(done.least, until.least), None) if done.least < until.least else None
+        at = self.positions[:, :, self._start :]
+        which = (at >= done.rows[:, None, None]) & (at < until.rows[:, None, None])
+        columns = which.any(0).any(0).nonzero()
+        if not len(columns):
+            return None
+        first, end = int(columns[0]), int(columns[-1]) + 1
+        return Leaving(slice(self._start + first, self._start + end), which[:, :, first:end])
+
+    def _cut(self) -> None:
+        """Free the first slots of the tail, up to the first that is exact in some row or head."""
+        if self._aligned:
+            slots = min(done.least for done in self._done) - self._start
+        else:
+            exact = (self._is_exact(KEYS, slice(None)) | self._is_exact(VALUES, slice(None))).any(0).any(0)
+            slots = int(exact.int().argmax()) if bool(exact.any()) else len(exact)
         if slots:
             self._start += slots
             self._tail = (self._tail[0][:, :, slots:].clone(), self._tail[1][:, :, slots:].clone())
 
-    def _flush_values(self, leaving: Tensor) -> None:
-        self._store_tokens("value", self._tail[1], leaving)
+    def _exact(self, part: int, slots: slice) -> Tensor:
+        return self._tail[part][:, :, slots.start - self._start : slots.stop - self._start]
 
-    def _flush_keys(self, leaving: Tensor) -> None:
+    def _store_keys(self, leaving: Leaving) -> None:
         if self._table is None:
-            self._store_tokens("key", self._tail[0], leaving)
-        elif bool(leaving.any()):
-            if self._aligned:
-                # every slot at its position: all rows and heads have come equally far, the first speaks for them
-                self._store_runs(self._table, int(leaving[0, 0].sum()))
-            else:
-                self._store_groups(self._table, leaving)
+            self._store_tokens(KEYS, leaving)
+        elif leaving.which is None:
+            self._store_runs(self._table, leaving)
+        else:
+            self._store_groups(self._table, leaving, leaving.which)
 
-    def _store_tokens(self, name: str, exact: Tensor, leaving: Tensor) -> None:
-        part = PARTS.index(name)
+    def _store_tokens(self, part: int, leaving: Leaving) -> None:
+        exact, name = self._exact(part, leaving.slots), PARTS[part]
         codes, parameters = encode_tokens(exact, self._codec, self._given[part])
         self._note(part, exact, codes, parameters, leaving)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
         if self._given[part] is None:
             self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
-    def _store_runs(self, table: Tensor, count: int) -> None:
-        """The next ``count`` keys of every row, where slots and positions are the same."""
-        first = int(self._keys_done[0])
-        exact = self._tail[0][:, :, first - self._start : first - self._start + count]
+    def _store_runs(self, table: Tensor, leaving: Leaving) -> None:
+        """The next keys of every row, where slots and positions are the same."""
+        exact = self._exact(KEYS, leaving.slots)
         codes, group, parameters = code_runs(exact, self._codec)
-        slots = slice(first, first + count)
-        every = torch.ones_like(self.positions[:, :, slots], dtype=torch.bool)
-        each = parameters.repeat_interleave(self._codec.key_group, 2)
-        self._note(KEYS, exact, codes, each, every, slots)
+        self._note(KEYS, exact, codes, parameters.repeat_interleave(self._codec.key_group, 2), leaving)
         self._add_groups(table, parameters)
-        for name, new in (("key_codes", pack(codes, self._codec.bits)), ("key_group", group + table.shape[2])):
-            self._slots[name][:, :, slots] = new.to(self._slots[name].dtype)
+        self._write("key_codes", pack(codes, self._codec.bits), leaving)
+        self._write("key_group", group + table.shape[2], leaving)
 
-    def _store_groups(self, table: Tensor, leaving: Tensor) -> None:
+    def _store_groups(self, table: Tensor, leaving: Leaving, which: Tensor) -> None:
         """The leaving keys, by position and per head."""
-        codes, group, parameters = code_groups(self._tail[0], leaving, self._codec)
-        self._note(KEYS, self._tail[0], codes, parameters_of(group, parameters), leaving)
+        exact = self._exact(KEYS, leaving.slots)
+        codes, group, parameters = code_groups(exact, which, self._codec)
+        self._note(KEYS, exact, codes, parameters_of(group, parameters), leaving)
         self._add_groups(table, parameters)
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
@@ -256,13 +275,12 @@ class QuantisedStore(Store):
         group, self._table = without_empty(used.long(), self._table)
         used.copy_(group)
 
-    def _note(
-        self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, slots: slice | None = None
-    ) -> None:
-        """Let the record have the codes that rounding could have decided; ``slots`` are the tail's unless given."""
+    def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: Leaving) -> None:
+        """Let the record have the codes that rounding could have decided."""
         assert self._hints is not None
-        at = self.positions[:, :, slice(self._start, None) if slots is None else slots]
-        self._hints.add(part, exact, codes, parameters, leaving, at)
+        at = self.positions[:, :, leaving.slots]
+        which = torch.ones_like(at, dtype=torch.bool) if leaving.which is None else leaving.which
+        self._hints.add(part, exact, codes, parameters, which, at)
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """Element numbers and low bits of the row's hints (see ``hints``) in this store, layer ``layer``."""
@@ -275,10 +293,13 @@ class QuantisedStore(Store):
         if self._table.shape[2] > WIDEST:
             self._slots["key_group"] = self._slots["key_group"].int()
 
-    def _write(self, name: str, new: Tensor, where: Tensor) -> None:
-        slots = self._slots[name][:, :, self._start : self.length]
-        mask = where if slots.dim() == 3 else where[..., None]
-        slots.copy_(torch.where(mask, new, slots))
+    def _write(self, name: str, new: Tensor, leaving: Leaving) -> None:
+        slots = self._slots[name][:, :, leaving.slots]
+        if leaving.which is None:
+            slots.copy_(new)
+        else:
+            mask = leaving.which if slots.dim() == 3 else leaving.which[..., None]
+            slots.copy_(torch.where(mask, new, slots))
 
     def _pack(self, order: Tensor) -> None:
         front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
@@ -295,8 +316,7 @@ class QuantisedStore(Store):
     def expand(self, group: int) -> None:
         super().expand(group)
         self._tail = (self._tail[0].repeat_interleave(group, 0), self._tail[1].repeat_interleave(group, 0))
-        self._keys_done = self._keys_done.repeat_interleave(group, 0)
-        self._values_done = self._values_done.repeat_interleave(group, 0)
+        self._done = tuple(done._replace(rows=done.rows.repeat_interleave(group)) for done in self._done)
         if self._table is not None:
             self._table = self._table.repeat_interleave(group, 0)
         if self._hints is not None:
