@@ -105,10 +105,11 @@ class KVPress:
         return lambda: Seconds(*self._ask({"turn": new}))
 
     def _ask(self, what: dict[str, object]) -> object:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None, "a pipe"
+        assert back is not None, "a pipe"
+        print(json.dumps(what), file=to, flush=True)
+        line = back.readline()
         if not line:
             raise RunError("the process of kvpress ended; what it said last stands above, make bench-peers mends it")
         return json.loads(line)
@@ -122,7 +123,9 @@ def main() -> None:
     asked = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     bandwidth = measured_bandwidth()
-    print(f"{torch.get_num_threads()} thread(s), {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n")
+    print(
+        f"{torch.get_num_threads()} thread(s), {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n"
+    )
     for served, folder in models():
         peer = KVPress(folder) if folder and PEERS.is_file() else None
         if peer is None:

@@ -18,11 +18,10 @@ def split(x: Tensor, size: int) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]; a byte holds channels D * bits / 8 apart."""
-    packed: Tensor | None = None
-    for n, part in enumerate(codes.chunk(8 // bits, -1)):
-        packed = part.clone() if packed is None else packed | (part << (bits * n))
-    assert packed is not None
-    return packed
+    first, *others = codes.chunk(8 // bits, -1)
+    for n, part in enumerate(others, 1):
+        first = first | (part << (bits * n))
+    return first
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

@@ -6,7 +6,7 @@ not yet quantised in some row or head. Whether an entry is read from its codes i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class QuantisedStore(Store):
         super().__init__(accumulates=accumulates)
         self._codec, self._layer = codec, layer
         self._given: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
+        self._numbers = 0  # parameters of one group
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
@@ -65,26 +66,26 @@ class QuantisedStore(Store):
         self._hints = HintRecorder(codec, batch)
         self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
         self._done = (Counts(torch.zeros(batch, dtype=torch.int64, device=key.device), 0, 0),) * len(PARTS)
+        nothing = key.new_zeros(1)
+        self._numbers = codec.fit(nothing, nothing).shape[-1]
         found = (codec.given(self._layer, part, heads) for part in range(len(PARTS)))
         self._given = tuple(None if scales is None else scales.to(key) for scales in found)
         for name, tensor in zip(PARTS, (key, value), strict=True):
             width = tensor.shape[3]
             self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
             if self._given[0] is None and (name == "value" or not codec.key_group):
-                count = width // codec.channels(width) * self._numbers(tensor)
+                count = width // codec.channels(width) * self._numbers
                 self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
         if codec.key_group:
             self._blank["key_group"] = -1
             self._slots["key_group"] = key.new_zeros(batch, heads, 0, dtype=torch.int16)
-            self._table = key.new_zeros(batch, heads, 0, size * self._numbers(key))
-
-    def _numbers(self, like: Tensor) -> int:
-        """Parameters of one group."""
-        nothing = like.new_zeros(1)
-        return self._codec.fit(nothing, nothing).shape[-1]
+            self._table = key.new_zeros(batch, heads, 0, size * self._numbers)
 
     def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
+        if start == self._start:
+            self._tail = (key, value)
+        else:
+            self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
         if self._aligned:
             columns = torch.arange(start, end, device=key.device)
             self._aligned = bool((self._slots["positions"][:, :, start:end] == columns).all())
@@ -143,20 +144,37 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        start, (tail_keys, tail_values), blocks = self._start, self._tail, self._blocks()
+        tail_keys, tail_values = self._tail
         packed = query.reshape(len(query), tail_keys.shape[1], -1, query.shape[3])
-        logits = torch.cat([self._logits(rows, packed[rows]) for rows in blocks])
-        # [B, H, 1, tail]; a key and its value need not become codes at the same time
-        exact_keys, exact_values = (self._is_exact(part, slice(None))[:, :, None] for part in (KEYS, VALUES))
-        logits[..., start:] = torch.where(exact_keys, packed @ tail_keys.transpose(2, 3), logits[..., start:])
+        logits = self._by_rows(lambda rows: self._logits(rows, packed[rows]))
+        self._put_exact(logits, packed @ tail_keys.transpose(2, 3))
         logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
-        direct = shares[..., start:] * exact_values
-        shares[..., start:] -= direct  # 0 where the value is exact
-        mixed = torch.cat([self._mixed(rows, shares[rows]) for rows in blocks])
-        return (mixed + direct @ tail_values).reshape(*query.shape[:3], -1)
+        exact = self._take_exact(shares)
+        mixed = self._by_rows(lambda rows: self._mixed(rows, shares[rows]))
+        return (mixed + exact @ tail_values).reshape(*query.shape[:3], -1)
+
+    def _by_rows(self, part: Callable[[slice], Tensor]) -> Tensor:
+        parts = [part(rows) for rows in self._blocks()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _put_exact(self, logits: Tensor, tail: Tensor) -> None:
+        """Put the logits [B, H, X, tail] of keys that are no codes yet where they belong."""
+        done = self._done[KEYS].least
+        if self._aligned:  # as many in all rows
+            logits[..., done:] = tail[..., done - self._start :]
+        else:
+            exact = self._is_exact(KEYS, slice(None))[:, :, None]
+            logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
+
+    def _take_exact(self, shares: Tensor) -> Tensor:
+        """Shares [B, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
+        tail = shares[..., self._start :]
+        exact = tail * self._is_exact(VALUES, slice(None))[:, :, None]
+        tail -= exact
+        return exact
 
     def _logits(self, rows: slice, query: Tensor) -> Tensor:
         """q k [b, H, X, length] of the entries that are codes; anything for the others."""
@@ -183,10 +201,10 @@ class QuantisedStore(Store):
 
     def _parameters(self, part: int, rows: Tensor | slice) -> Tensor:
         """Parameters [b, H, length, n, P] of entries coded one by one."""
-        given, like = self._given[part], self._tail[part]
+        given = self._given[part]
         if given is not None:
             return spread_scales(given, self._used(f"{PARTS[part]}_codes", rows))
-        return split(self._used(f"{PARTS[part]}_parameters", rows), self._numbers(like))
+        return split(self._used(f"{PARTS[part]}_parameters", rows), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
         """Which entries of the tail are no codes yet: bool [b, H, tail]."""
