@@ -286,7 +286,10 @@ class EvictingCache:
 def _agreed(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
     """The ranks [b, H, K] that layers go by."""
     evictor = layers[0].evictor
-    return evictor.agreed([evictor.importance(view).float() for view in views])
+    ranks = [evictor.importance(view).float() for view in views]
+    for rank, view in zip(ranks, views, strict=True):
+        assert rank.shape == view.positions.shape, (evictor.name, rank.shape)
+    return evictor.agreed(ranks)
 
 
 def _columns(tensor: Tensor, order: Tensor) -> Tensor:
