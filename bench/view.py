@@ -20,7 +20,7 @@ from playwright.sync_api import sync_playwright
 from audit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
 from reports.drift.comparison import comparison_of
 from reports.records.load import load_run
-from reports.view.folder import View
+from reports.view.folder import RunView
 
 FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what is asked of so many flips
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -54,7 +54,7 @@ def main() -> None:
         copied = Path(folder) / "run"
         shutil.copytree(run, copied, ignore=shutil.ignore_patterns("view", "report", "checkpoints"))
         data = load_run(copied)
-        pages = View(data, comparison_of(data.spec, data.records, data.provenance))
+        pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
         shade_all(copied, pages)
         pages.write(out := Path(folder) / "view")
         weight, count = sum(path.stat().st_size for path in out.rglob("*.js")), len(pages.flips)
@@ -69,7 +69,7 @@ def main() -> None:
             print(f"{flips} flips, {len(times)} filters: {slow} (at most {MILLISECONDS} at {FLIPS})")
 
 
-def shade_all(run: Path, pages: View) -> None:
+def shade_all(run: Path, pages: RunView) -> None:
     """Give every answer that was not served again the shade of one to the same item, or of any."""
     known: dict[str, Shading] = {}
     for path in sorted((run / SHADING_FOLDER).glob("*.json")):

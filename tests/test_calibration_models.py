@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.calibration.checks.judges import Judge
+from reports.calibration.checks.judges import SimulatedJudge
 from reports.calibration.family import Family, Seeded
 from reports.calibration.probit import Probit, both_below, correlation_for
 from reports.calibration.streams import blocks, cluster_sizes, generator
@@ -97,7 +97,7 @@ def test_family_cells_have_their_drifts_and_seeds_average_to_none():
 
 def test_a_judge_errs_as_often_as_it_says():
     desired = np.repeat(np.float32([1, 0]), 50_000)
-    said = Judge(0.95, 0.8).labels(np.random.default_rng(0), desired)
+    said = SimulatedJudge(0.95, 0.8).labels(np.random.default_rng(0), desired)
     assert (said[:50_000].mean(), said[50_000:].mean()) == pytest.approx((0.95, 0.2), abs=0.008)
 
 

@@ -20,7 +20,7 @@ from audit.replay.stacks import imported
 from audit.runs import mismatch as command
 from audit.runs.mismatch import Survey, measure, survey
 from audit.sampling.model import LoadedModel, load_model
-from audit.training.mismatch import Panel, Spread, alarms, mismatch_panel
+from audit.training.mismatch import MismatchPanel, Spread, alarms, mismatch_panel
 
 Line = dict[str, Any]
 
@@ -328,7 +328,7 @@ def test_batches_add_up_to_the_panel_of_all() -> None:
     draw = torch.Generator().manual_seed(2)
     sampler, learner = (-torch.rand(8, 5, generator=draw, dtype=torch.float64) for _ in range(2))
     mask, signs = torch.rand(8, 5, generator=draw) < 0.8, torch.randn(8, 1, generator=draw)
-    parts = Panel()
+    parts = MismatchPanel()
     for rows in (slice(0, 3), slice(3, 8)):
         parts.add(sampler[rows], learner[rows], mask[rows], signs[rows])
     whole = mismatch_panel(sampler, learner, mask, signs)

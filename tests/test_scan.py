@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.policies.parse import parse_policy
 from audit.scan.files import files_below
-from audit.scan.rules import NO_EQUIVALENT, Rule, load_rules
+from audit.scan.rules import NO_EQUIVALENT, ScanRule, load_rules
 from audit.scan.scan import Scan, scan
 
 Rows = dict[str, list[tuple[int, str]]]  # file -> lines and rules
@@ -78,7 +78,7 @@ def test_at_least_forty_keys_of_ten_engines_are_known() -> None:
 
 
 @pytest.mark.parametrize("rule", load_rules().rules, ids=lambda rule: rule.id)
-def test_every_rule_names_what_exists(rule: Rule) -> None:
+def test_every_rule_names_what_exists(rule: ScanRule) -> None:
     rules = load_rules()
     assert rule.engine in rules.engines
     assert rule.mechanism in rules.mechanisms

@@ -25,7 +25,7 @@ from reports.records.panel import CellKey
 from reports.records.rows import SCORE
 from reports.run import decided, with_details
 from reports.view.flips import KINDS, Change, Flip, flips_of, places_of
-from reports.view.folder import View
+from reports.view.folder import RunView
 from reports.view.shades import ItemShades, in_turn
 
 SNAP = policy("snapkv", 96)
@@ -50,7 +50,7 @@ def compared(data):
 
 
 def write_view(data, out):
-    pages = View(data, compared(data))
+    pages = RunView(data, compared(data))
     pages.write(out)
     return pages.flips
 

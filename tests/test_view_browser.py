@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy
 from audit.core.shading import ALL, Shading, write_shadings
 from reports.drift.comparison import comparison_of
 from reports.records.load import load_run
-from reports.view.folder import View
+from reports.view.folder import RunView
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, which stands among the dev extra")
 
@@ -53,7 +53,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     run = build(tmp_path_factory.mktemp("browser") / "run", design)
     data = load_run(run)
-    pages = View(data, comparison_of(data.spec, data.records, data.provenance))
+    pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
     for unit, answers in pages.unshaded(10**6).items():
         write_shadings(run, unit, dict.fromkeys(answers, shading()))
     pages.write(run / "view")

@@ -28,7 +28,7 @@ from audit.runs.verify import PASS_TOKENS
 from audit.sampling.model import LoadedModel
 from audit.training.batch import microbatches
 from audit.training.learner import read_tokens
-from audit.training.mismatch import Panel, alarms
+from audit.training.mismatch import MismatchPanel, alarms
 
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held
 
@@ -97,7 +97,7 @@ def measure(model: LoadedModel, found: Survey, *, temperature: float | None = No
     ``temperature`` replaces the recorded one.
     """
     _check_model(model, found)
-    heat, panel = _temperature(found, temperature), Panel()
+    heat, panel = _temperature(found, temperature), MismatchPanel()
     for rows in _handfuls(imported(found.path)):
         rollouts = [_dense(row.rollout, model.model.config) for row in rows]
         sampler = _padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from audit.scan.rules import ConfigurationRole, Rule
+from audit.scan.rules import ConfigurationRole, ScanRule
 
 State = Literal["open", "declared", "corrected", "lossless", "native"]
 
@@ -18,7 +18,7 @@ class Finding:
     line: int
     role: ConfigurationRole
     engines: tuple[str, ...]
-    rule: Rule
+    rule: ScanRule
     key: str
     value: str
     policy: str

@@ -10,7 +10,7 @@ from typing import Any
 from audit.core.text import clip
 from audit.scan.files import Contents
 from audit.scan.finding import Finding, NotReadable
-from audit.scan.rules import ConfigurationRole, Rule, Rules, matching
+from audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching
 from audit.scan.sheet import Mapping, Setting, Unknown, Value
 
 _ROLLOUT = {"rollout", "rollouts", "grpo", "ppo", "rlhf", "rl", "train", "training", "trainer", "actor", "sampler"}
@@ -22,7 +22,7 @@ _LONGEST = 200  # characters of a key or value in a report
 class Interpreter:
     """Reads the settings of one file against the rules."""
 
-    def __init__(self, name: str, contents: Contents, rules: Rules) -> None:
+    def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules
         self.siblings: dict[int, dict[str, Value]] = {}
         for setting in contents.settings:
@@ -49,7 +49,7 @@ class Interpreter:
         kept = [finding for finding in found.values() if finding.rule.overruled not in met]
         return sorted(kept, key=lambda finding: finding.line), sorted(unread.values())
 
-    def _finding(self, setting: Setting, rule: Rule, engines: tuple[str, ...]) -> Finding:
+    def _finding(self, setting: Setting, rule: ScanRule, engines: tuple[str, ...]) -> Finding:
         return Finding(
             file=self.name,
             line=setting.line,
@@ -62,14 +62,14 @@ class Interpreter:
             block=setting.block,
         )
 
-    def _stands(self, rule: Rule, setting: Setting) -> bool:
+    def _stands(self, rule: ScanRule, setting: Setting) -> bool:
         """Whether the file is of the kind that the rule is about, and no sibling switches the key off."""
         if rule.beside and not self._names(rule.beside):
             return False
         siblings = self.siblings[setting.group]
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
 
-    def _engines(self, wanted: Sequence[Rule], setting: Setting) -> tuple[str, ...]:
+    def _engines(self, wanted: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
         """The engine that a key belongs to: named in its command, else in the file; else all that have it."""
         candidates = tuple(dict.fromkeys(rule.engine for rule in wanted))
         if len(candidates) < 2:

@@ -38,7 +38,7 @@ class EngineWords:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScanRule:
     """One key of one engine; the fields are those that ``rules.yaml`` explains."""
 
     id: str
@@ -87,39 +87,39 @@ class Rule:
         return self.policy.format(**{name: int(_number(known[name]) or 0) for name in names})
 
 
-class Rules(NamedTuple):
+class ScanRules(NamedTuple):
     """All rules, by what they match first; ``sha256`` names this state of them."""
 
-    rules: Sequence[Rule]
+    rules: Sequence[ScanRule]
     engines: Table[str, EngineWords]
     mechanisms: Table[str, Mechanism]
     sha256: str
-    patterns: Table[tuple[str, str], Sequence[tuple[tuple[str, ...], Rule]]]
+    patterns: Table[tuple[str, str], Sequence[tuple[tuple[str, ...], ScanRule]]]
 
 
 @cache
-def load_rules() -> Rules:
+def load_rules() -> ScanRules:
     """The rules that come with this version."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "rule file").table
-    rules = [Rule(**row) for row in table["rules"]]
+    rules = [ScanRule(**row) for row in table["rules"]]
     engines = {name: EngineWords(**row) for name, row in table["engines"].items()}
     mechanisms = {name: Mechanism(**row) for name, row in table["mechanisms"].items()}
-    index: dict[tuple[str, str], list[tuple[tuple[str, ...], Rule]]] = {}
+    index: dict[tuple[str, str], list[tuple[tuple[str, ...], ScanRule]]] = {}
     for rule in rules:
         for kind, pattern in _patterns(rule):
             index.setdefault((kind, pattern[-1]), []).append((pattern, rule))
-    return Rules(rules, engines, mechanisms, hashlib.sha256(text.encode()).hexdigest(), index)
+    return ScanRules(rules, engines, mechanisms, hashlib.sha256(text.encode()).hexdigest(), index)
 
 
-def matching(setting: Setting, rules: Rules) -> list[Rule]:
+def matching(setting: Setting, rules: ScanRules) -> list[ScanRule]:
     """The rules whose key this is, those of the longest pattern; their conditions are not asked yet."""
     found = list(_matching(setting, rules))
     longest = max((length for length, _ in found), default=0)
     return [rule for length, rule in found if length == longest]
 
 
-def _matching(setting: Setting, rules: Rules) -> Iterator[tuple[int, Rule]]:
+def _matching(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule]]:
     of_package = setting.kind == "import"
     end = _compared(setting.kind, setting.key[:1] if of_package else setting.key[-1:])
     if patterns := rules.patterns.get((setting.kind, end[0])):
@@ -131,7 +131,7 @@ def _matching(setting: Setting, rules: Rules) -> Iterator[tuple[int, Rule]]:
         yield from _matching(setting._replace(kind="env", key=setting.key[-1:]), rules)
 
 
-def _patterns(rule: Rule) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from (("flag", _compared("flag", (flag,))) for flag in rule.flags)
     yield from (("key", _compared("key", tuple(key.split(".")))) for key in rule.keys)
     yield from (("env", (name,)) for name in rule.env)

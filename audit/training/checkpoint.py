@@ -56,7 +56,7 @@ class Position:
     ledgers: tuple[tuple[str, str], ...] = ()
 
 
-class Recipe(Protocol):
+class TrainingRecipe(Protocol):
     """What a folder is claimed by."""
 
     @property
@@ -83,7 +83,9 @@ class Learns(Protocol):
 class CheckpointFolder:
     """The folder of one training run. Construction claims it, or raises RunError where it is another run's."""
 
-    def __init__(self, path: Path, config: Recipe, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, config: TrainingRecipe, base_sha256: str, more: Mapping[str, str] | None = None
+    ) -> None:
         """``more`` is what the claim holds besides: sha256 of what the configuration only names."""
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / "telemetry.jsonl")

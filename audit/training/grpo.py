@@ -35,10 +35,10 @@ from audit.training.optimiser import Stepped
 from audit.training.ranks import ALONE, RankGroup, everywhere
 from audit.training.rollouts import Questioner, Taken, ledgers_of
 from audit.training.student import Seen, Student
-from audit.training.telemetry import Clock, Learned, Row, Tally, step_row
+from audit.training.telemetry import Clock, Learned, Tally, TelemetryRow, step_row
 from audit.training.watch import Watch
 
-Progress = Callable[[int, int, Row], None]
+Progress = Callable[[int, int, TelemetryRow], None]
 
 
 def train(
@@ -111,7 +111,7 @@ class TrainingRun(Resumable):
         return self._questioner.last(steps)
 
     @everywhere
-    def step(self, step: int) -> tuple[Row, Taken]:
+    def step(self, step: int) -> tuple[TelemetryRow, Taken]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
         config, clock = self.config, Clock()
         taken = self._questioner.take(step)

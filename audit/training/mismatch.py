@@ -21,13 +21,13 @@ _CELLS = 1 << 20  # of [0, 1], once there are more
 
 
 def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
-    """All ``mismatch/*`` numbers of one batch, see ``Panel``."""
-    panel = Panel()
+    """All ``mismatch/*`` numbers of one batch, see ``MismatchPanel``."""
+    panel = MismatchPanel()
     panel.add(sampler, learner, mask, advantages)
     return {f"mismatch/{name}": value for name, value in panel.numbers().items()}
 
 
-class Panel:
+class MismatchPanel:
     """How far the sampler was from the learner's view of the same tokens, added up batch by batch.
 
     rho = learner / sampler per sampled token, log rho clamped to +-20 (except for the gaps, which are raw). Every

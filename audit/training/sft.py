@@ -30,7 +30,7 @@ from audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from audit.training.config import shares
 from audit.training.learner import read_tokens
 from audit.training.optimiser import Optimiser
-from audit.training.telemetry import Clock, Row
+from audit.training.telemetry import Clock, TelemetryRow
 from suites.base import Suite
 
 
@@ -92,7 +92,9 @@ class StartConfig(Part):
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def warm_start(config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, Row], None]) -> Path:
+def warm_start(
+    config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, TelemetryRow], None]
+) -> Path:
     """Take the supervised steps from ``model``, which stays as it is, into the checkpoint folder ``out``.
 
     Resumes, reports and raises as ``grpo.train`` does; SpecError besides for what cannot be shown to the model.
@@ -123,7 +125,7 @@ def warm_start(config: StartConfig, model: LoadedModel, out: Path, progress: Cal
     return out
 
 
-def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> Row:
+def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> TelemetryRow:
     """One supervised step on some transcripts; its telemetry."""
     clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
     for rows in microbatches(shown, 1, limit):
@@ -133,7 +135,7 @@ def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int
         total += float(loss.detach())
     norm = optimiser.step().norm
     clock.lap("learner")
-    row: Row = {"loss": total, "grad_norm": norm, "update_skipped": norm is None, "gold_tokens": tokens}
+    row: TelemetryRow = {"loss": total, "grad_norm": norm, "update_skipped": norm is None, "gold_tokens": tokens}
     return row | {"learner_tokens": sum(len(rollout.ids) for rollout in shown)} | clock.laps
 
 

@@ -25,7 +25,7 @@ from audit.training.mismatch import mismatch_panel
 from audit.training.optimiser import HALVES
 from audit.training.rollouts import Taken
 
-Row = dict[str, Any]
+TelemetryRow = dict[str, Any]
 CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")
 
 
@@ -89,26 +89,26 @@ def step_row(
     batch: Batch,
     learned: Learned,
     replayed: Tensor | None,
-) -> Row:
+) -> TelemetryRow:
     """All numbers of a step but its seconds.
 
     ``replayed`` [B, R] are the learner's log-probs of what the sampler saw, None at steps that keep no ledger.
     """
     played, rewards = taken.played, taken.rewards
-    row: Row = {"step": step}
+    row: TelemetryRow = {"step": step}
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
     row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
     return row | {"groups_sampled_again": taken.again} | drawn_policies(taken, config)
 
 
-def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> Row:
+def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     flat = [alike(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
-    row: Row = {
+    row: TelemetryRow = {
         "reward_mean": _mean(earned),
         "reward_std": statistics.pstdev(earned) if earned else None,
         "frac_reward_zero_std": _mean(flat),
@@ -123,7 +123,7 @@ def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], co
     return row
 
 
-def learning_numbers(learned: Learned) -> Row:
+def learning_numbers(learned: Learned) -> TelemetryRow:
     """The loss, its gradient, and how much of it the clip and the correction took away."""
     metrics = learned.metrics
     return {
@@ -141,7 +141,7 @@ def learning_numbers(learned: Learned) -> Row:
     }
 
 
-def memory_numbers(played: Sequence[Played], batch: Batch) -> Row:
+def memory_numbers(played: Sequence[Played], batch: Batch) -> TelemetryRow:
     """Bytes are sums over the step's rows; token savings is the share of entries that decoding steps did not see."""
     rollouts = batch.rollouts
     kept, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
@@ -168,13 +168,13 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     return float(kept), float((before[-1] - own).sum())
 
 
-def drawn_policies(taken: Taken, config: TrainConfig) -> Row:
+def drawn_policies(taken: Taken, config: TrainConfig) -> TelemetryRow:
     """Of a mixture, which of its policies every group drew, by their places in it; nothing else."""
     draws = config.rollout_policy.draws
     return {"group_policies": [draws.index(policy) for policy in taken.policies]} if len(draws) > 1 else {}
 
 
-def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> Row:
+def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
     """What the ledger says of this step's rollouts: near 0 in every arm, or sampler and ledger disagree."""
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)

@@ -19,7 +19,7 @@ from audit.training.batch import TrainingItem, collect
 from audit.training.config import TrainConfig
 from audit.training.learner import pass_logprobs
 from audit.training.mismatch import mismatch_panel
-from audit.training.telemetry import Row
+from audit.training.telemetry import TelemetryRow
 from suites.base import SUITES, CountTokens
 
 _APART = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
@@ -34,7 +34,7 @@ class Watch:
         self._config, self._spec, self._model = config, spec, model
         self._questions = held_out(config, spec, model.chat.count_tokens, met)
 
-    def numbers(self, done: int) -> Row:
+    def numbers(self, done: int) -> TelemetryRow:
         """``validation/*`` after so many steps; nothing where none is due."""
         if done % self._spec.every and done != self._config.steps:
             return {}
@@ -56,16 +56,16 @@ class Watch:
             found += play(sampler, part, decoding, seeds)
         return found
 
-    def _scores(self, view: str, played: Sequence[Played]) -> Row:
+    def _scores(self, view: str, played: Sequence[Played]) -> TelemetryRow:
         """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
-        row: Row = {}
+        row: TelemetryRow = {}
         for name in self._config.watched:
             scores = [one.grade.score for one in played if one.item.suite == name and one.grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
         lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
         return row | {f"validation/{view}/degenerate": lost / len(played)}
 
-    def _apart(self, played: Sequence[Played]) -> Row:
+    def _apart(self, played: Sequence[Played]) -> TelemetryRow:
         """How far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from."""
         batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)

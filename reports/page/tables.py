@@ -50,7 +50,7 @@ def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int 
     return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
 
 
-class Line(NamedTuple):
+class DecidedLine(NamedTuple):
     """What is decided of an arm, or of a serving policy where nothing was trained."""
 
     name: str
@@ -60,23 +60,23 @@ class Line(NamedTuple):
     cells: tuple[Decision, ...]
 
 
-def decided_lines(findings: Findings) -> list[Line]:
+def decided_lines(findings: Findings) -> list[DecidedLine]:
     """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
     gated = [d for d in findings.verdict.decisions if d.gated]
     if findings.comparison.mode == "training":
         return [
-            Line(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
+            DecidedLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
             for a in findings.verdict.arms
         ]
     return [_policy_line(findings, [d for d in gated if d.policy == p]) for p in dict.fromkeys(d.policy for d in gated)]
 
 
-def _policy_line(findings: Findings, cells: list[Decision]) -> Line:
+def _policy_line(findings: Findings, cells: list[Decision]) -> DecidedLine:
     suites = {
         name: worst(d.standing for d in cells if d.suite == name) for name in dict.fromkeys(d.suite for d in cells)
     }
     name = findings.comparison.labels.get(cells[0].policy, cells[0].policy)
-    return Line(name, worst(suites.values()), None, suites, tuple(cells))
+    return DecidedLine(name, worst(suites.values()), None, suites, tuple(cells))
 
 
 def decided_table(findings: Findings) -> Table:
@@ -105,7 +105,7 @@ def decided_table(findings: Findings) -> Table:
     return table_of(headers, rows, words=len(headers))
 
 
-def _worst(line: Line, names: Iterable[str]) -> str:
+def _worst(line: DecidedLine, names: Iterable[str]) -> str:
     """The worst verdict of these; several facets share a column, or the table would leave the page."""
     found = [line.suites[name] for name in names if name in line.suites]
     return worst(found).value if found else "-"
@@ -142,7 +142,7 @@ def _numbered(findings: Findings, d: Decision) -> str:
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
-def _deciding(findings: Findings, line: Line) -> str:
+def _deciding(findings: Findings, line: DecidedLine) -> str:
     rank = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.PASS_NOTED, Status.PASS)
     d = min(line.cells, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
     return _numbered(findings, d) + (", as deployed" if d.estimand == "E2" and d.policy != DENSE_POLICY else "")

@@ -25,7 +25,7 @@ from reports.records.load import RunData
 from reports.records.rows import SCORE
 from reports.view.flips import flip_key, flips_of, places_of
 from reports.view.shades import ItemShades, in_turn
-from reports.view.texts import Item, Texts, script
+from reports.view.texts import ItemKey, Texts, script
 
 STATIC = ("view.css", "view.js", "index.html")  # the page last: where it stands the rest is there
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"
@@ -36,7 +36,7 @@ _DIGITS = 4  # of shares: more than a page shows
 T = TypeVar("T")
 
 
-class View:
+class RunView:
     """The pages of a run's flips.
 
     Raises DataError for a run without flips or without transcripts.
@@ -55,7 +55,7 @@ class View:
             raise DataError(f"{str(data.run)!r} holds no transcripts, so there is nothing to see; evaluate it again")
         self._answers = [[self._texts.numbers[place] for place in pair] for pair in pairs]  # reference, candidate
         self._items = _numbered(self._texts.prompts)
-        self._files: list[list[Item]] = []
+        self._files: list[list[ItemKey]] = []
 
     @property
     def served(self) -> bool:
@@ -101,10 +101,10 @@ class View:
                     found.setdefault(shown.unit, set()).add(shown.answer)
         return found
 
-    def _shaded(self) -> dict[Item, ItemShades]:
+    def _shaded(self) -> dict[ItemKey, ItemShades]:
         """What lies beside the run of the answers that are shown, by item."""
         known: dict[str, Shadings] = {}
-        found: dict[Item, ItemShades] = {}
+        found: dict[ItemKey, ItemShades] = {}
         for number, shown in enumerate(self._texts.shown):
             if shown.evicted and shown.unit not in known:
                 known[shown.unit] = read_shadings(self._data.run, shown.unit)
@@ -112,7 +112,7 @@ class View:
                 found.setdefault(shown.item, ItemShades()).add(number, known[shown.unit][shown.answer])
         return found
 
-    def _table(self, shaded: Mapping[Item, ItemShades]) -> dict[str, Any]:
+    def _table(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, Any]:
         """The list: words once, then a column of numbers per field of the items and of the flips."""
         metrics = [SCORE, *(name for name in FACETS if any(m.endswith(f".{name}") for m in self._comparison.facets))]
         short, policies = short_names(self._comparison.policies), _numbered(self._comparison.policies)
@@ -147,7 +147,7 @@ class View:
             },
         }
 
-    def _item_columns(self, shaded: Mapping[Item, ItemShades]) -> dict[str, list[Any]]:
+    def _item_columns(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, list[Any]]:
         told = self._texts.told
         return {
             "suite": [visible(suite) for suite, _, _ in self._items],
@@ -159,7 +159,7 @@ class View:
             "shades": [int(any(item in shaded for item in items)) for items in self._files],  # of every file
         }
 
-    def _lost(self, answers: Iterable[int], shaded: Mapping[Item, ItemShades]) -> int:
+    def _lost(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
         """Which of LOST holds for a flip."""
         lost = [answer for answer in answers if self._texts.shown[answer].evicted]
         seen = [(item := self._texts.shown[answer].item) in shaded and answer in shaded[item] for answer in lost]

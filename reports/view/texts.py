@@ -16,7 +16,7 @@ from reports.records.rows import RecordPlace
 CHUNK = 300_000  # characters of one file of texts
 _DIGITS = 4  # of shares: more than a page shows
 
-Item = tuple[str, int, str]  # suite, length, name
+ItemKey = tuple[str, int, str]  # suite, length, name
 
 
 class PageAnswer(NamedTuple):
@@ -24,7 +24,7 @@ class PageAnswer(NamedTuple):
 
     unit: str
     answer: AnswerKey
-    item: Item
+    item: ItemKey
     evicted: bool
 
 
@@ -32,11 +32,11 @@ class Texts:
     """Prompts and answers by item; an answer is known by its number, which is its place in ``shown``."""
 
     def __init__(self, records: Iterable[tuple[RecordPlace, Record]]) -> None:
-        self.prompts: dict[Item, tuple[Message, ...]] = {}
-        self.told: dict[Item, tuple[str, str]] = {}  # template and placement
+        self.prompts: dict[ItemKey, tuple[Message, ...]] = {}
+        self.told: dict[ItemKey, tuple[str, str]] = {}  # template and placement
         self.numbers: dict[RecordPlace, int] = {}
         self.shown: list[PageAnswer] = []
-        self._answers: dict[Item, dict[int, dict[str, Any]]] = {}
+        self._answers: dict[ItemKey, dict[int, dict[str, Any]]] = {}
         for place, record in records:
             self._add(place, record)
 
@@ -46,9 +46,9 @@ class Texts:
         answers = (answer for own in self._answers.values() for answer in own.values())
         return not any(self.prompts.values()) and not any(answer["turns"] for answer in answers)
 
-    def chunks(self) -> Iterator[tuple[list[Item], dict[int, Any]]]:
+    def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
         """So many items in order that they fill a file, and what it holds of each, by their numbers."""
-        items: list[Item] = []
+        items: list[ItemKey] = []
         table: dict[int, Any] = {}
         size = 0
         for number, (item, prompt) in enumerate(self.prompts.items()):

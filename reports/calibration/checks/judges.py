@@ -29,7 +29,7 @@ _CLUSTERS, _ITEMS, CONCORDANT = 40, 10, 100
 _Flags = npt.NDArray[np.bool_]
 
 
-class Judge(NamedTuple):
+class SimulatedJudge(NamedTuple):
     """Chance of seeing a desired answer as desired, and an undesired one as undesired."""
 
     sensitivity: float
@@ -41,10 +41,10 @@ class Judge(NamedTuple):
         return rng.random(desired.shape, dtype=np.float32) < chance
 
 
-JUDGES = (
-    (Judge(0.95, 0.90), Judge(0.95, 0.80)),
-    (Judge(0.95, 0.80), Judge(0.95, 0.90)),
-    (Judge(0.95, 0.90), Judge(0.85, 0.90)),
+SIMULATED_JUDGES = (
+    (SimulatedJudge(0.95, 0.90), SimulatedJudge(0.95, 0.80)),
+    (SimulatedJudge(0.95, 0.80), SimulatedJudge(0.95, 0.90)),
+    (SimulatedJudge(0.95, 0.90), SimulatedJudge(0.85, 0.90)),
 )
 
 
@@ -60,7 +60,7 @@ class JudgeCase(Case):
     """A judge for the reference and one for the candidate."""
 
     model: Probit
-    judges: tuple[Judge, Judge]
+    judges: tuple[SimulatedJudge, SimulatedJudge]
 
     @property
     def name(self) -> str:
@@ -130,7 +130,9 @@ class BlindCase(Case):
 
 def cases(scale: Scale) -> list[Case]:
     """Every pair of judges at a drift of exactly the margin, and blind ones at the margin and without drift."""
-    uneven = [JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in JUDGES]
+    uneven = [
+        JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in SIMULATED_JUDGES
+    ]
     at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (EVEN, UNEVEN))
     alike = product((0.0,), BACKGROUNDS[-1:], _ENOUGH, (USUAL,), (EVEN, UNEVEN))
     blind = [BlindCase(*design, simulations=scale.draws(DRAWS)) for design in (*at_margin, *alike)]
