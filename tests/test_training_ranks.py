@@ -32,7 +32,9 @@ from audit.training.optimiser import Optimiser
 from audit.training.ranks import ALONE, RankGroup
 
 LOSSES = ("grpo", "ppo")
-SUMS = 1e-4  # of the way that the weights went; Adam makes much of rounding where a gradient is near 0
+SUMS = (
+    3e-4  # of the way that the weights went: where a gradient is near 0, Adam makes a step of what rounding left of it
+)
 
 
 def unit(arm: str, loss: str, **more: object) -> TrainConfig:
