@@ -23,13 +23,13 @@ from torch import distributed as dist
 from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sharp, short, silent
 
 from audit.commands.run import Options, share
-from audit.core.errors import SpecError
+from audit.core.errors import RunError, SpecError
 from audit.sampling.model import LoadedModel
 from audit.training import grpo, rollouts
 from audit.training.arms import ARMS
 from audit.training.config import TrainConfig
 from audit.training.optimiser import Optimiser
-from audit.training.ranks import ALONE, RankGroup
+from audit.training.ranks import ALONE, RankGroup, _packed, _unpacked
 
 LOSSES = ("grpo", "ppo")
 SUMS = (
@@ -146,6 +146,19 @@ def test_ranks_that_were_launched_are_one_worker(monkeypatch: pytest.MonkeyPatch
 
 def test_one_rank_leaves_the_hash_of_a_run_alone() -> None:
     assert "ranks" not in unit("dense", "grpo", ranks=1).to_json()
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.putenv, ("KVAUDIT_RAN", "1")
+
+
+@pytest.mark.parametrize(
+    "sent", [Runs(), os.path.join, Path.unlink, subprocess.Popen], ids=["call", "function", "method", "class"]
+)
+def test_what_another_rank_sends_is_data_or_refused(sent: object) -> None:
+    with pytest.raises(RunError, match="another rank sent what is no data"):
+        _unpacked(_packed({"rewards": [sent]}))
 
 
 def main(folder: str) -> None:

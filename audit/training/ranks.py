@@ -1,15 +1,20 @@
 """The ranks of one training unit: processes that share its batch and its optimiser and take every step together.
 
-The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). Ranks
-trust each other and the network between them, since they exchange pickled objects.
+The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). What
+they exchange is read as data alone (``_unpacked``), since whoever reaches the port may write to it.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import wraps
+from pathlib import PurePath
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -18,6 +23,7 @@ from torch import distributed as dist
 
 from audit.core.errors import RunError
 from audit.core.text import inline
+from audit.policies import Policy
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -45,9 +51,15 @@ class RankGroup:
         """Every rank's object, in their order."""
         if self.count == 1:
             return [own]
-        packed = [b""] * self.count
+        mine = _packed(own)
         with self._together():
-            dist.all_gather_object(packed, _packed(own))
+            sizes = torch.zeros(self.count, dtype=torch.int64)
+            sizes[self.number] = len(mine)
+            dist.all_reduce(sizes)
+            padded = torch.cat([mine, mine.new_zeros(int(sizes.max()) - len(mine))])
+            parts = [torch.empty_like(padded) for _ in range(self.count)]
+            dist.all_gather(parts, padded)
+        packed = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
         return [own if rank == self.number else _unpacked(packed[rank]) for rank in range(self.count)]
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -86,15 +98,19 @@ class RankGroup:
     def tell(self, word: object) -> None:
         """Say something to the other ranks; nothing where this is not the first."""
         if self.number == 0 and self.count > 1:
+            packed = _packed(word)
             with self._together():
-                dist.broadcast_object_list([word], 0)
+                dist.broadcast(torch.tensor([len(packed)]), 0)
+                dist.broadcast(packed, 0)
 
     def heard(self) -> Any:
         """What the first rank says next."""
-        words: list[Any] = [None]
+        size = torch.zeros(1, dtype=torch.int64)
         with self._together():
-            dist.broadcast_object_list(words, 0)
-        return words[0]
+            dist.broadcast(size, 0)
+            packed = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(packed, 0)
+        return _unpacked(packed)
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
@@ -107,6 +123,8 @@ class RankGroup:
         """Call of ``run`` what the first rank calls of its own, until its unit is done."""
         while (called := self.heard()) is not None:
             name, arguments = called
+            if name not in _EVERYWHERE:
+                raise RunError(f"the first rank calls {inline(str(name))!r}, which is nothing that ranks share")
             getattr(run, name)(*arguments)
 
     @contextmanager
@@ -120,18 +138,38 @@ class RankGroup:
             raise RunError(f"{what}; what is saved stays: go on with --resume") from None
 
 
-def _packed(thing: object) -> bytes:
-    """By torch, not by pickle alone: views of one storage stand in it once, and small unsigned integers come back."""
+def _packed(thing: object) -> Tensor:
+    """As bytes [n]. By torch, not by pickle alone: views of one storage stand in it once, and uint16 comes back."""
     file = io.BytesIO()
     torch.save(thing, file)
-    return file.getvalue()
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(packed: bytes) -> Any:
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+def _unpacked(packed: Tensor) -> Any:
+    """Plain values, tensors and data classes that this process has; RunError for anything else, which is not made."""
+    file = io.BytesIO(packed.numpy().tobytes())
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        file.seek(0)
+        with torch.serialization.safe_globals([found for name in named if (found := _data_class(name))]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, ValueError):
+        raise RunError("another rank sent what is no data and was not read; start all ranks from one install") from None
+
+
+def _data_class(name: str) -> type | None:
+    """A data class, named tuple, enum or path by its full name, where it is imported already and holds data alone."""
+    module, _, own = name.rpartition(".")
+    found = vars(sys.modules[module]).get(own) if module in sys.modules else None
+    if not isinstance(found, type):
+        return None
+    ours = module.partition(".")[0] in ("audit", "suites") or issubclass(found, Policy)
+    data = is_dataclass(found) or issubclass(found, tuple | Enum)
+    return found if issubclass(found, PurePath) or (ours and data) else None
 
 
 ALONE = RankGroup()
+_EVERYWHERE: set[str] = set()  # names of what the first rank may call in the others
 
 
 class HasRanks(Protocol):
@@ -143,6 +181,8 @@ class HasRanks(Protocol):
 
 def everywhere(method: Method) -> Method:
     """A method that all ranks enter where the first one calls it, with the same arguments."""
+
+    _EVERYWHERE.add(method.__name__)
 
     @wraps(method)
     def called(self: HasRanks, *arguments: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,29 +42,29 @@ class Clock:
         self.laps[f"seconds_{name}"], self._last = now - self._last, now
 
 
+@dataclass
 class Tally:
     """Sums over the tokens of a batch's microbatches and updates, read as means per token."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._tokens = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
 
     def add(self, sums: Mapping[str, float], tokens: int) -> None:
         """Count one microbatch."""
         for name, value in sums.items():
-            self._sums[name] += value
-        self._tokens += tokens
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.tokens += tokens
 
     def __add__(self, other: Tally) -> Tally:
         """Both counted together."""
         both = Tally()
         for tally in (self, other):
-            both.add(tally._sums, tally._tokens)
+            both.add(tally.sums, tally.tokens)
         return both
 
     def means(self) -> dict[str, float | None]:
         """Each sum per token; None without any token."""
-        return {name: value / self._tokens if self._tokens else None for name, value in self._sums.items()}
+        return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
 
 
 class Learned(NamedTuple):
