@@ -124,7 +124,7 @@ def lesson(recipe: PretrainingRecipe, lessons: Lessons, step: int) -> LessonBatc
 
 
 class Pretraining:
-    """A model on its way through a recipe: its weights, its optimiser, and the steps and seconds that it took."""
+    """A model on its way through a recipe: its weights, its optimiser, and the steps and CPU seconds that it took."""
 
     def __init__(self, size: Size) -> None:
         self.recipe, self.parent = size.recipe, sha256(size.parent.read_bytes()).hexdigest()
@@ -139,19 +139,19 @@ class Pretraining:
         ``progress`` gets (step, steps of the recipe, measures) after every step.
         """
         lessons, half = Lessons(self.tokenizer, self.recipe.seed), self.recipe.precision == "bfloat16"
-        last = saved = time.monotonic()
+        used, saved = time.process_time(), time.monotonic()
         while self.steps < limit:
             _, rate = stage_at(self.recipe, self.steps)
             batch = lesson(self.recipe, lessons, self.steps)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
                 loss = answer_loss(self.model, batch)
             take_step(self.model, self.optimiser, rate, loss)
-            self.steps, now = self.steps + 1, time.monotonic()
-            self.seconds, last = self.seconds + now - last, now
+            self.steps, now = self.steps + 1, time.process_time()
+            self.seconds, used = self.seconds + now - used, now
             progress(self.steps, self.recipe.steps, {"loss": float(loss.item())})
-            if now - saved > SAVE_SECONDS or self.steps == limit < self.recipe.steps:
+            if time.monotonic() - saved > SAVE_SECONDS or self.steps == limit < self.recipe.steps:
                 self.save(folder)
-                saved = now
+                saved = time.monotonic()
 
     def save(self, folder: Path) -> None:
         """Write the state, whole or not at all."""
