@@ -289,7 +289,7 @@ def test_a_changed_record_is_refused(finished: Path, tmp_path: Path) -> None:
 def test_a_model_is_not_trained_over_something_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is not empty; give another --out" in refused("pretrain", "--out", tmp_path)
-    assert "has no state.pt to go on from" in refused("pretrain", "--out", tmp_path, "--resume")
+    assert "has no state.safetensors to go on from" in refused("pretrain", "--out", tmp_path, "--resume")
     assert "unknown --size 'midi'. Did you mean 'mid'?" in refused("pretrain", "--out", tmp_path, "--size", "midi")
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.core.errors import RunError
 from audit.core.records import Role
-from audit.embedded.pretrain import FILES, begin, complete, new_model
+from audit.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
 from audit.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
 from audit.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from audit.policies import parse_policy
@@ -107,6 +107,9 @@ def test_a_pretraining_stopped_and_resumed_gives_the_bytes_of_an_unbroken_one(tm
     assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama"
     with pytest.raises(RunError, match="was begun by another recipe"):
         begin(tmp_path / "a", seed=4)
+    (tmp_path / "a" / UNFINISHED).write_bytes(b"not a state")
+    with pytest.raises(RunError, match="cannot be read as a state"):
+        begin(tmp_path / "a", seed=3)
 
 
 def test_the_mid_size_begins_as_the_shipped_model_and_takes_at_most_eight_megabytes(tmp_path):

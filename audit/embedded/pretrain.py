@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,8 +40,11 @@ FILES = (
     "chat_template.jinja",
     "pretraining.json",
 )
-UNFINISHED = "state.pt"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
+UNFINISHED = (
+    "state.safetensors"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
+)
 SAVE_SECONDS = 120.0
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a weight
 
 
 def new_model(recipe: PretrainingRecipe, parent: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -155,15 +157,9 @@ class Pretraining:
 
     def save(self, folder: Path) -> None:
         """Write the state, whole or not at all."""
-        state = {
-            "recipe": self._named(),
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-        }
+        known = {"recipe": self._named(), "steps": str(self.steps), "seconds": repr(self.seconds)}
         partial = folder / (UNFINISHED + PARTIAL)
-        torch.save(state, partial)
+        save_file(self._tensors(), partial, known)
         sync(partial)
         os.replace(partial, folder / UNFINISHED)
 
@@ -171,18 +167,29 @@ class Pretraining:
         """Go on from the state in ``folder``; raises RunError where it is of another recipe or cannot be read."""
         path = folder / UNFINISHED
         try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-            named = state["recipe"]
-        except (OSError, RuntimeError, UnpicklingError, EOFError, KeyError, TypeError):
+            with safe_open(path, "pt") as file:
+                known = file.metadata() or {}
+                named, steps, seconds = known["recipe"], int(known["steps"]), float(known["seconds"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except (OSError, SafetensorError, KeyError, ValueError):
             raise RunError(f"{str(path)!r} cannot be read as a state; delete the folder to begin again") from None
         if named != self._named():
             raise RunError(
                 f"{str(folder)!r} was begun by another recipe; give the --size and --seed that it was begun with, or "
                 "another --out"
             )
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.steps, self.seconds = state["steps"], state["seconds"]
+        for name, weight in self.model.named_parameters():
+            self.optimiser.state[weight] = {key: tensors[f"{key}/{name}"] for key in _MOMENTS}
+            weight.data.copy_(tensors[f"weight/{name}"])
+        self.steps, self.seconds = steps, seconds
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Every weight, and what the optimiser remembers of it."""
+        found = dict[str, torch.Tensor]()
+        for name, weight in self.model.named_parameters():
+            found[f"weight/{name}"] = weight.detach()
+            found |= {f"{key}/{name}": self.optimiser.state[weight][key] for key in _MOMENTS}
+        return found
 
     def write(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder with its story and a manifest."""
