@@ -650,6 +650,21 @@ def test_the_page_of_a_run_cell_is_not_confused_by_policies(tmp_path):
     assert "run (naive @ snapkv 96) minus run (dense @ snapkv 96)" in done.output
 
 
+def test_a_row_without_its_cluster_is_invalid_and_joins_no_other(tmp_path):
+    rows = [("a", "", "1", "0"), *[(f"p{i}", f"c{i // 2}", "1", "0") for i in range(20)]]
+    paths = [table(tmp_path / name, rows, "item,cluster,score,note") for name in ("a.csv", "b.csv")]
+    done = compare(sides(*paths), "score")
+    assert done.verdict.exit_code == 5
+    assert "1 of 21 rows have no cluster" in "".join(map(str, comparison_files(done).values()))
+    assert {c.effect.n_clusters for c in done.findings.drift.contrasts if c.effect} == {11}
+
+
+def test_a_file_whose_first_row_alone_lacks_its_cluster_is_compared(tmp_path):
+    rows = [("a", "", "0", "0"), ("a", "t", "0", "0")]
+    paths = [table(tmp_path / name, rows, "item,cluster,score,note") for name in ("a.csv", "b.csv")]
+    assert compare(sides(*paths), "score").verdict.exit_code == 5
+
+
 SCORE = st.sampled_from(["0", "1", "0.5", "", "nan", "2", "x"])
 CELL = st.tuples(st.sampled_from(["a", "b", "c", ""]), st.sampled_from(["t", "u", ""]), SCORE, st.sampled_from("012x"))
 

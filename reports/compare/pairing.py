@@ -96,6 +96,7 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
     both = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
+    both["cluster"] = both["cluster"].fillna(both["item"])  # INVALID already, and no part of another cluster
     if lower_is_better:
         both["score"] = 1 - both["score"]
         notes.append(f"Lower is better for {metric}: every score was taken as 1 - score.")
