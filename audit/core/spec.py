@@ -212,7 +212,7 @@ class Training(Part):
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
     watch: WatchSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
-    ranks: Group = 1  # processes that share each batch and the optimiser's state, a GPU each
+    ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
 
     @property
     def updates_per_step(self) -> int:

@@ -40,9 +40,7 @@ FILES = (
     "chat_template.jinja",
     "pretraining.json",
 )
-UNFINISHED = (
-    "state.safetensors"  # of a recipe that is not at its end: float32 weights, the optimiser, and how far it came
-)
+UNFINISHED = "state.safetensors"  # float32 weights, the optimiser, and how far the recipe has come
 SAVE_SECONDS = 120.0
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a weight
 

@@ -153,7 +153,7 @@ def _unpacked(packed: Tensor) -> Any:
         file.seek(0)
         with torch.serialization.safe_globals([found for name in named if (found := _data_class(name))]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, ValueError):
+    except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError):
         raise RunError("another rank sent what is no data and was not read; start all ranks from one install") from None
 
 
@@ -181,7 +181,6 @@ class HasRanks(Protocol):
 
 def everywhere(method: Method) -> Method:
     """A method that all ranks enter where the first one calls it, with the same arguments."""
-
     _EVERYWHERE.add(method.__name__)
 
     @wraps(method)
