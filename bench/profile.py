@@ -1,0 +1,186 @@
+"""Where the time of a decode step, a prefill and a learner's step goes, and how fast the skinny products read weights.
+
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.profile     the folder's model; without the variable, what needs none
+    python -m bench.profile --only operations products
+
+Operations of torch are counted by a dispatch mode on a narrow model, where nothing else costs. Shares are of self time,
+by torch's profiler. A learner's step is the forward and backward of one group; sampling and update are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from audit.policies import parse_policy
+from audit.replay.learner_pass import LearnerPass, suffix_logits
+from audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
+from bench.decode import CODING, CONTEXT, EVICTING, models, seeded, timed
+from bench.models import Served, random_llama
+
+POLICIES = {"none": "none", **EVICTING, **CODING}
+STEPS, GROUP, ANSWER = 8, 8, 24
+KINDS = {
+    "products with weights": "(add)?mm",
+    "attention": "bmm|baddbmm|_?softmax(_backward_data)?|.*dot_product.*",
+    "copies, gathers, masks": ".*(copy|cat|gather|scatter|index|fill|where|repeat).*",
+}
+REST = "all else"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts: dict[str, Callable[[], None]] = {"operations": operations, "shares": shares, "products": products}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    asked = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    print(f"{torch.get_num_threads()} thread(s)")
+    for part in asked.only:
+        parts[part]()
+
+
+class Counted(TorchDispatchMode):
+    """Counts every operation of torch that is dispatched inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations() -> None:
+    """Operations a layer and step, of a narrow model of ten layers that has shed what it holds before."""
+    layers = 10
+    served = random_llama(64, layers, vocabulary=64)
+    print(f"\n{served.name}, batch 1, 600 tokens of context: operations of torch a layer and step\n")
+    header("policy", "operations")
+    for name, policy in POLICIES.items():
+        episode = opened(served, policy, 600, 1)
+        with Counted() as counted:
+            episode.decode(Decoding(STEPS, temperature=0.0))
+        row(name, f"{counted.operations / STEPS / layers:.0f}")
+
+
+def shares() -> None:
+    """What each kind of operation takes of a decode step, a prefill and a learner's step."""
+    for served, _ in models():
+        context = min(CONTEXT, served.max_positions - 2 * (STEPS + ANSWER))
+        print(f"\n{served.name}, {context} tokens of context, answers of {ANSWER} tokens: ms, shares of self time\n")
+        header("work", "policy", "ms", *KINDS, REST)
+        for batch in (1, GROUP):
+            for name, policy in POLICIES.items():
+                row(f"decode step, batch {batch}", name, *decoded(served, policy, context, batch))
+        for name in ("none", "snapkv"):
+            row("prefill", name, *profiled(partial(sampled, served, POLICIES[name], context, 1)))
+        for name in ("none", "snapkv"):
+            row(f"learner, 1 x {GROUP}", name, *learned(served, POLICIES[name], context))
+
+
+def decoded(served: Served, policy: str, context: int, batch: int) -> list[str]:
+    """Cells of a decode step."""
+    episode = opened(served, policy, context, batch)
+    return profiled(partial(episode.decode, Decoding(STEPS, temperature=0.0)), STEPS)
+
+
+def learned(served: Served, policy: str, context: int) -> list[str]:
+    """Cells of a forward and backward over one group, through the dense view under ``none``, else the shadow's."""
+    episode = sampled(served, policy, context, GROUP)
+    episode.decode(Decoding(ANSWER))
+    rollouts = episode.rollouts()
+    kind: LearnerPass = "dense" if policy == "none" else "shadow"
+
+    def step() -> None:
+        served.model.zero_grad()
+        logits, valid = suffix_logits(served.model, rollouts, group=GROUP, kind=kind)
+        logits.float().log_softmax(-1)[..., 0][valid].sum().backward()
+
+    step()  # warm-up
+    return profiled(step)
+
+
+def opened(served: Served, policy: str, context: int, batch: int) -> Episode | MixedEpisode:
+    """Rows of one prompt that have drawn some tokens."""
+    episode = sampled(served, policy, context, batch)
+    episode.decode(Decoding(STEPS, temperature=0.0))
+    return episode
+
+
+def sampled(served: Served, policy: str, context: int, batch: int) -> Episode | MixedEpisode:
+    """Rows of one random prompt after its prefill."""
+    prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
+    return Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+
+
+def profiled(work: Callable[[], object], steps: int = 1) -> list[str]:
+    """Milliseconds of self time of a step, and the share of every kind of operation."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        work()
+    spent: Counter[str] = Counter()
+    for event in found.key_averages():
+        spent[kind_of(event.key.removeprefix("aten::"))] += event.self_cpu_time_total
+    return [f"{spent.total() / 1e3 / steps:.1f}", *(f"{spent[k] / spent.total():.0%}" for k in (*KINDS, REST))]
+
+
+def kind_of(operation: str) -> str:
+    """The kind that an operation of torch belongs to."""
+    return next((kind for kind, names in KINDS.items() if re.fullmatch(names, operation)), REST)
+
+
+def products() -> None:
+    """GB of weights a second that a product of few rows reads: as stored, and packed by oneDNN."""
+    print("\nSmolLM2-135M's products, 12 layers: GB of weights a second, as they are stored | packed by oneDNN\n")
+    header("rows", "float32", "", "bfloat16", "", "head, float32", "")
+    shapes = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+    layers = [torch.randn(shape) * 0.02 for _ in range(12) for shape in shapes]
+    head = [torch.randn(49152, 576) * 0.02]
+    for rows in (1, GROUP):
+        found = [bandwidth(weights, rows) for weights in (layers, [w.bfloat16() for w in layers], head)]
+        row(str(rows), *(f"{rate:.1f}" for pair in found for rate in pair))
+
+
+def bandwidth(weights: list[Tensor], rows: int) -> tuple[float, float]:
+    """GB a second of ``F.linear`` and of oneDNN's packed product, the best of three passes over all weights."""
+    inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+
+    def stored() -> None:
+        for x, w in zip(inputs, weights, strict=True):
+            linear(x, w)
+
+    def reordered() -> None:
+        for x, w in zip(inputs, packed, strict=True):
+            torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+
+    total = sum(w.nbytes for w in weights) / 1e9
+    with torch.no_grad():
+        best = [min(timed(work).cpu for _ in range(4)) for work in (stored, reordered)]
+    return total / best[0], total / best[1]
+
+
+def header(*names: str) -> None:
+    """The head of a table in Markdown."""
+    row(*names)
+    print("|" + "---|" * len(names))
+
+
+def row(*cells: str) -> None:
+    """One line of a table."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
