@@ -328,9 +328,25 @@ def test_a_rendering_process_that_was_killed_is_one_line_and_the_next_is_a_new_o
     chat = Chat(byte_tokenizer())
     renderer._process.kill()
     renderer._process.wait()
+    new = [Message(Role.USER, "Nobody has said this yet.")]
     with pytest.raises(RunError, match="renders chat templates ended with code -9"):
-        chat.opening([USER])
-    assert chat.opening([USER]).ids
+        chat.opening(new)
+    assert chat.opening(new).ids
+
+
+def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, asked, answer = rendering.Renderer(), [], rendering.Renderer._answer
+    monkeypatch.setattr(rendering.Renderer, "_answer", lambda *a: asked.append(a) or answer(*a))
+    monkeypatch.setattr(rendering, "_REMEMBERED", 11)
+    rows = [{"role": "user", "content": "."}]
+    rendered = [own.render("twice{{ n }}", rows, {"n": n}) for n in (1, 1, 2, 1)]
+    assert rendered == ["twice1", "twice1", "twice2", "twice1"]
+    assert len(asked) == 3  # two texts are more than are kept, so the first was forgotten
+    assert {own.render("{{ strftime_now('%Y') }}", rows, {})[:2] for _ in range(2)} == {"20"}
+    assert len(asked) == 5
+    own.end()
 
 
 def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

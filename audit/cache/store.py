@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from audit.cache.gather import gather_entries
 from audit.cache.ledger import NEVER
 from audit.cache.schedule import Victims
 
@@ -126,8 +127,7 @@ class Store:
         counts = order.shape[2]
         shrink = self._slots["positions"].shape[2] > counts + counts // 2 + SLACK  # memory goes back once a third idles
         for name, tensor in self._slots.items():
-            index = order if tensor.dim() == 3 else order[..., None].expand(-1, -1, -1, tensor.shape[3])
-            moved = tensor.gather(2, index)
+            moved = gather_entries(tensor, order)
             if shrink:
                 self._slots[name] = moved
             else:

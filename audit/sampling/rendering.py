@@ -1,6 +1,7 @@
 """Chat templates are programs of strangers: they run in a process of their own, which the kernel holds to limits.
 
-One such process serves every template of this one, so a conversation costs a message through a pipe. A template that
+One such process serves every template of this one, so a conversation costs a message through a pipe, and what was
+rendered is remembered: a grid asks for the same prompts under every policy and of every checkpoint. A template that
 takes more than SECONDS of processor time is ended by the kernel, one that wants more than MEMORY gets none (on Linux;
 elsewhere only time is limited), and a text of more than _CHARACTERS is not handed over. Limits on single operations
 would not hold: nested loops, macros that call themselves twice, powers and widths each need their own.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +27,8 @@ from audit.core.errors import RunError, SpecError
 SECONDS = 2  # of processor time for one conversation; templates in use take milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process starts with
 _CHARACTERS = 16 << 20
+_REMEMBERED = 32 << 20  # characters of texts that are kept, the latest
+_CLOCK = "strftime_now"  # what a template calls to tell the time, so that it may say something else each time
 _TOO_MUCH = (
     f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {_CHARACTERS >> 20} million characters for "
     "one conversation; mend it or take another model"
@@ -41,19 +45,33 @@ class Renderer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._texts: dict[bytes, str] = {}  # by the hash of what was asked, the oldest first
+        self._characters = 0
 
     def render(self, template: str, rows: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> str:
         """The conversation as text, generation prompt included; ``names`` are what else the template can name.
 
         Raises TemplateRefusal for what the template raises, SpecError where it exceeds a limit.
         """
+        request = {"template": template, "rows": rows, "names": dict(names)}
+        key = sha256(json.dumps(request).encode()).digest()
         with self._lock:
-            answer = self._answer({"template": template, "rows": rows, "names": dict(names)})
-        if "refused" in answer:
-            raise TemplateRefusal(answer["refused"])
-        if "text" not in answer:
-            raise SpecError(_TOO_MUCH)
-        return str(answer["text"])
+            if key in self._texts:
+                return self._texts[key]
+            answer = self._answer(request)
+            if "refused" in answer:
+                raise TemplateRefusal(answer["refused"])
+            if "text" not in answer:
+                raise SpecError(_TOO_MUCH)
+            if _CLOCK not in template:
+                self._remember(key, str(answer["text"]))
+            return str(answer["text"])
+
+    def _remember(self, key: bytes, text: str) -> None:
+        self._texts[key] = text
+        self._characters += len(text)
+        while self._characters > _REMEMBERED:
+            self._characters -= len(self._texts.pop(next(iter(self._texts))))
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process, self._process = self._process or _start(), None

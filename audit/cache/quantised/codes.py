@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from audit.cache.gather import gather_entries
 from audit.policies import Quantiser
 from audit.policies.quantiser import working
 
@@ -85,9 +86,7 @@ def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
     """The rows of ``table`` [B, H, G, ...] that entries of groups [B, H, K] use: [B, H, K, ...]."""
-    index = group.clamp(min=0).long()
-    rest = table.shape[3:]
-    return table.gather(2, index.reshape(*index.shape, *[1] * len(rest)).expand(*index.shape, *rest))
+    return gather_entries(table, group.clamp(min=0).long())
 
 
 def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,8 +112,7 @@ def without_empty(group: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
     renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))
     order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, : int(used.sum(2).max())]
-    rest = table.shape[3]
-    return torch.where(group >= 0, renamed, -1), table.gather(2, order[..., None].expand(-1, -1, -1, rest))
+    return torch.where(group >= 0, renamed, -1), gather_entries(table, order)
 
 
 # --- attention straight on codes: scales go to the logits and the shares, not to every element ----------------------

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from audit.cache.gather import gather_entries
 from audit.cache.quantised.codes import (
     code_groups,
     code_runs,
@@ -323,11 +324,8 @@ class QuantisedStore(Store):
         front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
         # an empty tail stays empty: what rows with fewer entries hold behind them are empty slots
         start = int(front.sum(2).min()) if self._start < self.length else order.shape[2]
-        index = (order[:, :, start:] - self._start).clamp(min=0)[..., None]
-        self._tail = (
-            self._tail[0].gather(2, index.expand(-1, -1, -1, self._tail[0].shape[3])),
-            self._tail[1].gather(2, index.expand(-1, -1, -1, self._tail[1].shape[3])),
-        )
+        places = (order[:, :, start:] - self._start).clamp(min=0)
+        self._tail = (gather_entries(self._tail[0], places), gather_entries(self._tail[1], places))
         super()._pack(order)
         self._start, self._aligned = start, False
 
