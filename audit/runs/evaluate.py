@@ -17,7 +17,8 @@ from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
 from audit.runs.units import RecordFile, Rows, Unit, UnitFiles
-from audit.sampling.conversations import Played, check_fits, play
+from audit.sampling.chat import Rendered
+from audit.sampling.conversations import Played, check_fits, opening_of, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import check_adapter
@@ -138,9 +139,10 @@ class Evaluator:
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
                 shared = SharedPrefill([unit.policy for unit in due])
+                prompts = [opening_of(self._model.chat, item) for item in batch] if due else []
                 for unit in due:
                     if keeps is None or keeps(unit):
-                        played = self._play(Sampler(self._model, unit.policy, shared), suite, batch)
+                        played = self._play(Sampler(self._model, unit.policy, shared), suite, batch, prompts)
                         files[unit].append([self._record(unit, suite, one) for one in played])
                         note(unit, files[unit])
 
@@ -153,12 +155,14 @@ class Evaluator:
         for batch in self._batched(suite, items, self._spec.evaluate):
             yield self._play(Sampler(self._model, policy), suite, batch)
 
-    def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
+    def _play(
+        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
+    ) -> list[Played]:
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
         seeds = [row_seed(part.seed, item, sample) for item in batch for sample in range(samples)]
         asked = [(suite, item) for item in batch]
-        return play(sampler, asked, decoding, seeds, group=samples, thinks=part.think is not None)
+        return play(sampler, asked, decoding, seeds, group=samples, thinks=part.think is not None, prompts=prompts)
 
     def _batches(self, suite: Suite, context: int) -> list[list[Item]]:
         key = (suite.name, context)

@@ -53,6 +53,7 @@ def play(
     group: int = 1,
     *,
     thinks: bool = False,
+    prompts: Sequence[Rendered] | None = None,
 ) -> list[Played]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
 
@@ -60,11 +61,11 @@ def play(
     answer of a row does not depend on what shares its batch. Raises SpecError before anything is sampled when a
     context does not fit the model's positions. An item with options is one turn, and its answer one of them.
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader.
+    nor grader. ``prompts``: what ``opening_of`` gives for each item, where that is known.
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
-    prompts = [sampler.model.chat.opening(item.messages, item.spans) for _, item in suite_items]
+    prompts = prompts or [opening_of(sampler.model.chat, item) for _, item in suite_items]
     asked = [_Asked(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
@@ -77,6 +78,11 @@ def play(
         found |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(part)}
     seconds = (time.perf_counter() - started) / len(seeds)
     return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
+
+
+def opening_of(chat: Chat, item: Item) -> Rendered:
+    """An item's prompt as tokens, with its marked spans."""
+    return chat.opening(item.messages, item.spans)
 
 
 class _Asked(NamedTuple):
