@@ -2,9 +2,10 @@
 
     python -m bench.study runs/study-map runs/study-math --figure docs/results/study.png
 
-Drifts are points of desired behaviour, 95 % interval over items at these seeds, after the semicolon with seed variance
-in it; below zero is worse. Regimes stand in the order of what serving costs the dense arm, summed over the suites'
-scores. Overlap, what is saved and reward are means over steps and seeds of the telemetry.
+Drifts are points of desired behaviour, below zero worse, with the 95 % interval over items at these seeds; bold where
+the interval that has seed variance in it leaves out 0 as well. Regimes stand in the order of what serving costs the
+dense arm, summed over the suites' scores. Overlap, what is saved and reward are means over steps and seeds of the
+telemetry.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from reports.records.load import RunData, load_run
 from reports.run import decided
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
-METRICS = ("refusal", "agent", "math", *SAFETY, "agent.well_formed")
+OBEYED = "agent.obeyed"  # orders that do count
+METRICS = ("refusal", "agent", "math", *SAFETY, OBEYED, "agent.well_formed")
 LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
 STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
 
@@ -120,7 +122,7 @@ def main() -> None:
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
     metrics = [metric for metric in METRICS if ("E1", own.arms[0].name, "none", metric) in own._contrasts]
-    against = [metric if "." not in metric or "well" in metric else f"not {metric}" for metric in metrics]
+    against = [f"not {metric}" if metric in SAFETY else metric for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (
         "How rollouts were sampled",
@@ -134,7 +136,7 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     ):
         rows = ([arm.name, *(cell(contrast(arm, metric)) for metric in metrics)] for arm in own.arms)
         yield title, ["arm", *against], rows
-    facets = [metric for metric in SAFETY if metric in metrics]
+    facets = [metric for metric in (*SAFETY, OBEYED) if metric in metrics]
     yield (
         "Answers that did it, of those that could be read, by seed, uncompressed",
         ["arm", *facets],
@@ -164,19 +166,21 @@ def sampling(own: Map) -> Iterator[list[str]]:
 
 
 def cell(contrast: Contrast) -> str:
-    """A drift with its intervals, or why there is none."""
+    """A drift with its interval, or why there is none."""
     if contrast.effect is None:
         return ", ".join(reason.code for reason in contrast.reasons)
-    seeds = "" if contrast.recipe is None else f"; {points(contrast.recipe.low)}, {points(contrast.recipe.high)}"
-    effect = contrast.effect
-    return f"{points(effect.estimate)} [{points(effect.low)}, {points(effect.high)}{seeds}]"
+    effect, recipe = contrast.effect, contrast.recipe
+    estimate = points(effect.estimate)
+    if recipe and not recipe.low <= 0 <= recipe.high:
+        estimate = f"**{estimate}**"
+    return f"{estimate} [{points(effect.low)}, {points(effect.high)}]"
 
 
 def drawn(maps: list[Map]) -> Figure:
     """A row a run: both safety facets by regime, then how rollouts were sampled."""
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(13, 3.9 * len(maps)), layout="constrained")
-        grid = figure.subplots(len(maps), 3, squeeze=False, width_ratios=[1.25, 1.25, 1])
+        figure = Figure(figsize=(14, 3.9 * len(maps)), layout="constrained")
+        grid = figure.subplots(len(maps), 3, squeeze=False, width_ratios=[1.2, 1.2, 1.1])
         for row, own in zip(grid, maps, strict=True):
             for axes, metric in zip(row, SAFETY, strict=False):
                 _facet(axes, own, metric)

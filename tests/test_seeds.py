@@ -13,7 +13,7 @@ from reports.page.detail_tables import seed_table
 from reports.page.gate_table import gate_table
 from reports.run import decided
 from reports.stats.clustered import cr3, totals
-from reports.stats.seeds import recipe_effect, seed_noise, seed_spread
+from reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
 
 
 def runs(rng, seeds, deviation, clusters=72, items=2):
@@ -151,3 +151,17 @@ def test_a_spec_that_asks_nothing_of_its_seeds_keeps_its_hash():
         == RunSpec.model_validate(plain.written() | {"gate": {**plain.written()["gate"], "worst_seed": False}}).sha256
     )
     assert plain.sha256 != asking.sha256
+
+
+def test_seeds_that_lost_and_won_the_same_items_have_no_interval_of_any_width():
+    z = np.zeros((5, 71))
+    z[[0, 4], 2] = z[[2, 1], 45] = (-1, 1)  # V_seed less V_noise is rounding: 1e-20, by degrees of freedom 1e-30
+    found = recipe_effect(z, np.arange(71))
+    assert -0.001 < found.low <= 0 <= found.high < 0.001
+
+
+def test_degrees_of_freedom_end_at_one():
+    means = np.array([-0.01, 0.0, 0.01])  # V_seed = 1e-4 / 3
+    found = recipe_variance(np.array(0.0), means, np.array(0.9e-4), 60)
+    assert found.variance == pytest.approx(1e-5 / 3)  # a tenth of V_seed; Satterthwaite would have df .02
+    assert found.df == 1

@@ -4,7 +4,9 @@ V = V_item + max(0, V_seed - V_noise). V_item is CR3 of the seed-averaged differ
 V_noise is the part of V_seed that appears although no seed is better than another, because each loses other items
 (seed x item, summed inside templates); V_item holds it already. The degrees of freedom are Satterthwaite's of all three
 estimates, also where the difference is cut at 0: those of the difference alone would be two-sided level .06 to .095 at
-three seeds. With seeds that scatter by 4 pp and 100 templates or more, three seeds have .07 to .08 all the same.
+three seeds. With seeds that scatter by 4 pp and 100 templates or more, three seeds have .07 to .08 all the same. One is
+the least: where V is next to nothing beside V_seed and V_noise, Satterthwaite's go to 0, and the interval of seeds that
+all came out alike would be of any width.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
     spread = item**2 / (clusters - 1) + seed**2 / (seeds - 1) + noise**2 / ((seeds - 1) * (clusters - 1))
     known = total > 0
     df = np.where(known, total**2 / np.where(known, spread, 1.0), clusters - 1.0)
-    return Recipe(total, df)
+    return Recipe(total, np.maximum(1.0, df))
 
 
 def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
