@@ -148,24 +148,26 @@ def write_decided(data: RunData, verdict: Findings) -> Findings:
 
     found = with_details(data, verdict)
     page = page_of(found)
-    if problems := list(_write_cards(data.run, found, card.render(page))):
+    if problems := list(_write_cards(data.run, found, lambda arm: card.render(page, arm))):
         found = replace(found, problems=(*found.problems, *problems))
         page = page_of(found)
     write_pages(data.run / "report", page)
     return found
 
 
-def _write_cards(run: Path, found: Findings, section: str) -> Iterator[str]:
-    """Put the section into the card of every checkpoint; says where that cannot be, which stops no report.
+def _write_cards(run: Path, found: Findings, section_of: Callable[[str], str]) -> Iterator[str]:
+    """Put an arm's section into the card of its checkpoints; says where that cannot be, which stops no report.
 
     A run that was judged has the stories of its checkpoints, and not their weights: no card belongs there.
     """
-    folders = [run / "checkpoints" / arm / f"seed-{seed}" for arm, seed in found.checkpoints]
-    for folder in folders:
+    sections: dict[str, str] = {}
+    for arm, seed in found.checkpoints:
+        folder = run / "checkpoints" / arm / f"seed-{seed}"
         if not (folder / PROVENANCE).is_file():
             continue
+        sections[arm] = sections.get(arm) or section_of(arm)
         try:
-            write_card(folder, section, base=found.comparison.model)
+            write_card(folder, sections[arm], base=found.comparison.model)
         except AuditError as error:
             yield str(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from datetime import date
 from importlib import resources
 from pathlib import Path
@@ -24,7 +25,9 @@ from audit.core.errors import DataError
 from audit.scan.questionnaire import blank
 from audit.training.config import TrainConfig
 from reports.gate.rules import Asked
+from reports.gate.verdict import Status
 from reports.gate.waivers import read_waivers
+from reports.page.disclosure import disclosure_of
 from reports.page.formats import bom, junit
 from reports.page.model_card import BEGIN, END, placed, section_of
 from reports.records.load import load_run
@@ -386,7 +389,27 @@ def test_every_checkpoint_gets_a_card_that_is_written_once(run: Path) -> None:
     assert cards[0].read_text() == before
     front = yaml.safe_load(before.split("---\n")[1])
     assert front["base_model"] == "embedded"
-    assert section_of(before, "card") == (run / "report" / "card.md").read_text()
+    assert section_of(before, "card") == invoke("card", run, "--arm", cards[0].parts[-3])[1]
+
+
+def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
+    """A reader of one checkpoint must not take the verdict about another one for its own."""
+    code, section = invoke("card", run, "--arm", "naive")
+    assert code == 0
+    assert "|  | dense | naive |" in section
+    assert {row.split(" | ")[1] for row in section.splitlines() if row.startswith("| E1")} == {"naive"}
+    assert "**REFERENCE**: This arm is what others are compared with" in invoke("card", run, "--arm", "dense")[1]
+    assert "the run has no arm 'x'; known: dense, " in invoke("card", run, "--arm", "x")[1]
+
+
+def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> None:
+    page = disclosed(load_run(run))
+    empty = replace(page.findings.verdict, status=Status.PASS, decisions=(), arms=(), headline=None)
+    found = replace(page.findings, verdict=empty)
+    told = disclosure_of(replace(page, findings=found), "naive").verdict
+    assert told["status"].value == "NOT GATED"
+    assert told["says"].value == "Nothing was gated of this arm; the verdict of the whole run, PASS, is about no arm."
+    assert told["number"].state == "not applicable"
 
 
 def test_a_card_of_which_nothing_can_be_made_stops_no_report(run: Path, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ Hub = Annotated[
     typer.Option(help="A model repository: write its .eval_results, as the hub reads them.", show_default=False),
 ]
 Benchmark = Annotated[str | None, typer.Option(help="The benchmark on the hub that --hub writes results of.")]
-ResultsArm = Annotated[str | None, typer.Option(help="The arm whose results --hub writes, of several.")]
+OneArm = Annotated[
+    str | None, typer.Option(help="Tell of this arm, as the cards of its checkpoints do; --hub wants one of several.")
+]
 CardToCheck = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
 
 
@@ -40,7 +42,7 @@ def card(
     check: CardToCheck = None,
     hub: Hub = None,
     benchmark: Benchmark = None,
-    arm: ResultsArm = None,
+    arm: OneArm = None,
     gate_file: GateFile = None,
     waivers: Waivers = None,
     on_inconclusive: OnInconclusive = None,
@@ -50,7 +52,7 @@ def card(
         from reports.page.formats.card import render
 
         page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
-        section = render(page)
+        section = render(page, _known(arm, page))
         if hub is not None:
             _write_results(page, hub, benchmark, arm, console)
         if into is not None:
@@ -60,6 +62,14 @@ def card(
             raise typer.Exit(_DIFFERS)
         if into is None and check is None and hub is None:
             typer.echo(section, nl=False)
+
+
+def _known(arm: str | None, page: Page) -> str | None:
+    """The arm, where the run has it; raises SpecError."""
+    arms = page.findings.comparison.arms
+    if arm is not None and arm not in arms:
+        raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")
+    return arm
 
 
 def _page(run: Path, asked: Asked) -> Page:

@@ -7,7 +7,7 @@ Every fact is there as known, unknown or not applicable, so that what is missing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY, match_policies
@@ -125,8 +125,49 @@ class Disclosure:
     limits: tuple[str, ...]
 
 
-def disclosure_of(page: Page) -> Disclosure:
-    """What a page discloses; it decides nothing, so a status that was changed on the page is the one that is told."""
+def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
+    """What a page discloses, of all arms or of one.
+
+    It decides nothing, so a status that was changed on the page is the one that is told.
+    """
+    told = _of_all(page)
+    return told if arm is None else _of_arm(told, page.findings, arm)
+
+
+def _of_arm(told: Disclosure, found: Findings, arm: str) -> Disclosure:
+    """What is told of an arm's own checkpoints: its recipe beside the reference's, its drift and its verdict."""
+    own = tuple(m for m in told.drift if m.arm == arm)
+    gated = [m for m in own if m.verdict != "not gated"]
+    worst = min((m for m in gated or own if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
+    status, says = _own_verdict(found, arm, [m.verdict for m in gated])
+    number = Fact("known", f"{worst.slice}: {worst.number}") if gated and worst else NOT_APPLICABLE
+    about = known(worst.sentence) if gated and worst else NOT_APPLICABLE
+    return replace(
+        told,
+        verdict={**told.verdict, "status": known(status), "says": known(says), "number": number, "about": about},
+        recipes=tuple(recipe for recipe in told.recipes if recipe.arm in (arm, found.comparison.reference)),
+        drift=own,
+        worst=worst,
+    )
+
+
+def _own_verdict(found: Findings, arm: str, verdicts: Sequence[str]) -> tuple[str, str]:
+    """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
+    whole = f"the verdict of the whole run, {found.verdict.status.value}, is about {', '.join(_judged_arms(found))}"
+    status = next((own.status.value for own in found.verdict.arms if own.arm == arm), None)
+    if status is not None and verdicts:
+        counts = ", ".join(f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts))
+        return status, f"Of this arm's gated cells: {counts}; {whole}."
+    if arm == found.comparison.reference:
+        return "REFERENCE", f"This arm is what others are compared with and is not judged itself; {whole}."
+    return "NOT GATED", f"Nothing was gated of this arm; {whole}."
+
+
+def _judged_arms(found: Findings) -> list[str]:
+    return [own.arm for own in found.verdict.arms] or ["no arm"]
+
+
+def _of_all(page: Page) -> Disclosure:
     found = page.findings
     measured = tuple(_measured(found))
     return Disclosure(

@@ -13,9 +13,9 @@ FILE = "card.md"
 _SHOWN = 40  # differences in the table; all of them stand in disclosure.json
 
 
-def render(page: Page) -> str:
-    """The section, from its heading on."""
-    return "\n\n".join(part for part in _parts(disclosure_of(page)) if part) + "\n"
+def render(page: Page, arm: str | None = None) -> str:
+    """The section, from its heading on, of all arms or of one."""
+    return "\n\n".join(part for part in _parts(disclosure_of(page, arm)) if part) + "\n"
 
 
 def _parts(told: Disclosure) -> Iterator[str]:
