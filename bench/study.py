@@ -21,19 +21,19 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from audit.core.policy_names import short_names
+from audit.core.policy_names import DENSE_POLICY, short_names
 from audit.core.spec import TrainedArm, TrainSpec
 from bench.claims import counts, halves, known, table
 from reports.drift.results import Contrast
 from reports.page.figures.canvas import MARKERS, PALETTE, quiet
 from reports.page.findings import Findings
-from reports.page.words import points
+from reports.page.words import points, spelled
 from reports.records.load import RunData, load_run
 from reports.run import decided
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count
-METRICS = ("refusal", "agent", "math", *SAFETY, OBEYED, "agent.well_formed")
+METRICS = ("refusal", "agent", "math", *SAFETY, "agent.leak", "agent.escaped", OBEYED, "agent.well_formed")
 LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
 STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
 
@@ -122,7 +122,7 @@ def main() -> None:
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
     metrics = [metric for metric in METRICS if ("E1", own.arms[0].name, "none", metric) in own._contrasts]
-    against = [f"not {metric}" if metric in SAFETY else metric for metric in metrics]
+    against = [spelled(own.found, metric) for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (
         "How rollouts were sampled",
@@ -142,6 +142,15 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
         ["arm", *facets],
         counts(own.data, facets),
     )
+    yield "Scores by seed, uncompressed, in percent", ["arm", *METRICS[:3]], scores(own)
+
+
+def scores(own: Map) -> Iterator[list[str]]:
+    """A row for every arm: the mean score of each suite, seed by seed."""
+    records = own.data.records[own.data.records["policy"] == DENSE_POLICY]
+    for arm, asked in records.groupby("arm", observed=True, sort=False):
+        means = asked.groupby(["suite", "train_seed"], observed=True)["score"].mean()
+        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in means[suite]) for suite in METRICS[:3])]
 
 
 def serving(own: Map, metrics: list[str]) -> Iterator[list[str]]:
@@ -192,7 +201,7 @@ def drawn(maps: list[Map]) -> Figure:
             loc="outside upper center",
             ncols=len(names),
             frameon=False,
-            title=f"95 % intervals; full: served uncompressed, hollow: under its policy; shaded: p5 under {STABLE}",
+            title=f"95 % intervals; colour, full: served uncompressed, hollow: under its policy; shaded: p5 < {STABLE}",
         )
     return figure
 

@@ -398,15 +398,30 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     assert code == 0
     assert "|  | dense | naive |" in section
     assert {row.split(" | ")[1] for row in section.splitlines() if row.startswith("| E1")} == {"naive"}
+    assert "**FAIL**: Of this arm's gated cells: " in section
+    assert "smd" not in section.partition("### How rollouts")[0].partition("is about")[2].partition("\n")[2]
     assert "**REFERENCE**: This arm is what others are compared with" in invoke("card", run, "--arm", "dense")[1]
     assert "the run has no arm 'x'; known: dense, " in invoke("card", run, "--arm", "x")[1]
+
+
+def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(run: Path) -> None:
+    page = disclosed(load_run(run))
+    verdict = page.findings.verdict
+    own = sorted((d for d in verdict.decisions if d.gated and d.arm == "naive"), key=lambda d: d.effect.estimate)
+    told = {id(own[0]): Status.PASS, id(own[-1]): Status.FAIL}
+    changed = tuple(replace(d, status=told.get(id(d), Status.PASS), waiver=None) for d in verdict.decisions)
+    found = replace(page.findings, verdict=replace(verdict, decisions=changed))
+    worst = disclosure_of(replace(page, findings=found), "naive").worst
+    assert (worst.verdict, worst.estimate) == ("FAIL", own[-1].effect.estimate)
 
 
 def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> None:
     page = disclosed(load_run(run))
     empty = replace(page.findings.verdict, status=Status.PASS, decisions=(), arms=(), headline=None)
     found = replace(page.findings, verdict=empty)
-    told = disclosure_of(replace(page, findings=found), "naive").verdict
+    whole = disclosure_of(replace(page, findings=found), "naive")
+    assert whole.limits[0] == "Blind spot: unknown, no gated cell has a number."
+    told = whole.verdict
     assert told["status"].value == "NOT GATED"
     assert told["says"].value == "Nothing was gated of this arm; the verdict of the whole run, PASS, is about no arm."
     assert told["number"].state == "not applicable"

@@ -18,3 +18,9 @@ def test_it_is_what_gather_finds(places: int, asked: int, rest: tuple[int, ...])
     wide = numbers.reshape(*numbers.shape, *[1] * len(rest)).expand(*numbers.shape, *table.shape[3:])
     assert torch.equal(gather_entries(table, numbers), table.gather(2, wide))
     assert torch.equal(gather_entries(table, numbers.int()), table.gather(2, wide))
+
+
+@pytest.mark.parametrize("place", [-1, 3])
+def test_a_place_of_another_head_is_none_of_this_one(place: int) -> None:
+    with pytest.raises(IndexError, match="of 3"):
+        gather_entries(torch.arange(6).view(1, 2, 3), torch.tensor([[[0], [place]]]))

@@ -339,13 +339,15 @@ def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
 ) -> None:
     own, asked, answer = rendering.Renderer(), [], rendering.Renderer._answer
     monkeypatch.setattr(rendering.Renderer, "_answer", lambda *a: asked.append(a) or answer(*a))
-    monkeypatch.setattr(rendering, "_REMEMBERED", 11)
+    monkeypatch.setattr(rendering, "_REMEMBERED", sys.getsizeof("twice1") + rendering._ENTRY)
     rows = [{"role": "user", "content": "."}]
     rendered = [own.render("twice{{ n }}", rows, {"n": n}) for n in (1, 1, 2, 1)]
     assert rendered == ["twice1", "twice1", "twice2", "twice1"]
     assert len(asked) == 3  # two texts are more than are kept, so the first was forgotten
+    assert len(own._texts) == 1
     assert {own.render("{{ strftime_now('%Y') }}", rows, {})[:2] for _ in range(2)} == {"20"}
-    assert len(asked) == 5
+    assert {own.render("{{ [1, 2] | random }}", rows, {}) in "12" for _ in range(2)} == {True}
+    assert len(asked) == 7
     own.end()
 
 

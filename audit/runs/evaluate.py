@@ -139,9 +139,10 @@ class Evaluator:
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
                 shared = SharedPrefill([unit.policy for unit in due])
-                prompts = [opening_of(self._model.chat, item) for item in batch] if due else []
+                prompts: list[Rendered] = []
                 for unit in due:
                     if keeps is None or keeps(unit):
+                        prompts = prompts or [opening_of(self._model.chat, item) for item in batch]
                         played = self._play(Sampler(self._model, unit.policy, shared), suite, batch, prompts)
                         files[unit].append([self._record(unit, suite, one) for one in played])
                         note(unit, files[unit])

@@ -27,8 +27,9 @@ from audit.core.errors import RunError, SpecError
 SECONDS = 2  # of processor time for one conversation; templates in use take milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process starts with
 _CHARACTERS = 16 << 20
-_REMEMBERED = 32 << 20  # characters of texts that are kept, the latest
-_CLOCK = "strftime_now"  # what a template calls to tell the time, so that it may say something else each time
+_REMEMBERED = 128 << 20  # bytes of texts that are kept, the latest
+_ENTRY = 256  # bytes that a text takes beside its own
+_UNSTEADY = ("strftime_now", "random", "lipsum")  # names by which a template may say something else each time
 _TOO_MUCH = (
     f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {_CHARACTERS >> 20} million characters for "
     "one conversation; mend it or take another model"
@@ -46,7 +47,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._texts: dict[bytes, str] = {}  # by the hash of what was asked, the oldest first
-        self._characters = 0
+        self._bytes = 0
 
     def render(self, template: str, rows: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> str:
         """The conversation as text, generation prompt included; ``names`` are what else the template can name.
@@ -63,15 +64,15 @@ class Renderer:
                 raise TemplateRefusal(answer["refused"])
             if "text" not in answer:
                 raise SpecError(_TOO_MUCH)
-            if _CLOCK not in template:
+            if not any(name in template for name in _UNSTEADY):
                 self._remember(key, str(answer["text"]))
             return str(answer["text"])
 
     def _remember(self, key: bytes, text: str) -> None:
         self._texts[key] = text
-        self._characters += len(text)
-        while self._characters > _REMEMBERED:
-            self._characters -= len(self._texts.pop(next(iter(self._texts))))
+        self._bytes += sys.getsizeof(text) + _ENTRY
+        while self._bytes > _REMEMBERED:
+            self._bytes -= sys.getsizeof(self._texts.pop(next(iter(self._texts)))) + _ENTRY
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process, self._process = self._process or _start(), None

@@ -16,10 +16,11 @@ from audit.core.recipe import SECTIONS, digests
 from audit.core.spec import BASE_ARM
 from audit.core.spec import UNKNOWN as UNSAID
 from reports.analysis.guarded import GuardEffect, Hidden
-from reports.gate.verdict import Decision
+from reports.gate.verdict import PRECEDENCE, Decision
 from reports.page.findings import Findings
 from reports.page.limits import limits
 from reports.page.page import Page
+from reports.page.remarks import remarks
 from reports.page.tables import deployed
 from reports.page.words import points, spelled, unsampled
 from reports.stats.effect import Effect
@@ -130,41 +131,67 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
 
     It decides nothing, so a status that was changed on the page is the one that is told.
     """
-    told = _of_all(page)
-    return told if arm is None else _of_arm(told, page.findings, arm)
+    if arm is None:
+        return _of_all(page)
+    own = _own(page.findings, arm)
+    return _of_arm(_of_all(replace(page, findings=own, remarks=tuple(remarks(own)))), page.findings, own, arm)
 
 
-def _of_arm(told: Disclosure, found: Findings, arm: str) -> Disclosure:
-    """What is told of an arm's own checkpoints: its recipe beside the reference's, its drift and its verdict."""
-    own = tuple(m for m in told.drift if m.arm == arm)
-    gated = [m for m in own if m.verdict != "not gated"]
-    worst = min((m for m in gated or own if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
-    status, says = _own_verdict(found, arm, [m.verdict for m in gated])
-    number = Fact("known", f"{worst.slice}: {worst.number}") if gated and worst else NOT_APPLICABLE
-    about = known(worst.sentence) if gated and worst else NOT_APPLICABLE
+def _own(found: Findings, arm: str) -> Findings:
+    """What was found of one arm: its cells, its verdict, and the training curves of it and of the reference."""
+    verdict, shown = found.verdict, (arm, found.comparison.reference)
+    decisions = tuple(d for d in verdict.decisions if d.arm == arm)
+    status = next((own for own in verdict.arms if own.arm == arm), None)
+    worst = min((d for d in decisions if d.gated), key=_severity, default=None)
+    own = replace(
+        verdict,
+        status=status.status if status else verdict.status,
+        unwaived=status.unwaived if status else verdict.status,
+        recipe=status.recipe if status else None,
+        arms=(status,) if status else (),
+        decisions=decisions,
+        headline=next((n for n, d in enumerate(decisions) if d is worst), None),
+    )
+    return replace(found, verdict=own, curves=tuple(curve for curve in found.curves if curve.arm in shown))
+
+
+def _severity(d: Decision) -> tuple[int, float]:
+    """The worst status first, then the least room above the margin; a cell without a number before any other."""
+    room = d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
+    return PRECEDENCE.index(d.standing), room
+
+
+def _of_arm(told: Disclosure, whole: Findings, own: Findings, arm: str) -> Disclosure:
+    """What is told of an arm's checkpoints: its recipe beside the reference's, its drift and its verdict."""
+    drift, head = tuple(m for m in told.drift if m.arm == arm), own.verdict.head
+    worst = _of(own, head, head.effect, head.reasons) if head else _lowest(drift)
+    status, says = _own_verdict(whole, own, arm)
+    number = known(worst.number) if head and worst else NOT_APPLICABLE
+    about = known(f"{worst.slice}. {worst.why}".strip()) if head and worst else NOT_APPLICABLE
     return replace(
         told,
         verdict={**told.verdict, "status": known(status), "says": known(says), "number": number, "about": about},
-        recipes=tuple(recipe for recipe in told.recipes if recipe.arm in (arm, found.comparison.reference)),
-        drift=own,
+        recipes=tuple(recipe for recipe in told.recipes if recipe.arm in (arm, own.comparison.reference)),
+        drift=drift,
         worst=worst,
     )
 
 
-def _own_verdict(found: Findings, arm: str, verdicts: Sequence[str]) -> tuple[str, str]:
+def _lowest(drift: Sequence[Measured]) -> Measured | None:
+    return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
+
+
+def _own_verdict(whole: Findings, own: Findings, arm: str) -> tuple[str, str]:
     """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
-    whole = f"the verdict of the whole run, {found.verdict.status.value}, is about {', '.join(_judged_arms(found))}"
-    status = next((own.status.value for own in found.verdict.arms if own.arm == arm), None)
-    if status is not None and verdicts:
+    judged = ", ".join(other.arm for other in whole.verdict.arms) or "no arm"
+    rest = f"the verdict of the whole run, {whole.verdict.status.value}, is about {judged}"
+    verdicts = [d.standing.value for d in own.verdict.decisions if d.gated]
+    if own.verdict.arms and verdicts:
         counts = ", ".join(f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts))
-        return status, f"Of this arm's gated cells: {counts}; {whole}."
-    if arm == found.comparison.reference:
-        return "REFERENCE", f"This arm is what others are compared with and is not judged itself; {whole}."
-    return "NOT GATED", f"Nothing was gated of this arm; {whole}."
-
-
-def _judged_arms(found: Findings) -> list[str]:
-    return [own.arm for own in found.verdict.arms] or ["no arm"]
+        return own.verdict.status.value, f"Of this arm's gated cells: {counts}; {rest}."
+    if arm == whole.comparison.reference:
+        return "REFERENCE", f"This arm is what others are compared with and is not judged itself; {rest}."
+    return "NOT GATED", f"Nothing was gated of this arm; {rest}."
 
 
 def _of_all(page: Page) -> Disclosure:
