@@ -21,6 +21,7 @@ from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare_run
 from audit.runs.units import Unit, UnitFiles
+from audit.sampling.chat import Rendered
 from audit.sampling.conversations import Played, play
 from audit.sampling.model import LoadedModel
 from audit.sampling.sampler import Decoding, Sampler
@@ -68,9 +69,12 @@ class Rerun(Evaluator):
         super().__init__(model, spec, Batches())
         self._number = number
 
-    def _play(self, sampler: Sampler, suite: Suite, batch: Sequence[Item]) -> list[Played]:
+    def _play(
+        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
+    ) -> list[Played]:
         seeds = [derive_seed("rerun", self._number, suite.name, item.item_id) for item in batch]
-        return play(sampler, [(suite, item) for item in batch], Decoding(suite.max_new_tokens, temperature=1.0), seeds)
+        asked, decoding = [(suite, item) for item in batch], Decoding(suite.max_new_tokens, temperature=1.0)
+        return play(sampler, asked, decoding, seeds, prompts=prompts)
 
     def _batched(self, suite: Suite, items: Sequence[Item], part: EvaluateSpec) -> list[list[Item]]:
         smaller = part.model_copy(update={"batch_tokens": part.batch_tokens // (2 + self._number % 3)})
