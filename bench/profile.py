@@ -24,13 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from audit.policies import parse_policy
-from audit.replay.learner_pass import LearnerPass, suffix_logits
 from audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
+from bench import learner
 from bench.decode import CODING, CONTEXT, EVICTING, models, seeded, timed
 from bench.models import Served, random_llama
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
-STEPS, GROUP, ANSWER = 8, 8, 24
+STEPS, GROUP, ANSWER = 8, learner.GROUP, 24
 KINDS = {
     "products with weights": "(add)?mm",
     "attention": "bmm|baddbmm|_?softmax(_backward_data)?|.*dot_product.*",
@@ -100,14 +100,7 @@ def learned(served: Served, policy: str, context: int) -> list[str]:
     """Cells of a forward and backward over one group, through the dense view under ``none``, else the shadow's."""
     episode = sampled(served, policy, context, GROUP)
     episode.decode(Decoding(ANSWER))
-    rollouts = episode.rollouts()
-    kind: LearnerPass = "dense" if policy == "none" else "shadow"
-
-    def step() -> None:
-        served.model.zero_grad()
-        logits, valid = suffix_logits(served.model, rollouts, group=GROUP, kind=kind)
-        logits.float().log_softmax(-1)[..., 0][valid].sum().backward()
-
+    step = partial(learner.seconds, served, episode.rollouts(), "dense" if policy == "none" else "shadow")
     step()  # warm-up
     return profiled(step)
 
@@ -153,7 +146,7 @@ def products() -> None:
 
 
 def bandwidth(weights: list[Tensor], rows: int) -> tuple[float, float]:
-    """GB a second of ``F.linear`` and of oneDNN's packed product, the best of three passes over all weights."""
+    """GB a second of ``F.linear`` and of oneDNN's packed product, the best of four passes over all weights."""
     inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights]
     packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
 

@@ -155,7 +155,7 @@ def write_decided(data: RunData, verdict: Findings) -> Findings:
     return found
 
 
-def _write_cards(run: Path, found: Findings, section_of: Callable[[str], str]) -> Iterator[str]:
+def _write_cards(run: Path, found: Findings, rendered: Callable[[str], str]) -> Iterator[str]:
     """Put an arm's section into the card of its checkpoints; says where that cannot be, which stops no report.
 
     A run that was judged has the stories of its checkpoints, and not their weights: no card belongs there.
@@ -165,7 +165,8 @@ def _write_cards(run: Path, found: Findings, section_of: Callable[[str], str]) -
         folder = run / "checkpoints" / arm / f"seed-{seed}"
         if not (folder / PROVENANCE).is_file():
             continue
-        sections[arm] = sections.get(arm) or section_of(arm)
+        if arm not in sections:
+            sections[arm] = rendered(arm)
         try:
             write_card(folder, sections[arm], base=found.comparison.model)
         except AuditError as error:

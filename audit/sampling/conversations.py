@@ -65,7 +65,8 @@ def play(
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
-    prompts = prompts or [opening_of(sampler.model.chat, item) for _, item in suite_items]
+    if prompts is None:
+        prompts = [opening_of(sampler.model.chat, item) for _, item in suite_items]
     asked = [_Asked(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
