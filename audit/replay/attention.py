@@ -44,6 +44,8 @@ class Replay:
         self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
+        # a prompt that was cut after its prefill is one: no mask is made that hides the future alone
+        self._causal = prefix is None and (evicted_at is None or _only_causal(evicted_at, queries))
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -76,7 +78,7 @@ class Replay:
         if self._codes and window is None:  # a layer with a window of its own is never quantised
             return self._in_two_precisions(call, self._codes)
         query, key = call.query, call.key
-        plain = self._evicted_at is None and self._prefix is None and not chosen
+        plain = self._causal and not chosen
         if plain and (window is None or query.shape[2] <= window):  # what is hidden is the future alone
             return causal_attention(query, key, call.value, call.scaling, call.sink_logits)
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
@@ -138,3 +140,9 @@ class Replay:
             apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
             visible = visible.repeat_interleave(apart, 1) & chosen
         return visible | (q < 0)
+
+
+def _only_causal(evicted_at: Tensor, queries: Tensor) -> bool:
+    """Whether every key [B, L, H, K] outlives the last query [B, Q] of its row, and padding is on the right."""
+    kept = (evicted_at > queries.amax(1)[:, None, None, None]).all()
+    return bool(kept & ((queries[:, 1:] < 0) | (queries[:, :-1] >= 0)).all())

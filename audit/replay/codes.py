@@ -31,6 +31,10 @@ class CodedSince(NamedTuple):
     values_at: Tensor
     hints: HintTable | None = None
 
+    def seen_by(self, queries: Tensor) -> bool:
+        """Whether some query at row positions [B, Q] comes when a key or value of its row is seen quantised."""
+        return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
+
     def recorded(self, place: CodePlace, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
         """The replay's ``own`` codes [B, H, K, D] of ``exact``, with the sampler's at the borders it recorded."""
         if self.hints is None or exact.dtype not in HINTED:

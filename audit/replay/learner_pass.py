@@ -74,6 +74,8 @@ def suffix_logits(
     if prompts.shape[1]:  # a prompt of one token is all in the second pass
         gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
+        if codes is not None and not codes.seen_by(before):  # made after the prefill, as most are
+            codes = None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
         chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
         prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, choices=chosen, last=False)
