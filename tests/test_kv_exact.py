@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
+from torch import Tensor
 
+import audit.cache.attention
+import audit.replay.attention
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
 from audit.policies import parse_policy
@@ -26,6 +31,50 @@ def test_gradient_through_the_shared_prompt_equals_the_unshared_one() -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in loaded.model.parameters()]))
     assert gradients[0].norm() > 1
     assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 1e-12
+
+
+LONG_PROMPTS = {
+    "cut while it is read": "snapkv:budget=14,window=4,interval=1,chunk=16",
+    "cut elsewhere in every layer": "pyramidkv:budget=14,window=4,interval=1,chunk=16",
+    "cut alike in all heads": "streaming:budget=14,sink=2,chunk=16",
+    "read whole": "snapkv:budget=14,window=4,interval=3",
+    "chosen from": "quest:budget=8,page=4",
+}
+
+
+@pytest.mark.parametrize("policy", LONG_PROMPTS.values(), ids=LONG_PROMPTS)
+def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = served()
+    episode = Sampler(loaded, parse_policy(policy)).open(prompts(90, 61), [0, 1, 2, 3], group=2)
+    episode.decode(Decoding(6))
+    rollouts, masks = episode.rollouts(), list[int]()
+    stock = audit.cache.attention.scaled_dot_product_attention
+
+    def attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        masks.append(0 if attn_mask is None else attn_mask.numel())
+        return stock(*args, attn_mask=attn_mask, **kwargs)
+
+    def learned() -> tuple[Tensor, Tensor, int]:
+        masks.clear()
+        loaded.model.zero_grad()
+        logits, valid = suffix_logits(loaded.model, rollouts, group=2, kind="shadow")
+        (logits.log_softmax(-1)[..., 11] * valid).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in loaded.model.parameters()])
+        return logits.detach()[valid], gradient, max(masks)
+
+    monkeypatch.setattr(audit.cache.attention, "scaled_dot_product_attention", attention)
+    with monkeypatch.context() as whole:
+        whole.setattr(audit.replay.attention, "_causal_columns", lambda *_: 0)
+        wanted, slope, square = learned()
+    monkeypatch.setattr(audit.replay.attention, "BLOCK", 8)
+    monkeypatch.setattr(audit.cache.attention, "MANY", 2)
+    logits, gradient, largest = learned()
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
+    assert slope.norm() > 1
+    assert (gradient - slope).norm() / slope.norm() < 1e-12
+    assert largest < square / 2
 
 
 def test_no_policy_draws_what_stock_transformers_draws() -> None:

@@ -23,6 +23,7 @@ from audit.policies import softmax
 
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
+MANY = 256  # queries from which on a mask is larger than what it masks
 
 
 class Routes(Protocol):
@@ -118,6 +119,8 @@ def grouped_attention(
         return _beside_sinks(query, key, value, visible, scaling, sink_logits)
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
+    if visible is not None and groups > 1 and length >= MANY:
+        return _many_queries(query, key, value, visible, scaling)
     packed = query.reshape(batch, key.shape[1], groups * length, size)  # [B, H, G*Q, D]: as queries of one head
     # rows of the mask follow ``packed``: all queries of a group's first head, then all of its second
     if visible is not None and groups > 1:
@@ -125,6 +128,22 @@ def grouped_attention(
         visible = visible.reshape(batch, key.shape[1], -1, key.shape[2]) if apart else visible.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=visible, scale=scaling)
     return out.reshape(batch, heads, length, -1)
+
+
+def _many_queries(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """The same where a mask outweighs keys and values: these are repeated in its place."""
+    batch, heads, length, size = query.shape
+    kv = key.shape[1]
+    # in numbers, as the kernel would make it, but once for all heads that share it
+    mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, float("-inf"))
+    if mask.shape[1] in (1, heads):
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    mask = mask.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]  # [B*H, 1, Q, K]: a KV head is a row
+    rows = query.reshape(batch * kv, -1, length, size)
+    keys, values = (t.flatten(0, 1)[:, None].expand(-1, rows.shape[1], -1, -1) for t in (key, value))
+    return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling).reshape(
+        batch, heads, length, -1
+    )
 
 
 def _beside_sinks(
@@ -151,10 +170,10 @@ def causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
-def query_blocks(queries: int, elements: int) -> list[slice]:
-    """Slices of queries whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
-    step = max(1, MASK_ELEMENTS // elements)
-    return [slice(start, start + step) for start in range(0, queries, step)]
+def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | None = None) -> list[slice]:
+    """Slices of queries from ``start`` on whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
+    step = max(1, min(MASK_ELEMENTS // elements, most or queries))
+    return [slice(first, min(first + step, queries)) for first in range(start, queries, step)]
 
 
 def causal_attention(

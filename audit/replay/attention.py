@@ -16,6 +16,8 @@ from audit.cache.selection import Choices
 from audit.core.errors import RunError
 from audit.replay.codes import CodedSince, Late, coded_keys, coded_values, two_precisions
 
+BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of their future are read
+
 
 class Replay:
     """Attention of one learner pass; pass it to a model's forward as ``kv=``.
@@ -44,8 +46,8 @@ class Replay:
         self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
-        # a prompt that was cut after its prefill is one: no mask is made that hides the future alone
-        self._causal = prefix is None and (evicted_at is None or _only_causal(evicted_at, queries))
+        # a prompt until its first cut: no mask is made that hides the future alone
+        self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,16 +80,17 @@ class Replay:
         if self._codes and window is None:  # a layer with a window of its own is never quantised
             return self._in_two_precisions(call, self._codes)
         query, key = call.query, call.key
-        plain = self._causal and not chosen
-        if plain and (window is None or query.shape[2] <= window):  # what is hidden is the future alone
-            return causal_attention(query, key, call.value, call.scaling, call.sink_logits)
+        causal = 0 if chosen else min(self._causal, window or self._causal)
+        parts = []
+        if causal:
+            early = [part[:, :, :causal] for part in (query, key, call.value)]
+            parts.append(causal_attention(early[0], early[1], early[2], call.scaling, call.sink_logits))
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
-        parts = [
-            grouped_attention(
-                query[:, :, part], key, call.value, self._visible(layer, part), call.scaling, call.sink_logits
-            )
-            for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2])
-        ]
+        most = None if self._prefix else BLOCK
+        for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2], start=causal, most=most):
+            until = key.shape[2] if self._prefix else part.stop  # a query's own key is in its own column
+            seen = (key[:, :, :until], call.value[:, :, :until], self._visible(layer, part, until))
+            parts.append(grouped_attention(query[:, :, part], *seen, call.scaling, call.sink_logits))
         return torch.cat(parts, 2)
 
     def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
@@ -116,7 +119,7 @@ class Replay:
             at = self._queries[:, part, None]
             late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             some = call._replace(query=query[:, :, part])
-            parts.append(two_precisions(some, self._visible(call.layer, part), late))
+            parts.append(two_precisions(some, self._visible(call.layer, part, call.key.shape[2]), late))
         return torch.cat(parts, 2)
 
     def _stored(self, call: AttentionCall, codes: CodedSince) -> tuple[Tensor, Tensor]:
@@ -126,23 +129,27 @@ class Replay:
         keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
         return coded_keys(call.key, self._keys, gone, codes, keys), coded_values(call.value, codes, values)
 
-    def _visible(self, layer: int, part: slice) -> Tensor:
-        """Bool [B, 1, H or G*H, part, K]: j <= i < evicted_at[j] and chosen by i; padding queries see everything."""
-        q, k = self._queries[:, None, part, None], self._keys[:, None, None]
+    def _visible(self, layer: int, part: slice, until: int) -> Tensor:
+        """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""
+        q, k = self._queries[:, None, part, None], self._keys[:, None, None, :until]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
         if window is not None:
             visible = visible & (q - k < window)
         if self._evicted_at is not None:
-            visible = visible & (q < self._evicted_at[:, layer, :, None])
+            visible = visible & (q < self._evicted_at[:, layer, :, None, :until])
         if self._choices is not None and layer in self._choices.slots:
-            chosen = self._choices.visible(layer, self._queries[:, part], self._keys)  # [B, A, Q, K]
+            chosen = self._choices.visible(layer, self._queries[:, part], self._keys[:, :until])  # [B, A, Q, K]
             apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
             visible = visible.repeat_interleave(apart, 1) & chosen
         return visible | (q < 0)
 
 
-def _only_causal(evicted_at: Tensor, queries: Tensor) -> bool:
-    """Whether every key [B, L, H, K] outlives the last query [B, Q] of its row, and padding is on the right."""
-    kept = (evicted_at > queries.amax(1)[:, None, None, None]).all()
-    return bool(kept & ((queries[:, 1:] < 0) | (queries[:, :-1] >= 0)).all())
+def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
+    """How many first columns of queries [B, Q] miss nothing but the future; none where padding stands before them."""
+    columns = queries.shape[1]
+    if evicted_at is None:
+        return columns
+    if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
+        return 0
+    return min(columns, int(evicted_at.min()))
