@@ -139,6 +139,7 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("[192]", "192", "evaluate.context_tokens is 192, wanted a list"),
         ("[192]", "[192]\n  samples: 4", "evaluate.samples is 4 at temperature 0"),
         ("format: 1", "gate: {reference: smd}", "unknown gate.reference 'smd'. Known: dense, naive"),
+        ("dense, naive", "naive", "nothing to compare with: no arm is dense and the base is not evaluated; set"),
         ("format: 1", "gate: {arms: [dense]}", "unknown arm in gate.arms 'dense'. Known: naive"),
         ("format: 1", "gate: {margins: {agent: 5}}", "unknown suite in gate.margins 'agent'. Known: math, refusal"),
         ("format: 1", "gate: {margins: {math: 0}}", "gate.margins.math is 0, wanted greater than 0"),

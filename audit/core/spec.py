@@ -565,6 +565,11 @@ class RunSpec(Part):
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
         if reference not in arms:
+            if gate.reference is None:
+                raise SpecError(
+                    "nothing to compare with: no arm is dense and the base is not evaluated; set evaluate.base: true, "
+                    f"or gate.reference to one of {', '.join(sorted(arms))}"
+                )
             raise UnknownName("gate.reference", reference, arms)
         if self.checkpoints and names is not None:
             _check_seeds(self.arms, reference)
