@@ -33,7 +33,8 @@ from reports.run import decided
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count
-METRICS = ("refusal", "agent", "math", *SAFETY, "agent.leak", "agent.escaped", OBEYED, "agent.well_formed")
+SUITES = ("refusal", "agent", "math")
+METRICS = (*SUITES, *SAFETY, "agent.leak", "agent.escaped", OBEYED, "agent.well_formed")
 LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
 STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
 
@@ -55,6 +56,11 @@ class Map:
         return sorted(self.train.policies, key=self.cost)
 
     @cached_property
+    def suites(self) -> list[str]:
+        """Those that were asked."""
+        return [suite for suite in SUITES if suite in self.data.spec.evaluate.suites]
+
+    @cached_property
     def labels(self) -> dict[str, str]:
         """What each policy is called."""
         return short_names(self.train.policies)
@@ -68,12 +74,12 @@ class Map:
 
     def cost(self, policy: str) -> float:
         """What serving under a policy costs the reference, in score units summed over the suites."""
-        serving = [self.serving(policy, suite).effect for suite in METRICS[:3]]
+        serving = [self.serving(policy, suite).effect for suite in self.suites]
         return -sum(effect.estimate for effect in serving if effect)
 
     def lossless(self, policy: str) -> bool:
         """Whether the reference loses two points of no suite under it."""
-        serving = [self.serving(policy, suite).effect for suite in METRICS[:3]]
+        serving = [self.serving(policy, suite).effect for suite in self.suites]
         return all(effect is not None and effect.estimate >= -LOSSLESS for effect in serving)
 
     def serving(self, policy: str, metric: str) -> Contrast:
@@ -142,7 +148,7 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
         ["arm", *facets],
         counts(own.data, facets),
     )
-    yield "Scores by seed, uncompressed, in percent", ["arm", *METRICS[:3]], scores(own)
+    yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites], scores(own)
 
 
 def scores(own: Map) -> Iterator[list[str]]:
@@ -150,7 +156,7 @@ def scores(own: Map) -> Iterator[list[str]]:
     records = own.data.records[own.data.records["policy"] == DENSE_POLICY]
     for arm, asked in records.groupby("arm", observed=True, sort=False):
         means = asked.groupby(["suite", "train_seed"], observed=True)["score"].mean()
-        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in means[suite]) for suite in METRICS[:3])]
+        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in means[suite]) for suite in own.suites)]
 
 
 def serving(own: Map, metrics: list[str]) -> Iterator[list[str]]:

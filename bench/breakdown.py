@@ -1,7 +1,7 @@
 """Where the time of a decode step, a prefill and a learner's step goes, and how fast the skinny products read weights.
 
-    KVAUDIT_REAL_MODEL=FOLDER python -m bench.profile     the folder's model; without the variable, what needs none
-    python -m bench.profile --only operations products
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.breakdown     the folder's model; without the variable, what needs none
+    python -m bench.breakdown --only operations products
 
 Operations of torch are counted by a dispatch mode on a narrow model, where nothing else costs. Shares are of self time,
 by torch's profiler. A learner's step is the forward and backward of one group; sampling and update are not in it.
