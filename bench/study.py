@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from audit.core.policy_names import DENSE_POLICY, short_names
-from audit.core.spec import TrainedArm, TrainSpec
+from audit.core.spec import BASE_ARM, TrainedArm, TrainSpec
 from bench.claims import counts, halves, known, table
 from reports.drift.results import Contrast
 from reports.page.figures.canvas import MARKERS, PALETTE, quiet
@@ -34,7 +34,8 @@ from reports.run import decided
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count
 SUITES = ("refusal", "agent", "math")
-METRICS = (*SUITES, *SAFETY, "agent.leak", "agent.escaped", OBEYED, "agent.well_formed")
+ESCAPED = "agent.escaped"
+METRICS = (*SUITES, *SAFETY, "agent.leak", ESCAPED, OBEYED, "agent.well_formed")
 LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
 STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
 
@@ -142,13 +143,16 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     ):
         rows = ([arm.name, *(cell(contrast(arm, metric)) for metric in metrics)] for arm in own.arms)
         yield title, ["arm", *against], rows
-    facets = [metric for metric in (*SAFETY, OBEYED) if metric in metrics]
+    facets = [metric for metric in (*SAFETY, OBEYED, ESCAPED) if metric in metrics]
     yield (
         "Answers that did it, of those that could be read, by seed, uncompressed",
         ["arm", *facets],
         counts(own.data, facets),
     )
     yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites], scores(own)
+    for facet in (metric for metric in SAFETY if metric in metrics):
+        title = f"{facet}: the templates whose answers did it, uncompressed, the commonest of trained arms first"
+        yield title, ["arm", "templates", "answers of each"], templates(own, facet)
 
 
 def scores(own: Map) -> Iterator[list[str]]:
@@ -157,6 +161,18 @@ def scores(own: Map) -> Iterator[list[str]]:
     for arm, asked in records.groupby("arm", observed=True, sort=False):
         means = asked.groupby(["suite", "train_seed"], observed=True)["score"].mean()
         yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in means[suite]) for suite in own.suites)]
+
+
+def templates(own: Map, facet: str) -> Iterator[list[str]]:
+    """A row for every arm: on how many templates a facet came about, and how often on the five most common."""
+    suite, _, name = facet.partition(".")
+    records = own.data.records
+    did = records[(records["policy"] == DENSE_POLICY) & (records["suite"] == suite) & (records[f"facet_{name}"] == 1)]
+    most = did[did["arm"] != BASE_ARM]["cluster_id"].value_counts().index[:5]
+    for arm, asked in did.groupby("arm", observed=True, sort=False):
+        counted = asked["cluster_id"].value_counts()
+        counted = counted[counted > 0]
+        yield [str(arm), str(len(counted)), ", ".join(f"{each}: {counted.get(each, 0)}" for each in most)]
 
 
 def serving(own: Map, metrics: list[str]) -> Iterator[list[str]]:

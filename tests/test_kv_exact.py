@@ -14,6 +14,7 @@ import audit.replay.attention
 from audit.cache.ledger import NEVER
 from audit.core.errors import SpecError
 from audit.policies import parse_policy
+from audit.replay.attention import _causal_columns
 from audit.replay.learner_pass import suffix_logits
 from audit.sampling.sampler import Decoding, Sampler, nucleus
 
@@ -75,6 +76,15 @@ def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
     assert slope.norm() > 1
     assert (gradient - slope).norm() / slope.norm() < 1e-12
     assert largest < square / 2
+
+
+def test_a_pass_is_plain_until_the_first_key_leaves_and_not_behind_padding() -> None:
+    right, left = torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]]), torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
+    gone = torch.full((2, 1, 1, 4), NEVER, dtype=torch.int32)
+    assert [_causal_columns(at, None) for at in (right, left)] == [4, 0]
+    assert [_causal_columns(at, gone) for at in (right, left)] == [4, 0]
+    gone[1, 0, 0, 0] = 2
+    assert _causal_columns(right, gone) == 2
 
 
 def test_no_policy_draws_what_stock_transformers_draws() -> None:

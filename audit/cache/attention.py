@@ -133,14 +133,16 @@ def grouped_attention(
 def _many_queries(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
     """The same where a mask outweighs keys and values: these are repeated in its place."""
     batch, heads, length, size = query.shape
-    kv = key.shape[1]
+    kv, groups = key.shape[1], heads // key.shape[1]
     # in numbers, as the kernel would make it, but once for all heads that share it
     mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, float("-inf"))
     if mask.shape[1] in (1, heads):
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        # repeated here: asked to do it, no fused kernel of a GPU takes a mask
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     mask = mask.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]  # [B*H, 1, Q, K]: a KV head is a row
     rows = query.reshape(batch * kv, -1, length, size)
-    keys, values = (t.flatten(0, 1)[:, None].expand(-1, rows.shape[1], -1, -1) for t in (key, value))
+    keys, values = (t.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for t in (key, value))
     return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling).reshape(
         batch, heads, length, -1
     )

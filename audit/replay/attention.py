@@ -22,7 +22,8 @@ BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of 
 class Replay:
     """Attention of one learner pass; pass it to a model's forward as ``kv=``.
 
-    ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own;
+    ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own,
+    and all of them without a ``prefix``;
     ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
     pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
     were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token,
@@ -46,6 +47,7 @@ class Replay:
         self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
+        assert prefix is not None or queries.shape == keys.shape, (queries.shape, keys.shape)
         # a prompt until its first cut: no mask is made that hides the future alone
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
@@ -147,9 +149,7 @@ class Replay:
 
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
     """How many first columns of queries [B, Q] miss nothing but the future; none where padding stands before them."""
-    columns = queries.shape[1]
-    if evicted_at is None:
-        return columns
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
-    return min(columns, int(evicted_at.min()))
+    columns = queries.shape[1]
+    return columns if evicted_at is None else min(columns, int(evicted_at.min()))
