@@ -125,7 +125,8 @@ class Store:
 
     def _pack(self, order: Tensor) -> None:
         counts = order.shape[2]
-        shrink = self._slots["positions"].shape[2] > counts + counts // 2 + SLACK  # memory goes back once a third idles
+        # memory goes back once a ninth idles, but not what the next few tokens would ask for again
+        shrink = self._slots["positions"].shape[2] > counts + counts // 8 + 2 * SLACK
         for name, tensor in self._slots.items():
             moved = gather_entries(tensor, order)
             if shrink:
