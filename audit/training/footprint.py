@@ -65,10 +65,8 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, 
     # a gradient is taken half by half, so that no microbatch has more than the larger half
     tokens = min((groups - groups // 2) * question, max(section.microbatch_tokens, alone))
     answers = tokens * section.group * answer // question
-    # attention under a record is written out, for the queries of a prompt too
-    shadow = any(get_arm(arm).learner == "shadow" for arm in section.arms)
-    seen = answers * row + (tokens - answers) * section.context_tokens * shadow
-    kept = _kept(model.model, tokens, seen, once=section.gradient_checkpointing) * model.dtype.itemsize
+    # a prompt is plain causal, and what is masked of one that was cut while it was read is left out
+    kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
     kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
     return (
         Holding("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
