@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,17 +22,17 @@ from lm_eval.tasks import TaskManager
 
 from audit.harness.model import KvauditLM
 from audit.harness.tasks import write_tasks
-from audit.sampling.model import load_model, locate
+from audit.sampling.model import locate
+from bench.decode import Seconds, timed
 from suites.base import SUITES
 
 CONTEXT, NEW, SEED = 512, 128, 1000
 
 
 class Turn(NamedTuple):
-    """Seconds on the wall and of the processor, and the answers."""
+    """What asking the task once took, and the answers."""
 
-    wall: float
-    cpu: float
+    seconds: Seconds
     answers: list[str]
 
 
@@ -45,27 +44,29 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = os.environ.get("KVAUDIT_REAL_MODEL", "embedded")
+    ours = KvauditLM(name, batch_size=asked.batch)
     sides: dict[str, Any] = {
-        "ours": KvauditLM(name, batch_size=asked.batch),
+        "ours": ours,
         "hf": HFLM(pretrained=str(locate(name)), device="cpu", dtype="float32", batch_size=asked.batch),
     }
     with tempfile.TemporaryDirectory() as folder:
         suite = SUITES.get("gsm8k")()
-        items = suite.items("eval", asked.rows, SEED, CONTEXT, load_model(name).chat.count_tokens)
+        items = suite.items("eval", asked.rows, SEED, CONTEXT, lambda text: len(ours.tok_encode(text, False)))
         (task,) = write_tasks(Path(folder), suite, items)
-        turns = [
-            {side: one_turn(lm, Path(folder), task.name) for side, lm in sides.items()} for _ in range(asked.turns)
-        ]
+        turns = []
+        for turn in range(asked.turns):
+            order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
+            turns.append({side: one_turn(sides[side], Path(folder), task.name) for side in order})
     alike = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
     words = sum(len(answer.split()) for answer in turns[0]["ours"].answers)
     print(
         f"{Path(name).name}: {asked.rows} rows of gsm8k at {CONTEXT} tokens, batch {asked.batch}, at most {NEW} new "
         f"tokens ({words} words), {torch.get_num_threads()} thread(s), medians of {asked.turns} turns"
     )
-    for clock in ("wall", "cpu"):
-        ours, theirs = (median(getattr(turn[side], clock) for turn in turns) for side in sides)
-        ratio = median(getattr(turn["hf"], clock) / getattr(turn["ours"], clock) for turn in turns)
-        print(f"  {clock:4} ratio {ratio:.2f}   ours {ours:.1f} s   hf {theirs:.1f} s")
+    for at, clock in enumerate(Seconds._fields):
+        pairs = [(turn["ours"].seconds[at], turn["hf"].seconds[at]) for turn in turns]
+        own, theirs = (median(pair[side] for pair in pairs) for side in (0, 1))
+        print(f"  {clock:4} ratio {median(t / o for o, t in pairs):.2f}   ours {own:.1f} s   hf {theirs:.1f} s")
     print(f"  answers alike: {alike} of {asked.rows * asked.turns}")
 
 
@@ -74,12 +75,10 @@ def one_turn(lm: Any, folder: Path, name: str) -> Turn:
     found = TaskManager(include_path=[str(folder)], include_defaults=False).load(name)
     for task in found["tasks"].values():
         task.config.generation_kwargs.update(max_gen_toks=NEW)
-    wall, cpu = time.perf_counter(), time.process_time()
-    done = evaluate(lm, found, bootstrap_iters=0, apply_chat_template=True)
-    turn = time.perf_counter() - wall, time.process_time() - cpu
-    assert done is not None
+    done: dict[str, Any] = {}
+    seconds = timed(lambda: done.update(evaluate(lm, found, bootstrap_iters=0, apply_chat_template=True)))
     samples = sorted(done["samples"][name], key=lambda sample: sample["doc_id"])
-    return Turn(*turn, [sample["resps"][0][0] for sample in samples])
+    return Turn(seconds, [sample["resps"][0][0] for sample in samples])
 
 
 if __name__ == "__main__":

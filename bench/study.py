@@ -171,8 +171,7 @@ def templates(own: Map, facet: str) -> Iterator[list[str]]:
     most = did[did["arm"] != BASE_ARM]["cluster_id"].value_counts().index[:5]
     for arm, asked in did.groupby("arm", observed=True, sort=False):
         counted = asked["cluster_id"].value_counts()
-        counted = counted[counted > 0]
-        yield [str(arm), str(len(counted)), ", ".join(f"{each}: {counted.get(each, 0)}" for each in most)]
+        yield [str(arm), str((counted > 0).sum()), ", ".join(f"{each}: {counted.get(each, 0)}" for each in most)]
 
 
 def serving(own: Map, metrics: list[str]) -> Iterator[list[str]]:

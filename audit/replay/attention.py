@@ -85,15 +85,16 @@ class Replay:
         causal = 0 if chosen else min(self._causal, window or self._causal)
         parts = []
         if causal:
-            early = [part[:, :, :causal] for part in (query, key, call.value)]
-            parts.append(causal_attention(early[0], early[1], early[2], call.scaling, call.sink_logits))
+            early = slice(causal)
+            own = query[:, :, early], key[:, :, early], call.value[:, :, early]
+            parts.append(causal_attention(*own, call.scaling, call.sink_logits))
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
         most = None if self._prefix else BLOCK
         for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2], start=causal, most=most):
             until = key.shape[2] if self._prefix else part.stop  # a query's own key is in its own column
             seen = (key[:, :, :until], call.value[:, :, :until], self._visible(layer, part, until))
             parts.append(grouped_attention(query[:, :, part], *seen, call.scaling, call.sink_logits))
-        return torch.cat(parts, 2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
         """The call with the prefix's keys and values before its own."""
