@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from audit.cli import app
+from audit.core.spec_file import parse_spec
+from audit.runs.names import NAMES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -40,6 +42,15 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             lost.append(target)
     assert not lost
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if "\nevaluate:" in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("spec", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_a_spec_that_can_be_read(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVAUDIT_REAL_MODEL", "somewhere")
+    assert parse_spec(spec.read_text(encoding="utf-8"), spec.name, NAMES).arms
 
 
 def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:
