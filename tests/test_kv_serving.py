@@ -71,6 +71,49 @@ def test_every_row_of_a_mixture_is_served_as_by_the_policy_it_drew() -> None:
         assert torch.equal(alone.rollouts()[0].evicted_at, episode.rollouts()[row].evicted_at)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none",
+        "random:budget=12",
+        "h2o:budget=14,window=7",
+        "streaming:budget=12,sink=2,reposition=true",
+        "int8",
+        MIXTURE,
+    ],
+)
+def test_rows_that_leave_the_batch_change_no_answer(policy: str) -> None:
+    loaded, asked = served(), prompts(30, 22)
+    limits, told = ([3, 20, 4, 9, 20, 2], [0, 9, 0, 0, 2, 0]), prompts(0, 8, 0, 0, 5, 0)
+    episodes, drawn = [], []
+    for going_on in (range(6), (1, 4)):
+        episode = Sampler(loaded, parse_policy(policy)).open(asked, [3, 1, 4, 1, 5, 9], group=3)
+        first = episode.decode(Decoding(20), limits[0], None, lambda n, _, going_on=going_on: n in going_on)
+        episode.extend(told)
+        drawn.append((*first, *episode.decode(Decoding(20), limits[1], None, lambda *_: False)))
+        episodes.append(episode)
+    staying, leaving = episodes
+    for one, other in zip(*drawn, strict=True):
+        assert (one and (one.ids, one.finish_reason)) == (other and (other.ids, other.finish_reason))
+        assert one is None or one.logprobs == pytest.approx(other.logprobs, abs=1e-12)
+    for one, other in zip(staying.rollouts(), leaving.rollouts(), strict=True):
+        for name in ("ids", "evicted_at", "keys_quantised_at", "sampled"):
+            mine, its = getattr(one, name), getattr(other, name)
+            assert mine is its or torch.equal(mine, its)
+        assert (one.row_keys, one.answer_start, one.retention) == (other.row_keys, other.answer_start, other.retention)
+    if policy != MIXTURE:  # of which every part has a cache of its own
+        assert leaving.bytes * 5 < staying.bytes * 2  # one row of six, or two with room to spare
+
+
+def test_a_row_that_was_let_go_stays_away() -> None:
+    episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
+    episode.decode(Decoding(3), None, None, lambda n, _: n == 1)
+    with pytest.raises(AssertionError, match="given nothing"):
+        episode.extend(prompts(4, 4))
+    with pytest.raises(AssertionError, match="does not go on"):
+        episode.decode(Decoding(3))
+
+
 def test_group_members_of_a_mixture_draw_for_themselves() -> None:
     episode = Sampler(served(), parse_policy(MIXTURE)).open(prompts(30), list(range(24)), group=24)
     episode.decode(Decoding(2))

@@ -60,9 +60,9 @@ class LastQueries:
         index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
         return queries.gather(2, index), positions.gather(1, order)
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._queries, self._positions = (t.repeat_interleave(group, 0) for t in (self._queries, self._positions))
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._queries, self._positions = self._queries[rows], self._positions[rows]
 
     @property
     def bytes(self) -> int:
@@ -107,11 +107,9 @@ class QueryMoments:
 
         return Moments(mean, covariance, turn)
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._count, self._sum, self._outer = (
-            t.repeat_interleave(group, 0) for t in (self._count, self._sum, self._outer)
-        )
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._count, self._sum, self._outer = (t[rows] for t in (self._count, self._sum, self._outer))
 
     @property
     def bytes(self) -> int:
@@ -152,11 +150,9 @@ class QueryCentres:
             self._rotary.moduli,
         )
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._count, self._sum, self._lengths = (
-            t.repeat_interleave(group, 0) for t in (self._count, self._sum, self._lengths)
-        )
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._count, self._sum, self._lengths = (t[rows] for t in (self._count, self._sum, self._lengths))
 
     @property
     def bytes(self) -> int:
@@ -194,9 +190,10 @@ class MovingSinks:
         first = self._first[rows]
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._first, self._known = self._first.repeat_interleave(group, 0), self._known.repeat_interleave(group, 0)
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        if self._known.numel():  # nothing is known before the first cut
+            self._first, self._known = self._first[rows], self._known[rows]
 
     @property
     def bytes(self) -> int:

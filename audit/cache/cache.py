@@ -224,15 +224,24 @@ class EvictingCache:
 
     def expand(self, group: int, row_keys: Tensor) -> None:
         """Repeat every row ``group`` times, members with keys of their own: they share one prefill."""
-        if group == 1:
-            return
-        self._row_keys.expand(group, row_keys, self.seen)  # before ``seen`` is repeated: one number per prompt
-        for part in (*self._schedules.values(), *self.layers, self._pins, self._times, self._choices, self.routes):
+        if group > 1:
+            self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
+            self._row_keys.part(row_keys, self.seen)
+
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, by an index [n] on the CPU, in this order, each as often as it is named.
+
+        What the others held is freed. Between two forwards.
+        """
+        self.bytes_peak = self.bytes_peak * len(rows) // len(self.seen)  # what a row has cost so far stays the same
+        self.seen = self.seen[rows]
+        for schedule in self._schedules.values():
+            schedule.reindex(rows)
+        there = rows.to(self._device)
+        for part in (*self.layers, self._row_keys, self._pins, self._times, self._choices, self.routes):
             if part is not None:
-                part.expand(group)
-        self.seen = self.seen.repeat_interleave(group)
+                part.reindex(there)
         self.bytes = sum(layer.bytes for layer in self.layers)
-        self.bytes_peak *= group  # per row, what the shared prefill cost stays comparable
 
     # --- the record -------------------------------------------------------------------------------------------------
 

@@ -219,12 +219,12 @@ class CachedLayer:
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.held.largest
         self.store.keep(kept, width, now.seen, now.longest)
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times, as ``schedule`` has been."""
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows [n] instead, in this order, each as often as it is named, as ``schedule`` does by now."""
         for part in (self.store, self._last, self._moments, self._centres, self._sinks):
             if part is not None:
-                part.expand(group)
+                part.reindex(rows)
         if self.states is not None:
-            self.states = self.states.repeated(group)
+            self.states = self.states.of(rows)
         self.held = self.schedule.left
         self.weigh()

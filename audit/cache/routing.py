@@ -74,10 +74,10 @@ class RecordedRoutes:
         known = self._table[:, :-1][:, :tokens].cpu()
         return torch.nn.functional.pad(known, (0, 0, 0, 0, 0, tokens - known.shape[1]), value=NOBODY)
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
         assert self._table is not None
-        self._rows, self._table = self._rows * group, self._table.repeat_interleave(group, 0)
+        self._rows, self._table = len(rows), self._table[rows]
 
 
 class ReplayedRoutes:

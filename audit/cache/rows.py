@@ -28,10 +28,16 @@ class RowKeys:
         keys, lengths = (part[rows][:, None, None] for part in self._shared)
         return torch.where(positions < lengths, keys, own)
 
-    def expand(self, group: int, keys: Tensor, seen: Tensor) -> None:
-        """Repeat every row, which has ``seen`` [B] tokens, ``group`` times, with ``keys`` of their own from now on."""
-        self._shared = (self._own.repeat_interleave(group), seen.to(self._own.device).repeat_interleave(group))
-        self._own = keys
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._own = self._own[rows]
+        if self._shared is not None:
+            keys, lengths = self._shared
+            self._shared = (keys[rows], lengths[rows])
+
+    def part(self, keys: Tensor, seen: Tensor) -> None:
+        """Give rows that have ``seen`` [B] tokens ``keys`` [B] of their own from now on."""
+        self._shared, self._own = (self._own, seen.to(self._own.device)), keys
 
 
 class Pins:
@@ -68,9 +74,9 @@ class Pins:
         found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
         return found & (positions >= 0) & (positions < table.shape[1])  # later tokens were never announced as pins
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._at = self._at.repeat_interleave(group, 0)
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._at = self._at[rows]
 
 
 class Times:
@@ -102,7 +108,6 @@ class Times:
         )
         return keys, values
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._keys = [list(times) for times in self._keys for _ in range(group)]
-        self._values = [list(times) for times in self._values for _ in range(group)]
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        self._keys, self._values = ([list(part[row]) for row in rows.tolist()] for part in (self._keys, self._values))

@@ -99,7 +99,7 @@ class Schedule:
         self._since += new
         return over & (self._since >= self.evictor.interval) & (self.evictor.phase != "prefill")
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
-        self._since = self._since.repeat_interleave(group)
-        self.arrived = self.left = self.left._replace(rows=self.left.rows.repeat_interleave(group))
+    def reindex(self, rows: Tensor) -> None:
+        """Count for these rows [n], by an index on the CPU, each as often as it is named."""
+        self._since = self._since[rows]
+        self.arrived = self.left = counts_of(self.left.rows[rows])

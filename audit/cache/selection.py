@@ -93,14 +93,10 @@ class RecordedChoices:
             for own, lists in zip(at, chosen, strict=True)
         ]
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times."""
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
         self._steps = [
-            (
-                positions.repeat_interleave(group, 0),
-                {layer: units.repeat_interleave(group, 0) for layer, units in step.items()},
-            )
-            for positions, step in self._steps
+            (positions[rows], {layer: units[rows] for layer, units in step.items()}) for positions, step in self._steps
         ]
 
 

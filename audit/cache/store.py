@@ -164,10 +164,13 @@ class Store:
         """Replace the keys of the first ``slots`` slots of some rows by ``keys`` [b, H, slots, D]."""
         self._slots["keys"][rows, :, :slots] = keys
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times, members of a group consecutive."""
-        self._slots = {name: tensor.repeat_interleave(group, 0) for name, tensor in self._slots.items()}
-        self.evicted_at = self.evicted_at.repeat_interleave(group, 0)
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        if not self._slots:  # a layer that holds none
+            return
+        for name in self._slots:  # one after the other, so that the old ones go before the next is copied
+            self._slots[name] = self._slots[name].index_select(0, rows)
+        self.evicted_at = self.evicted_at.index_select(0, rows)
 
     @property
     def bytes(self) -> int:

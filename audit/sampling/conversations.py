@@ -192,10 +192,9 @@ def _run(episode: Episode | MixedEpisode, rows: list[_Conversation], decoding: D
     while any(row.open for row in rows):
         # 0: a row that is over is neither drawn for nor fed
         limits = [row.suite.max_new_tokens if row.open else 0 for row in rows]
-        completions = episode.decode(decoding, limits, lambda n, ids: rows[n].ended(ids))
-        for row, completion in zip(rows, completions, strict=True):
-            if completion is not None:
-                row.answer(completion)
+        episode.decode(
+            decoding, limits, lambda n, ids: rows[n].ended(ids), lambda n, completion: rows[n].answer(completion)
+        )
         chunks = [row.take_pending() for row in rows]
         if any(chunk.ids for chunk in chunks):
             episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
@@ -226,13 +225,17 @@ class _Conversation:
         answer = self._exchange.said(self._model.chat.text(ids))[-1].content
         return not self._thinks or any(text in answer for text in self.suite.until)
 
-    def answer(self, completion: Completion) -> None:
-        """Take the model's answer; end the row, or hold the environment's reply ready."""
+    def answer(self, completion: Completion) -> bool:
+        """Take the model's answer; end the row, or hold the environment's reply ready. Whether the model speaks again.
+
+        It is asked as soon as the answer is there, while other rows still speak.
+        """
         messages = self._exchange.hear(self._model.chat.text(completion.ids), completion.finish_reason)
         self._roles += [str(Role.ASSISTANT)] * len(completion.ids)
         self._new_tokens += len(completion.ids)
         if self.open:
             self._continue(completion, messages)
+        return self.open
 
     def take_pending(self) -> Rendered:
         """The tokens to append now, none when the row is over."""

@@ -24,8 +24,9 @@ from audit.core.records import Role
 from audit.policies import Policy, evictor_of, quantiser_of
 from audit.sampling.decoding import Completion, Decoding, Scored, draw
 
-Pick = Callable[[Tensor, int], tuple[list[int], list[float]]]  # from logits [B, V] and the number of the step
+Pick = Callable[[Tensor, int], tuple[list[int], list[float]]]  # from logits [b, V] and the number of the step
 Ended = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
+Heard = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
 
 
 class ServedModel(Protocol):
@@ -56,7 +57,11 @@ class _Row:
 
 
 class Episode:
-    """A batch of rows with one living cache: given tokens and drawn tokens are compressed as they come."""
+    """A batch of rows with one living cache: given tokens and drawn tokens are compressed as they come.
+
+    Rows that are over leave once they are half of those in the cache: then it is copied once for what every later step
+    costs.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,10 @@ class Episode:
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles, shared)
         self._cache.expand(group, self._seeds)
-        self._logits = logits.repeat_interleave(group, 0)  # [B, V] of the next token
+        self._held = list(range(len(seeds)))  # the rows in the cache, in its order
+        self._over = set[int]()  # the rows that do not go on
+        self._gone: dict[int, Rollout] = {}  # those of them that have left the cache
+        self._logits = logits.repeat_interleave(group, 0)  # [b, V] of the next token of the rows in the cache
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
         self._given: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
 
@@ -92,74 +100,110 @@ class Episode:
 
     @torch.no_grad()
     def decode(
-        self, decoding: Decoding, limits: Sequence[int] | None = None, ended: Ended | None = None
+        self,
+        decoding: Decoding,
+        limits: Sequence[int] | None = None,
+        ended: Ended | None = None,
+        heard: Heard | None = None,
     ) -> list[Completion | None]:
         """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all.
 
-        A row ends with a stop token, or where ``ended`` says so of what it has drawn.
+        A row ends with a stop token, or where ``ended`` says so of what it has drawn. One that ``heard`` lets go must
+        not go on later; without it every row may.
         """
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         # draws are numbered by row position: turns, and whatever shares the batch, change none
-        start = torch.tensor([len(row.ids) for row in self._rows], device=self._logits.device)
+        start = [len(row.ids) for row in self._rows]
+        found: list[Completion | None] = [None] * self.rows
 
-        def over(n: int, ids: Sequence[int]) -> bool:
-            return ids[-1] in self._stops or (ended is not None and ended(n, ids))
+        def pick(logits: Tensor, step: int) -> tuple[list[int], list[float]]:
+            index = torch.tensor([start[n] + step for n in self._held], device=logits.device)
+            return draw(logits, self._seeds, index, decoding)
 
-        drawn = self._answer(most, lambda logits, step: draw(logits, self._seeds, start + step, decoding), over)
-        return [
-            Completion(tuple(ids), logprobs, "stop" if over(n, ids) else "length") if ids else None
-            for n, (ids, logprobs) in enumerate(drawn)
-        ]
+        def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
+            stopped = ids[-1] in self._stops or (ended is not None and ended(n, ids))
+            if not stopped and len(ids) < most[n]:
+                return False
+            found[n] = done = Completion(tuple(ids), tuple(logprobs), "stop" if stopped else "length")
+            if heard is not None and not heard(n, done):
+                self._over.add(n)
+            return True
+
+        self._answer([limit > 0 for limit in most], pick, said)
+        return found
 
     @torch.no_grad()
     def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
         """Let every row say given tokens, one at a time and compressed as drawn ones are; () leaves a row as it is."""
+        found: list[Scored | None] = [None] * self.rows
         likely = [True] * self.rows
 
         def given(logits: Tensor, step: int) -> tuple[list[int], list[float]]:
-            tokens = [answer[step] if step < len(answer) else 0 for answer in answers]
+            tokens = [answers[n][step] if step < len(answers[n]) else 0 for n in self._held]
             logprobs = logits.double().log_softmax(-1)
-            for n, best in enumerate(logprobs.argmax(-1).tolist()):
-                likely[n] &= step >= len(answers[n]) or best == tokens[n]
+            for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
+                likely[n] &= step >= len(answers[n]) or best == token
             picked = torch.tensor(tokens, device=logits.device)[:, None]
             return tokens, logprobs.gather(1, picked)[:, 0].tolist()
 
-        said = self._answer([len(answer) for answer in answers], given, lambda *_: False)
-        return [Scored(logprobs, greedy) if ids else None for (ids, logprobs), greedy in zip(said, likely, strict=True)]
+        def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
+            if len(ids) < len(answers[n]):
+                return False
+            found[n] = Scored(tuple(logprobs), likely[n])
+            return True
 
-    def _answer(self, most: Sequence[int], pick: Pick, over: Ended) -> list[tuple[list[int], tuple[float, ...]]]:
-        """Every row's turn: the tokens that ``pick`` gives, each fed to the cache alone, and their log-probs."""
-        running = [limit > 0 for limit in most]
+        self._answer([len(answer) > 0 for answer in answers], given, said)
+        return found
+
+    def _answer(self, running: list[bool], pick: Pick, said: Callable[[int, list[int], list[float]], bool]) -> None:
+        """The turn of every row that is ``running``: the tokens that ``pick`` gives, each fed to the cache alone.
+
+        ``said`` is asked after every token of a row whether its turn is over.
+        """
+        assert not any(running[n] for n in self._over), "a row that was let go does not go on"
+        self._let_go()
         self._feed_given(running)
         self._feed_pending(running)  # after what was given, which takes its row's drawn token along
-        for row, retention, on in zip(self._rows, self._cache.retention().tolist(), running, strict=True):
-            if on:
-                row.answer_start, row.retention = len(row.ids), retention
-        ids: list[list[int]] = [[] for _ in self._rows]
-        logprobs: list[list[float]] = [[] for _ in self._rows]
-        logits = self._logits
-        for step in range(max(most)):
-            for n, (token, logprob) in enumerate(zip(*pick(logits, step), strict=True)):
+        for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
+            if running[n]:
+                self._rows[n].answer_start, self._rows[n].retention = len(self._rows[n].ids), retention
+        drawn: dict[int, tuple[list[int], list[float]]] = {n: ([], []) for n, on in enumerate(running) if on}
+        logits, step = self._logits, 0
+        while any(running):
+            for n, token, logprob in zip(self._held, *pick(logits, step), strict=True):
                 if running[n]:
-                    ids[n].append(token)
-                    logprobs[n].append(logprob)
-                    running[n] = step + 1 < most[n] and not over(n, ids[n])
-            if not any(running):
-                break
-            logits = self._step([own[-1] if on else -1 for own, on in zip(ids, running, strict=True)])
-        for row, own, found in zip(self._rows, ids, logprobs, strict=True):
-            row.add(own, found)
-        # not fed yet: it enters with what is given next
-        self._pending = [own[-1:] or before for own, before in zip(ids, self._pending, strict=True)]
-        return [(own, tuple(found)) for own, found in zip(ids, logprobs, strict=True)]
+                    ids, logprobs = drawn[n]
+                    ids.append(token)
+                    logprobs.append(logprob)
+                    running[n] = not said(n, ids, logprobs)
+                    if not running[n]:
+                        self._rows[n].add(ids, logprobs)
+                        self._pending[n] = ids[-1:]  # not fed yet: it enters with what is given next
+            if any(running):
+                self._let_go()
+                logits, step = self._step([drawn[n][0][-1] if running[n] else -1 for n in self._held]), step + 1
+
+    def _let_go(self) -> None:
+        """Let the rows that are over leave the cache, if they are half of what it holds and others stay."""
+        stay = [place for place, n in enumerate(self._held) if n not in self._over]
+        if not 0 < 2 * len(stay) <= len(self._held):
+            return
+        self._gone |= self._rollouts([n for n in self._held if n in self._over])
+        rows = torch.tensor(stay)
+        self._cache.reindex(rows)
+        there = rows.to(self._logits.device)
+        self._seeds, self._logits = self._seeds[there], self._logits[there]
+        self._held = [self._held[place] for place in stay]
 
     def _feed_pending(self, running: Sequence[bool]) -> None:
         """A row that goes on without having been given anything still has to see its last drawn token."""
-        tokens = [p[-1] if on and p else -1 for p, on in zip(self._pending, running, strict=True)]
+        tokens = [self._pending[n][-1] if running[n] and self._pending[n] else -1 for n in self._held]
         if any(t >= 0 for t in tokens):
             fed = torch.tensor(tokens, device=self._logits.device)[:, None] >= 0
             self._logits = torch.where(fed, self._step(tokens), self._logits)
-            self._pending = [[] if t >= 0 else p for t, p in zip(tokens, self._pending, strict=True)]
+            for n, token in zip(self._held, tokens, strict=True):
+                if token >= 0:
+                    self._pending[n] = []
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
         """Append given tokens, with their roles, to each row (() = nothing); they enter when the row goes on.
@@ -167,6 +211,7 @@ class Episode:
         What is given in several calls enters as if it were given in one.
         """
         assert len(chunks) == self.rows
+        assert not any(chunks[n] for n in self._over), "a row that was let go is given nothing"
         for n, chunk in enumerate(chunks):
             own = [""] * len(chunk) if roles is None else roles[n]
             assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
@@ -181,38 +226,46 @@ class Episode:
             return
         drawn = str(Role.ASSISTANT)
         tokens = [
-            [*((token, drawn) for token in self._pending[n]), *self._given[n]] if on else [] for n, on in enumerate(fed)
+            [*((token, drawn) for token in self._pending[n]), *self._given[n]] if fed[n] else [] for n in self._held
         ]
         for n, on in enumerate(fed):
             if on:
                 self._pending[n], self._given[n] = [], []
         logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
-        self._logits = torch.where(torch.tensor(fed, device=logits.device)[:, None], logits, self._logits)
+        changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]
+        self._logits = torch.where(changed, logits, self._logits)
 
     def rollouts(self) -> list[Rollout]:
         """Every row as it stands, with its ledger."""
         self._feed_given([True] * self.rows)
-        longest = max(len(row.ids) for row in self._rows)
+        found = self._gone | self._rollouts(self._held)
+        return [found[n] for n in range(self.rows)]
+
+    def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
+        """Of some of the rows in the cache."""
+        places = {n: place for place, n in enumerate(self._held) if n in set(numbers)}
+        longest = max(len(self._rows[n].ids) for n in numbers)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
-        rows = [self._rollout(row, ledger[n]) for n, row in enumerate(self._rows)]
+        rows = {n: self._rollout(self._rows[n], ledger[place]) for n, place in places.items()}
         if experts is not None:
-            rows = [replace(row, experts=experts[n, : len(row.ids)].clone()) for n, row in enumerate(rows)]
+            rows = {n: replace(row, experts=experts[places[n], : len(row.ids)].clone()) for n, row in rows.items()}
         selections = self._cache.selections()
         if selections is not None:
-            rows = [replace(row, selection=own) for row, own in zip(rows, selections, strict=True)]
+            rows = {n: replace(row, selection=selections[places[n]]) for n, row in rows.items()}
         if codec is None or times is None:
             return rows
-        return [
-            replace(
+        hints = self._cache.hints()
+        return {
+            n: replace(
                 row,
                 codec=codec,
-                keys_quantised_at=times[0][n, : len(row.ids)].clone(),
-                values_quantised_at=times[1][n, : len(row.ids)].clone(),
-                hints=hints,
+                keys_quantised_at=times[0][places[n], : len(row.ids)].clone(),
+                values_quantised_at=times[1][places[n], : len(row.ids)].clone(),
+                hints=hints[places[n]],
             )
-            for n, (row, hints) in enumerate(zip(rows, self._cache.hints(), strict=True))
-        ]
+            for n, row in rows.items()
+        }
 
     @property
     def _stops(self) -> frozenset[int]:
@@ -227,7 +280,7 @@ class Episode:
             sampled=torch.tensor(row.sampled),
             sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
             evicted_at=ledger[:, :, :length].clone(),
-            kv_bytes_peak=self._cache.bytes_peak // self.rows,
+            kv_bytes_peak=self._cache.bytes_peak // len(self._held),
             kv_bytes_dense=self._cache.dense_bytes(length),
             retention=row.retention,
             answer_start=row.answer_start,
@@ -238,7 +291,7 @@ class Episode:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
         ids = torch.tensor(tokens)[:, None]
         positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)
-        self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * self.rows, 1))
+        self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * len(ids), 1))
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
     def _pinned(self, roles: Sequence[Sequence[str]] | None, width: int) -> Tensor | None:

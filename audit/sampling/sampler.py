@@ -14,7 +14,7 @@ from audit.cache.shared import SharedPrefill
 from audit.core.errors import SpecError
 from audit.policies import Mixture, Policy
 from audit.sampling.decoding import Completion, Decoding, Scored, nucleus
-from audit.sampling.episode import Ended, Episode, ServedModel
+from audit.sampling.episode import Ended, Episode, Heard, ServedModel
 
 T = TypeVar("T")
 __all__ = ["Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "Scored", "ServedModel", "nucleus"]
@@ -77,14 +77,19 @@ class MixedEpisode:
             self._parts.append((rows, episode))
 
     def decode(
-        self, decoding: Decoding, limits: Sequence[int] | None = None, ended: Ended | None = None
+        self,
+        decoding: Decoding,
+        limits: Sequence[int] | None = None,
+        ended: Ended | None = None,
+        heard: Heard | None = None,
     ) -> list[Completion | None]:
         """See ``Episode.decode``."""
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
 
         def work(rows: list[int], episode: Episode) -> list[Completion | None]:
-            own = None if ended is None else lambda n, ids: ended(rows[n], ids)
-            return episode.decode(decoding, [most[n] for n in rows], own)
+            own_ended = None if ended is None else lambda n, ids: ended(rows[n], ids)
+            own_heard = None if heard is None else lambda n, completion: heard(rows[n], completion)
+            return episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard)
 
         return self._gather(work)
 

@@ -185,7 +185,7 @@ def _sampled(jobs: Sequence[_Job]) -> list[list[Choice]]:
     episode = sampler.open(prompts, seeds, roles=roles)
     limits = [job.limit for job, _ in rows]
     decoding = Decoding(max(limits), first.asked.temperature, first.asked.top_p)
-    drawn = episode.decode(decoding, limits, lambda n, ids: texts[n].heard(ids))
+    drawn = episode.decode(decoding, limits, lambda n, ids: texts[n].heard(ids), lambda *_: False)
     found: dict[int, list[Choice]] = {id(job): [] for job in jobs}
     for (job, _), text, completion in zip(rows, texts, drawn, strict=True):
         assert completion is not None, "every row has room for a token"

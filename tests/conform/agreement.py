@@ -41,10 +41,13 @@ def spoken(play: Conversation) -> float:
         row.give(prompts[n // play.group], [role == "system" for role in roles[n // play.group]])
         row.go_on()  # a prompt enters at once, a message when its row is next asked to answer
     drawn: list[list[float]] = [[] for _ in rows]
+    last = [max((turn for turn, (limits, _) in enumerate(play.turns, 1) if limits[n]), default=0) for n in play.rows]
     for turn, (limits, lengths) in enumerate(play.turns, start=1):
-        answers = episode.decode(Decoding(max(*limits, 1), play.temperature), limits)
-        messages = [play.tokens(100 * turn + n, length) for n, length in enumerate(lengths)]
-        marks = [[n < play.marked for n in range(length)] for length in lengths]
+        goes_on = [not (play.leaving and turn >= last[n]) for n in play.rows]
+        heard = lambda n, _, goes_on=goes_on: goes_on[n]  # noqa: E731
+        answers = episode.decode(Decoding(max(*limits, 1), play.temperature), limits, None, heard)
+        messages = [play.tokens(100 * turn + n, length if goes_on[n] else 0) for n, length in enumerate(lengths)]
+        marks = [[n < play.marked for n in range(len(message))] for message in messages]
         episode.extend(messages, [["system" if mark else "tool" for mark in own] for own in marks])
         for n, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             if answer is not None:

@@ -194,13 +194,22 @@ class Play:
 
 @dataclass(frozen=True)
 class Conversation(Play):
-    """Prompts to groups of rows, then turns: each row's limit of drawn tokens (0: it sits out) and a message to it."""
+    """Prompts to groups of rows, then turns: each row's limit of drawn tokens (0: it sits out) and a message to it.
+
+    ``leaving``: a row may leave the batch after its last answer, and is told nothing from then on.
+    """
 
     lengths: tuple[int, ...]
     group: int
     turns: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     temperature: float = 1.0
     marked: int = 0  # tokens at the head of every message that are pinned
+    leaving: bool = False
+
+    @property
+    def rows(self) -> range:
+        """The numbers of the rows."""
+        return range(len(self.seeds))
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,8 @@ def conversation(draw: Draw, family: str, parts: tuple[Part, ...]) -> Conversati
     seeds, text = draw(st.tuples(*[st.integers(0, 99)] * rows)), draw(st.integers(0, 999))
     warm = draw(st.sampled_from((1.0, 1.0, 0.7)))
     weights = tuple(draw(st.sampled_from((1, 1, 2, 4))) for _ in parts) if len(parts) > 1 else (1,)
-    return Conversation(family, parts, weights, seeds, text, pins, tuple(lengths), group, tuple(turns), warm, marked)
+    leaving, told = draw(st.booleans()), tuple(turns)
+    return Conversation(family, parts, weights, seeds, text, pins, tuple(lengths), group, told, warm, marked, leaving)
 
 
 def forwards(draw: Draw, family: str, parts: tuple[Part, ...]) -> Forwards:

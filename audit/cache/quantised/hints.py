@@ -128,10 +128,10 @@ class HintRecorder:
         token, part, head, channel, rank = found.unbind(1)
         return (((token * layers + layer) * 2 + part) * heads + head) * width + channel, rank % _LOW
 
-    def expand(self, group: int) -> None:
-        """Repeat every row ``group`` times; members share what was found so far."""
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named: with what was found so far."""
         self._look()
-        self._found = [list(found) for found in self._found for _ in range(group)]
+        self._found = [list(self._found[row]) for row in rows.tolist()]
 
 
 # --- the replay's side ----------------------------------------------------------------------------------------------

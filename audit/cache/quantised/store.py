@@ -30,7 +30,7 @@ from audit.cache.quantised.codes import (
     without_empty,
 )
 from audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
-from audit.cache.schedule import Counts
+from audit.cache.schedule import Counts, counts_of
 from audit.cache.store import Entries, Store
 from audit.policies import Quantiser, softmax
 
@@ -329,14 +329,14 @@ class QuantisedStore(Store):
         super()._pack(order)
         self._start, self._aligned = start, False
 
-    def expand(self, group: int) -> None:
-        super().expand(group)
-        self._tail = (self._tail[0].repeat_interleave(group, 0), self._tail[1].repeat_interleave(group, 0))
-        self._done = tuple(done._replace(rows=done.rows.repeat_interleave(group)) for done in self._done)
+    def reindex(self, rows: Tensor) -> None:
+        super().reindex(rows)
+        self._tail = (self._tail[0][rows], self._tail[1][rows])
+        self._done = tuple(counts_of(done.rows[rows]) for done in self._done)
         if self._table is not None:
-            self._table = self._table.repeat_interleave(group, 0)
+            self._table = self._table[rows]
         if self._hints is not None:
-            self._hints.expand(group)
+            self._hints.reindex(rows)
 
     def _held(self) -> Iterator[Tensor]:
         yield from super()._held()
