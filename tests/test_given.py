@@ -20,7 +20,7 @@ from audit.core.errors import DataError, SpecError
 from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.names import NAMES
-from audit.sampling.given import check_given, load_given
+from audit.sampling.given import chat_named, check_given, load_given, load_named
 from audit.sampling.model import load_model
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
@@ -108,6 +108,39 @@ def test_an_adapter_is_merged_into_the_runs_model(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(found.model.state_dict()[name], base.model.state_dict()[name])
     assert found.sha256 != base.sha256
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    start, over = tmp_path / "start", load_model().model
+    over.config._name_or_path = "embedded"
+    peft.get_peft_model(over, lora).save_pretrained(start)
+    train = {"arms": ["dense"], "seeds": [1], "policy": "none", "suites": ["refusal"], "context_tokens": 128}
+    train |= {"steps": 1, "prompts_per_step": 2, "group": 2, "adapter": {"rank": 2}, "learning_rate": 0.01}
+    train |= {"sft": {"steps": 2, "prompts_per_step": 2, "learning_rate": 0.01}}
+    evaluate = {"policies": ["none"], "suites": {"refusal": {"items": 2}}, "context_tokens": [128], "base": True}
+    body = {"format": 1, "name": "stacked", "model": str(start), "train": train, "evaluate": evaluate}
+    code, output, folder = run(tmp_path, body | {"gate": {"reference": "dense"}})
+    assert code == 0, output
+    begun = load_named(str(start), dtype="float32", device="cpu")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["base_sha256"] == begun.sha256 != load_model().sha256
+    trained = load_named(str(folder / "checkpoints" / "dense" / "seed-1"), dtype="float32", device="cpu")
+    assert provenance["checkpoints"]["dense/1"] == trained.sha256
+    name = "model.layers.0.self_attn.q_proj.weight"
+    whole, first, second = (m.model.state_dict()[name] for m in (load_model(), begun, trained))
+    assert not torch.equal(whole, first)
+    assert 0 < float((second - first).abs().max()) < float((first - whole).abs().max())
+    assert chat_named(str(start)).count_tokens("a b") == load_model().chat.count_tokens("a b")
+
+
+def test_adapters_that_are_for_each_other_are_refused(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one", str(tmp_path / "two"))
+    adapter(tmp_path / "two", str(one))
+    with pytest.raises(DataError, match="which is for it"):
+        load_named(str(one), dtype="float32")
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME

@@ -48,13 +48,13 @@ def _mismatch(
     from audit.core.files import write_output
     from audit.runs.mismatch import measure, survey
     from audit.runs.names import load_plugins
-    from audit.sampling.model import load_model
+    from audit.sampling.given import load_named
 
     check_reading(dtype, temperature)
     load_plugins(plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
     found = survey(rollouts)
-    model = load_model(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
+    model = load_named(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
     made = measure(model, found, temperature=temperature)
     _print(found, model, made)
     if json_file is not None:

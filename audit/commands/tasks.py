@@ -27,13 +27,13 @@ def tasks(
     with user_errors():
         from audit.harness.tasks import write_tasks
         from audit.runs.names import load_plugins
-        from audit.sampling.model import load_chat
+        from audit.sampling.given import chat_named
         from suites.base import SUITES
 
         check_seed(seed)
         load_plugins(plugin or ())
         named = [name.strip() for name in suites.split(",") if name.strip()]
-        count = load_chat(model).count_tokens
+        count = chat_named(model).count_tokens
         console = wide_console()
         for name in named or SUITES.all():
             suite = SUITES.get(name)()

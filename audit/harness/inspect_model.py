@@ -24,7 +24,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 
 from audit.core.errors import SpecError
 from audit.core.records import Message, Role
-from audit.sampling.model import load_model
+from audit.sampling.given import load_named
 from audit.serving.engine import Engine
 from audit.serving.wire import ChatRequest
 
@@ -51,7 +51,7 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         if strange := sorted(set(options) - {"dtype", "device"}):
             raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
-        loaded = load_model(checkpoint, **options)
+        loaded = load_named(checkpoint, **options)
         self._engine = Engine({_NAME: loaded})
         self._served = f"{_NAME}@{policy or 'none'}"
         self._engine.served(self._served)  # a policy that is none is said now

@@ -23,7 +23,8 @@ from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
 from audit.sampling.chat import Rendered
 from audit.sampling.conversations import holds_stop, score_answers
-from audit.sampling.model import EMBEDDED, load_model
+from audit.sampling.given import load_named
+from audit.sampling.model import EMBEDDED
 from audit.sampling.sampler import Decoding, Sampler
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         chosen = parse_policy("none" if policy is None else policy.replace(";", ","))  # the harness reads none as None
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"  # the harness names cuda:0 where nobody did
-        self._loaded = load_model(pretrained, dtype=dtype, device=device)  # type: ignore[arg-type]
+        self._loaded = load_named(pretrained, dtype=dtype, device=device)  # type: ignore[arg-type]
         self._sampler, self._rows, self._seed = Sampler(self._loaded, chosen), int(batch_size), seed
         self.tokenizer = self._loaded.chat.tokenizer
         self._rendered: dict[str, Rendered] = {}  # prompts made from a chat, whose tokens have roles
@@ -188,6 +189,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             Decoding(max(limits), temperature, top_p),
             limits,
             lambda n, ids: holds_stop(self._loaded.chat, ids, batch[n].until),
+            lambda *_: False,
         )
         for one, completion in zip(batch, completions, strict=True):
             assert completion is not None

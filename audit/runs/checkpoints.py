@@ -5,8 +5,8 @@ from __future__ import annotations
 from audit.core.errors import DataError
 from audit.core.spec import BASE_ARM
 from audit.runs.folder import RunFolder
-from audit.sampling.given import load_given
-from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.given import load_given, load_named
+from audit.sampling.model import LoadedModel
 
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:
@@ -16,7 +16,7 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedM
     name = given or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
     if not is_model and given is None and not run.checkpoint(arm, seed).is_dir():
         raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
-    model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if not is_model:
         model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if model.sha256 != wanted:

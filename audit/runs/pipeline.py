@@ -33,7 +33,7 @@ from audit.runs.progress import Meter
 from audit.runs.ranks import check_ranks, started
 from audit.runs.recipe import recipe_of
 from audit.runs.units import Unit, UnitFiles
-from audit.sampling.given import check_given, load_given
+from audit.sampling.given import check_given, load_given, load_named
 from audit.sampling.model import LoadedModel, load_model
 from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
@@ -65,7 +65,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True) -> Prepared:
     ``trains``: whether anything is left to train, which takes memory that an evaluation does not.
     """
     disable_progress_bar()
-    model = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
@@ -148,7 +148,7 @@ class Pipeline:
         section = self._spec.train
         assert section is not None
         spec, known = self._spec, self._run.provenance()["base_sha256"]
-        self._base = load_model(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != known:
             raise RunError(
                 f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"

@@ -20,7 +20,7 @@ from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import RunFolder
 from audit.runs.probe.plan import counter
 from audit.runs.progress import Meter
-from audit.sampling.model import load_chat
+from audit.sampling.given import chat_named
 from suites.base import CountTokens, Suite
 from suites.sources import watched
 
@@ -185,7 +185,7 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 
 def _count_of(run: RunFolder) -> CountTokens:
     """What counted the tokens of the run's items."""
-    return load_chat(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
+    return chat_named(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
 
 
 def _tokenizer_of(run: RunFolder) -> str:

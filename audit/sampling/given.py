@@ -14,7 +14,7 @@ from typing import Any
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.yaml_file import shown
-from audit.sampling.chat import ChatOption
+from audit.sampling.chat import Chat, ChatOption
 from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, verify_folder
 from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256
 
@@ -48,14 +48,30 @@ def load_named(
     device: str = "auto",
     chat: Mapping[str, ChatOption] | None = None,
 ) -> LoadedModel:
-    """``load_model``; where a folder holds an adapter, it is merged into the model that its configuration names."""
-    folder = Path(name_or_path).expanduser()
-    if not _is_adapter(folder):
-        return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise DataError(f"adapter {name_or_path!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")
-    return load_given(name_or_path, load_model(base, dtype=dtype, device=device, chat=chat), dtype=dtype, device=device)
+    """``load_model``; an adapter's folder is merged into the model that its configuration names, itself perhaps one."""
+    base, *adapters = reversed(_stack(name_or_path))
+    model = load_model(base, dtype=dtype, device=device, chat=chat)
+    for adapter in adapters:
+        model = load_given(adapter, model, dtype=dtype, device=device)
+    return model
+
+
+def chat_named(name_or_path: str) -> Chat:
+    """``load_chat``; an adapter speaks as the model that it is for."""
+    return load_chat(_stack(name_or_path)[-1])
+
+
+def _stack(name_or_path: str) -> list[str]:
+    """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
+    names = [name_or_path]
+    while _is_adapter(folder := Path(names[-1]).expanduser()):
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise DataError(f"adapter {names[-1]!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")
+        if base in names:
+            raise DataError(f"adapter {names[-1]!r} is for {base!r}, which is for it; name a model in {ADAPTER_CONFIG}")
+        names.append(base)
+    return names
 
 
 def check_given(name_or_path: str, base: LoadedModel) -> None:
