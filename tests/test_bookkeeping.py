@@ -1,14 +1,18 @@
-"""Walking the grid costs as much per unit at many units as at few: looks at files and parsed policies are counted."""
+"""Walking the grid costs as much per unit at many units as at few; what is said of the way counts every process."""
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from audit.core.spec import RunSpec
 from audit.policies import parse
+from audit.runs import progress
 from audit.runs.evaluate import grid
 from bench.bookkeeping import spec_of, walked
 
@@ -42,3 +46,20 @@ def test_looks_at_files_and_parsed_policies_are_linear_in_the_units(
     assert more["looks"] <= 5 * less["looks"]
     assert more["looks"] <= 8 * len(grid(many))
     assert more["parses"] <= 8 * len(many.evaluate.policies)
+
+
+def test_progress_counts_what_other_processes_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [100.0], io.StringIO()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress.Meter(Console(file=said, width=200), "train", 100, 10, lambda: 15) as meter:
+        now[0] += 5
+        meter.at(12, "too early for a line")
+        now[0] += 25
+        meter.at(15, "dense")  # 5 here and 15 elsewhere in 30 s, 70 left
+        now[0] += 25
+        meter.at(95, "naive")  # of the last steps, one is counted by both
+    assert said.getvalue().splitlines() == [
+        "train 30/100 (30 %), ETA 1.8 min: dense",
+        "train 100/100 (100 %), ETA 0 s: naive",
+        "train 100/100 (100 %), ETA 0 s: done",
+    ]

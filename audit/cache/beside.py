@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from audit.cache.gather import gather_columns
 from audit.cache.rotary import Rotary
 from audit.cache.store import Store
 from audit.policies import Centres, Moments
@@ -47,7 +48,7 @@ class LastQueries:
         # from this order into the ring
         back = (torch.arange(self._window, device=at.device) - self._next()[:, None]) % self._window
         self._positions, order = self._positions.gather(1, back), order.gather(1, back)
-        self._queries = queries.gather(2, order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        self._queries = gather_columns(queries, order)
 
     def _next(self) -> Tensor:
         """The position [B] of each row's next query."""
@@ -57,8 +58,7 @@ class LastQueries:
         """The queries [b, N, W, D] and positions [b, W] of some rows in order, absent ones first."""
         queries, positions = self._queries[rows], self._positions[rows]
         order = (self._next()[rows][:, None] + torch.arange(self._window, device=positions.device)) % self._window
-        index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-        return queries.gather(2, index), positions.gather(1, order)
+        return gather_columns(queries, order), positions.gather(1, order)
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""

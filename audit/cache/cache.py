@@ -14,6 +14,7 @@ from torch import Tensor
 
 from audit.cache.attention import AttentionCall, require_once
 from audit.cache.cached_layer import CachedLayer, Forward
+from audit.cache.gather import gather_columns
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
 from audit.cache.linear import LayerRun, States, advance
@@ -111,8 +112,8 @@ class EvictingCache:
         if self._order is None:
             return self._attend(call)
         there, back = self._order
-        query, key, value = (_columns(part, there) for part in (call.query, call.key, call.value))
-        return _columns(self._attend(call._replace(query=query, key=key, value=value)), back)
+        query, key, value = (gather_columns(part, there) for part in (call.query, call.key, call.value))
+        return gather_columns(self._attend(call._replace(query=query, key=key, value=value)), back)
 
     def take(self, call: AttentionCall) -> None:
         """What ``attend`` does to the cache, for a call whose output is known from another one."""
@@ -299,8 +300,3 @@ def _agreed(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Te
     for rank, view in zip(ranks, views, strict=True):
         assert rank.shape == view.positions.shape, (evictor.name, rank.shape)
     return evictor.agreed(ranks)
-
-
-def _columns(tensor: Tensor, order: Tensor) -> Tensor:
-    """Columns of [B, H, Q, D] in another order [B, Q] per row."""
-    return tensor.gather(2, order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def gather_columns(table: Tensor, order: Tensor) -> Tensor:
+    """``gather_entries`` of the same places [B, K] in every head."""
+    return gather_entries(table, order[:, None].expand(-1, table.shape[1], -1))
+
+
 def gather_entries(table: Tensor, numbers: Tensor) -> Tensor:
     """What ``table`` [B, H, C, ...] holds at the given places [B, H, K] of its third dimension: [B, H, K, ...].
 

@@ -38,6 +38,7 @@ from audit.sampling.model import LoadedModel, load_model
 from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
+from audit.training.files import TELEMETRY, TelemetryLog
 from audit.training.footprint import check_memory
 from audit.training.grpo import TrainingRun, train
 from audit.training.halt import Halt, mark_of
@@ -183,13 +184,20 @@ class Pipeline:
         if not all(map(is_done, pairs)):
             self._load_base()
         finished = sum(map(is_done, pairs))
-        with Meter(self._console, name, len(pairs) * steps, finished * steps) as meter:
-            before: list[Pair] = []
+        before: list[Pair] = []
+        mine: list[Pair] = []
+
+        def others() -> int:
+            return sum(min(self._steps(pair), steps) for pair in pairs if pair not in before and pair not in mine)
+
+        with Meter(self._console, name, len(pairs) * steps, finished * steps, others) as meter:
             rung: set[tuple[str, str]] = set()  # arm and alarm: said once, telemetry has every step
 
-            def work(pair: Pair, mine: Claim) -> None:
+            def work(pair: Pair, claim: Claim) -> None:
+                mine[:] = [pair]
+
                 def progress(done: int, row: Mapping[str, Any]) -> None:
-                    mine.check()
+                    claim.check()
                     for bound in ringing(row):
                         if (pair[0], bound.name) not in rung:
                             rung.add((pair[0], bound.name))
@@ -252,7 +260,11 @@ class Pipeline:
             self._load_base()
         rows = dict.fromkeys(units, 0)  # done of each
         before = 0  # their sum
-        with Meter(self._console, phase, sum(map(self._rows, units)), sum(map(self._rows, sealed))) as meter:
+
+        def others() -> int:
+            return sum(self._rows(unit) for unit in units if not rows[unit] and is_sealed(unit))
+
+        with Meter(self._console, phase, sum(map(self._rows, units)), sum(map(self._rows, sealed)), others) as meter:
 
             def count(unit: Unit, done: int) -> None:
                 nonlocal before
@@ -431,6 +443,10 @@ class Pipeline:
 
     def _rows(self, unit: Unit) -> int:
         return self._spec.evaluate.suites[unit.suite].items * self._spec.evaluate.samples_of(unit.suite)
+
+    def _steps(self, pair: Pair) -> int:
+        """Steps that a checkpoint has on disk so far, whoever trains it."""
+        return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count
 
     def _train_lock(self, pair: Pair) -> Path:
         path = self._run.checkpoint(*pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -14,12 +15,15 @@ _SECONDS_BETWEEN_LINES = 20.0
 class Meter:
     """Counts ``total`` steps of one phase; use as a context manager.
 
-    What an earlier run has done is given as ``done`` and takes no part in the ETA.
+    What an earlier run has done is given as ``done`` and takes no part in the ETA. ``others`` is asked now and then how
+    much other processes have done that ``at`` does not count yet.
     """
 
-    def __init__(self, console: Console, phase: str, total: int, done: int = 0) -> None:
-        self._console, self._phase, self._total = console, phase, total
-        self._done, self._first = done, done
+    def __init__(
+        self, console: Console, phase: str, total: int, done: int = 0, others: Callable[[], int] | None = None
+    ) -> None:
+        self._console, self._phase, self._total, self._others = console, phase, total, others
+        self._done, self._first, self._elsewhere = done, done, 0
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -42,14 +46,17 @@ class Meter:
 
     def at(self, done: int, what: str) -> None:
         """``done`` of the total are finished; ``what`` names the work under way."""
-        self._done = done
+        due = time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES
+        if due:
+            self._printed = time.monotonic()
+            self._elsewhere = self._others() if self._others else 0
+        self._done = min(done + self._elsewhere, self._total)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, description=f"{self._phase} {what}")
-        elif time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._bar.update(self._task, completed=self._done, description=f"{self._phase} {what}")
+        elif due:
             self._line(what)
 
     def _line(self, what: str) -> None:
-        self._printed = time.monotonic()
         share = 100 * self._done / self._total if self._total else 100.0
         text = f"{self._phase} {self._done}/{self._total} ({share:.0f} %), ETA {self._eta()}: {what}"
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

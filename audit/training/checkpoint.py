@@ -36,7 +36,7 @@ from audit.sampling.given import adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder
 from audit.sampling.weights import file_sha256, weights_sha256
 from audit.training.adapters import AdaptedModel, save_adapter
-from audit.training.files import TelemetryLog, guarded, move_into, write_folder
+from audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
 from audit.training.ranks import RankGroup, everywhere
 
 FORMAT = 1
@@ -88,7 +88,7 @@ class CheckpointFolder:
     ) -> None:
         """``more`` is what the claim holds besides: sha256 of what the configuration only names."""
         self.path, self._config = path, config
-        self.telemetry = TelemetryLog(path / "telemetry.jsonl")
+        self.telemetry = TelemetryLog(path / TELEMETRY)
         self._claim = {
             "format": FORMAT,
             "config": config.to_json(),

@@ -57,6 +57,9 @@ def move_into(files: Path, folder: Path) -> None:
         sync(folder)
 
 
+TELEMETRY = "telemetry.jsonl"  # the name of that file in a checkpoint
+
+
 class TelemetryLog:
     """Append-only ``telemetry.jsonl``. Every line is on disk before ``append`` returns; RunError if it cannot be."""
 
@@ -67,6 +70,11 @@ class TelemetryLog:
     def size(self) -> int:
         """Bytes on disk, 0 before the first line."""
         return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def count(self) -> int:
+        """Rows on disk, read by their ends alone."""
+        return self.path.read_bytes().count(b"\n") if self.size else 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Every row so far; raises DataError where one is damaged."""
