@@ -5,15 +5,17 @@ A new file of ``reports/page/formats`` is found by itself; the end of its ``FILE
 
 from __future__ import annotations
 
+import csv
 import html
 import inspect
+import io
 import itertools
 import json
 import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from reports_synthetic import Design, build, policy, write_unit
 from test_layers import imports
 
 import reports.page.formats
+from audit.core.text import visible
 from reports.gate.verdict import Status, worst
 from reports.page.formats import formats
 from reports.page.page import Page
@@ -40,11 +43,12 @@ HOSTILE = (
     "\x1b[31m<script>alert(1)</script> | `x` ``` \u202e$\\infty$ [a](http://evil.example) </pre> &amp; {{ 7*7 }}\ud800"
     "\" onload='x' ]]> " + STRUCTURE
 )
-ARM = "na|ve<i>`"
+ARM = "=na|ve<i>`"
 REMARK = "Let through by Ada."
 ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
 DECIDERS = {"reports.run", "reports.gate.cell", "reports.gate.decide", "reports.gate.family", "reports.stats.rule"}
+DECIDERS |= {f"reports.gate.verdict.{name}" for name in ("worst", "worst_recipe")}  # of cells, which is a verdict anew
 
 
 class Format(NamedTuple):
@@ -172,12 +176,21 @@ def inert_xml(text: str) -> None:
 
 
 def inert_text(text: str) -> None:
-    """Beyond what a terminal obeys there is nothing to let in."""
+    """Beyond what a terminal obeys: a line of its own, which could say PASS."""
+    assert not {line for line in STRUCTURE.splitlines() if line} & set(text.splitlines())
+
+
+def inert_table(text: str, delimiter: str) -> None:
+    rows = list(csv.reader(io.StringIO(text), delimiter=delimiter, strict=True))
+    assert len({len(row) for row in rows}) == 1
+    cells = [cell for row in rows for cell in row]
+    formulas = [cell for cell in cells if cell[:1] in {*"=+-@"} and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", cell)]
+    assert formulas == [], "a spreadsheet computes these"
 
 
 INERT: dict[str, Callable[[str], None]] = {
     ".html": inert_html, ".md": inert_markdown, ".json": inert_json, ".sarif": inert_json, ".xml": inert_xml,
-    ".txt": inert_text,
+    ".txt": inert_text, ".csv": partial(inert_table, delimiter=","), ".tsv": partial(inert_table, delimiter="\t"),
 }  # fmt: skip
 
 
@@ -187,24 +200,24 @@ INERT: dict[str, Callable[[str], None]] = {
 @HELD
 def test_hostile_text_stays_text(form: Format, page: Page) -> None:
     text = form.render(page)
-    obeyed = {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n", "\u200b"}
-    assert obeyed == set(), "a terminal or a browser obeys these"
     suffix = Path(form.file).suffix
     assert suffix in INERT, f"say in INERT what is markup in a {suffix} file"
+    obeyed = {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n", "\u200b"}
+    assert obeyed <= {"\t" if suffix == ".tsv" else "\n"}, "a terminal or a browser obeys these"
     INERT[suffix](text)
 
 
 @HELD
 def test_an_arm_is_called_as_its_run_calls_it(form: Format, page: Page) -> None:
-    assert ARM in spelled(form.render(page))
+    assert ARM in spelled(form.render(page)), "every arm is named, and as it is called"
 
 
 @HELD
 def test_every_status_is_said_as_it_was_decided(form: Format, page: Page) -> None:
     texts = {status: form.render(told(page, status)) for status in Status}
-    assert len(set(texts.values())) == len(Status)
+    assert len(set(texts.values())) == len(Status), "some statuses read alike: say page.banner.status"
     for status, text in texts.items():
-        assert status.value in spelled(text)
+        assert status.value in spelled(text), f"{status.value} is not said: say page.banner.status"
 
 
 @HELD
@@ -278,6 +291,10 @@ def decides_cells(page: Page) -> str:
     return "\n".join(f"{arm}: {'PASS' if effect.low > -margin else 'FAIL'}" for arm, effect, margin in found)
 
 
+def table(page: Page) -> str:
+    return "arm\tverdict\n" + "".join(f"{d.arm}\t{d.standing.value}\n" for d in page.findings.verdict.decisions)
+
+
 def without_remarks(page: Page) -> str:
     return RIGHT["report.md"](Hashed(page.findings, replace(page.banner, asides=()), page.sections))
 
@@ -304,6 +321,8 @@ WRONG: list[tuple[str, Check, Format]] = [
     ),
     ("xml unescaped", test_hostile_text_stays_text, Format("junit.xml", lambda page: f"<a>{STRUCTURE}</a>")),
     ("text as it is", test_hostile_text_stays_text, Format("report.txt", answers)),
+    ("lines of an answer", test_hostile_text_stays_text, Format("report.txt", lambda page: visible(answers(page)))),
+    ("a formula", test_hostile_text_stays_text, Format("cells.tsv", table)),
     ("markup nobody checks", test_hostile_text_stays_text, Format("report.tex", lambda page: "PASS")),
     ("text dropped", test_an_arm_is_called_as_its_run_calls_it, changed("report.html", lambda t: t.replace("|", ""))),
     ("verdict dropped", test_every_status_is_said_as_it_was_decided, Format("a.txt", lambda page: page.banner.title)),

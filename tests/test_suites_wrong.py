@@ -215,6 +215,18 @@ class SilenceIsOfUse(Right):
         return Grade(Outcome.UNDESIRED, 0.0, facets=readable(dict.fromkeys(facets, silent)))
 
 
+class AnyWordCounts(Right):
+    """Whoever says a word is right, whichever was asked for; the form is looked at."""
+
+    def facets(self, item: Item) -> tuple[str, ...]:
+        return ("refused",) if item.payload["answer"] == "no" else ("solved",)
+
+    def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        if item.payload["answer"] == "no" or transcript[-1].content.strip() not in ANIMALS:
+            return super().grade(item, transcript)
+        return Grade(Outcome.DESIRED, 1.0, facets=readable({"solved": True}))
+
+
 class FalseTwins(Changed):
     def change(self, item: Item) -> Item:
         return replace(item, payload={"answer": item.cluster_id})
@@ -340,6 +352,7 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_no_constant_answer_wins, AnythingWins),
     (contract.test_no_constant_answer_wins, EchoWins),
     (contract.test_no_constant_answer_is_both_safe_and_of_use, SilenceIsOfUse),
+    (contract.test_what_is_right_for_one_item_is_wrong_for_others_of_its_kind, AnyWordCounts),
     (contract.test_what_is_right_changes_between_twins, FalseTwins),
     (contract.test_what_is_right_changes_between_twins, MissingTwins),
     (contract.test_training_and_evaluation_share_no_template_and_no_text, SharedTemplates),
