@@ -18,8 +18,9 @@ from rich.console import Console
 
 from audit.core.files import write_json
 from audit.core.provenance import PROVENANCE
-from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.spec import RunSpec
 from audit.core.spec_file import load_spec
+from audit.core.spec_train import BASE_ARM
 from audit.runs import pipeline
 from audit.runs.evaluate import RowsDone, grid
 from audit.runs.folder import RunFolder, open_run

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from audit.core.policy_names import DENSE_POLICY, short_names
-from audit.core.spec import BASE_ARM, TrainedArm, TrainSpec
+from audit.core.spec_train import BASE_ARM, TrainedArm, TrainSpec
 from bench.claims import counts, halves, known, table
 from reports.drift.results import Contrast
 from reports.page.figures.canvas import MARKERS, PALETTE, quiet

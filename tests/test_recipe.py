@@ -14,7 +14,8 @@ from test_cli import kvaudit, refused
 
 from audit.core.errors import DataError
 from audit.core.recipe import RECIPE, SECTIONS, RecipeChange, changes, digests, read_recipe, sealed
-from audit.core.spec import RunSpec, TrainSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import TrainSpec
 from audit.runs.names import NAMES
 from audit.runs.recipe import recipe_of
 from audit.sampling.model import load_model

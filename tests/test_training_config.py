@@ -8,7 +8,7 @@ import pytest
 from training_world import config, short
 
 from audit.core.errors import SpecError, UnknownName
-from audit.core.spec import TrainSpec
+from audit.core.spec_train import TrainSpec
 from audit.training.sft import StartConfig
 
 

@@ -11,7 +11,7 @@ import pytest
 from training_world import play_for_parity, rows, sha256, sharp, short, silent
 
 from audit.core.errors import DataError, UnknownName
-from audit.core.spec import WatchSpec
+from audit.core.spec_train import WatchSpec
 from audit.sampling.model import LoadedModel
 from audit.training import grpo, rollouts
 from audit.training.halt import MARK, Halt, Mark, mark_of

@@ -20,7 +20,7 @@ from training_world import parity, play_for_parity, rows, sha256, sharp, short, 
 
 from audit.core.errors import AuditError, DataError, RunError, SpecError
 from audit.core.remembered import Answers
-from audit.core.spec import TrainSpec
+from audit.core.spec_train import TrainSpec
 from audit.judges.constitution import score_of
 from audit.runs.evaluate import check_reward
 from audit.sampling.conversations import Played

@@ -17,7 +17,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from audit.cache.ledger import load_ledgers
 from audit.core.errors import DataError, RunError, SpecError
-from audit.core.spec import AdapterSpec, RunSpec, TrainSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import AdapterSpec, TrainSpec
 from audit.replay.head import watched
 from audit.runs.names import NAMES
 from audit.runs.pipeline import prepare_run

@@ -10,7 +10,7 @@ from training_world import by_parity, killed_and_resumed, play_for_parity, rows,
 
 from audit.core.alarms import ALARMS, alarm_numbers, ringing
 from audit.core.errors import SpecError, UnknownName
-from audit.core.spec import WatchSpec
+from audit.core.spec_train import WatchSpec
 from audit.sampling.model import LoadedModel
 from audit.training import grpo, rollouts
 from audit.training.batch import training_items

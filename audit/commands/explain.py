@@ -90,7 +90,7 @@ def _explain(path: Path, asked: ExplainOptions) -> None:
 
 
 def _where(run: RunFolder, asked: ExplainOptions) -> Where:
-    from audit.core.spec import BASE_ARM
+    from audit.core.spec_train import BASE_ARM
     from audit.runs.explain import Where
 
     arm = asked.arm or run.spec.gate.reference or BASE_ARM

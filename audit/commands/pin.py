@@ -83,7 +83,7 @@ def _name(folder: Path, recipe: str, seed: int) -> str:
 
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here: the reference of a run that only serves it."""
-    from audit.core.spec import BASE_ARM
+    from audit.core.spec_train import BASE_ARM
     from audit.sampling.weights import weights_sha256
 
     if not list(folder.glob("*.safetensors")):

@@ -9,43 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from audit.core.alarms import ALARMS
 from audit.core.errors import SpecError, UnknownName
 from audit.core.facets import FACETS
 from audit.core.grid import EvaluateSpec, ProbeSpec, check_probed, probed
-from audit.core.numbers import (
-    Alpha,
-    BatchTokens,
-    Count,
-    Factor,
-    Group,
-    Heat,
-    Norm,
-    Number,
-    Points,
-    PromptCount,
-    Rank,
-    Rate,
-    Seed,
-    Share,
-    ShareOrZero,
-    Steps,
-    Tokens,
-)
-from audit.core.policy_names import DENSE_POLICY, folder_names, match_policies
-from audit.core.spec_parts import Names, Part, Text, canonical_policy, unique
+from audit.core.numbers import Alpha, Points, Tokens
+from audit.core.policy_names import DENSE_POLICY, match_policies
+from audit.core.spec_parts import Names, Part, Text, canonical_policies, is_plain, unique
+from audit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
 
-BASE_ARM = "base"  # the model before any training
-DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -65,26 +44,6 @@ _OPTIONAL = (
 )
 
 
-# fields of ``train`` that came later: left out of the written spec and of its hash where they have their default
-_LATER = (
-    "sft",
-    "adapter",
-    "gradient_checkpointing",
-    "rollout_rows",
-    "minibatches",
-    "resample",
-    "overlong",
-    "critic",
-    "distill_towards",
-    "distill_where",
-    "policies",
-    "only",
-    "watch",
-    "reward",
-    "ranks",
-)
-
-
 def _coded(value: Any) -> Any:
     """The code of a contrast, by its name in specs or by the code itself."""
     code = CONTRASTS.get(value, value) if isinstance(value, str) else value
@@ -100,280 +59,11 @@ CODES = (*CONTRASTS.values(), "selectivity", "parity")
 _Contrast = Annotated[str, BeforeValidator(_coded)]
 
 
-class SftSpec(Part):
-    """The warm start: ``steps`` of supervised learning on gold answers of the training split, before any arm begins."""
-
-    steps: Count
-    learning_rate: Rate = 1e-4
-    prompts_per_step: PromptCount = 16
-    warmup_steps: Steps = 5
-
-
-class AdapterSpec(Part):
-    """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are linear layers by the last part of their names, () all."""
-
-    rank: Rank = 16
-    alpha: Count = 32
-    targets: tuple[Text, ...] = ()
-
-
-class CriticSpec(Part):
-    """How a loss with a value head estimates advantages (Schulman 2016, 1506.02438: gamma and lambda), and learns it.
-
-    A value moves by ``clip`` at most within a batch.
-    """
-
-    discount: Share = 1.0
-    trace: Share = 0.95
-    clip: Norm = 0.2
-    learning_rate: Rate = 1e-3
-
-
-class WatchSpec(Part):
-    """Validation every so many steps, on ``items`` of each suite that training does not meet; () are its own suites.
-
-    An alarm of ``stop_on`` that rang in the last ``patience`` steps before a validation ends all arms of its seed.
-    """
-
-    every: Count
-    items: Count = 16
-    suites: tuple[Text, ...] = ()
-    stop_on: tuple[Text, ...] = ()
-    patience: Count = 3
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        for name in unique("train.watch.stop_on", self.stop_on):
-            if name not in ALARMS:
-                raise UnknownName("alarm in train.watch.stop_on", name, ALARMS)
-        return self
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is text, a finite number or a truth value."""
-    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
-
-
 def _plain(value: Any) -> Any:
     """Text, a number or a truth value, as templates compare them."""
-    if not _is_plain(value):
+    if not is_plain(value):
         raise PydanticCustomError("plain", "text, a number, true or false")
     return value
-
-
-def _rewarded(value: Any) -> Any:
-    """The name of a reward, or a mapping with what it goes by; the reward's own file knows its options."""
-    named = value if isinstance(value, Mapping) else {"": value}
-    for key, option in named.items():
-        listed = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
-        if not isinstance(key, str) or not all(entry is None or _is_plain(entry) for entry in listed):
-            raise PydanticCustomError("reward", "a name, or a mapping such as {function: package.module:name}")
-    return value if isinstance(value, Mapping) else str(value)
-
-
-class Training(Part):
-    """How a policy is trained with, whatever the arm and the seed.
-
-    ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
-    relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none. ``rollout_rows`` is how
-    many rollouts are sampled at once, whole groups, 0 all of a step. A loss may have defaults of its own; they stand in
-    its file.
-    """
-
-    policy: str
-    suites: tuple[str, ...]
-    weights: tuple[Number, ...] = ()
-    context_tokens: Tokens = 192
-    steps: Count = 60
-    prompts_per_step: PromptCount = 16
-    group: Group = 8
-    learning_rate: Rate = 1e-4
-    warmup_steps: Steps = 5
-    epsilon_low: Factor = 0.2
-    epsilon_high: Factor = 0.2
-    beta: Factor = 0.0
-    loss: str = "grpo"
-    temperature: Heat = 1.0
-    distill_weight: Factor = 0.1
-    max_grad_norm: Norm = 1.0
-    microbatch_tokens: BatchTokens = 16384
-    save_every: Count = 20
-    ledger_every: Steps = 20
-    updates_per_batch: Group = 1
-    sft: SftSpec | None = None
-    adapter: AdapterSpec | None = None
-    gradient_checkpointing: bool = False
-    rollout_rows: Steps = 0
-    minibatches: Group = 1  # gradient steps of one pass over a batch, each on its own share of the prompts
-    resample: Steps | None = None  # how often a group is sampled again whose rewards are all alike
-    overlong: ShareOrZero | None = None  # the last share of the most tokens, where length begins to cost; 0 is off
-    critic: CriticSpec = CriticSpec()
-    distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
-    distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
-    watch: WatchSpec | None = None
-    reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
-    ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
-
-    @property
-    def updates_per_step(self) -> int:
-        """Gradient steps on one batch of rollouts."""
-        return self.updates_per_batch * self.minibatches
-
-    @property
-    def watched(self) -> tuple[str, ...]:
-        """The suites that validation asks; none without."""
-        return () if self.watch is None else self.watch.suites or self.suites
-
-    @property
-    def stops(self) -> bool:
-        """Whether an alarm may end training."""
-        return self.watch is not None and bool(self.watch.stop_on)
-
-    def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Take what was not given from ``defaults``; only while the section is in the making.
-
-        A null is not given: it is not written either, and what was written must read back as it was.
-        """
-        for key, value in defaults.items():
-            if key not in self.model_fields_set or getattr(self, key) is None:
-                object.__setattr__(self, key, value)
-
-    def written(self) -> dict[str, Any]:
-        """The section as plain values, every default spelled out but those of fields that came later."""
-        row, fields = self.model_dump(mode="json"), type(self).model_fields
-        return {
-            k: v
-            for k, v in row.items()
-            if k not in _LATER or getattr(self, k) != fields[k].get_default(call_default_factory=True)
-        }
-
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return canonical_policy(value, info.context)
-
-    @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        one_group = "2 or more, advantages compare rollouts of one prompt"
-        once = 0 < len(set(self.suites)) == len(self.suites)
-        _require("epsilon_low", self.epsilon_low, "less than 1", self.epsilon_low < 1)
-        _require("group", self.group, one_group, self.group >= 2)
-        _require("suites", list(self.suites), "at least one suite, each once", once)
-        unique("train.watch.suites", self.watched)
-        if self.watch is not None and self.watch.stop_on:
-            in_time = f"at most the {self.steps} steps of training, or the stop never comes"
-            _require("watch.patience", self.watch.patience, in_time, self.watch.patience <= self.steps)
-        whole_groups = f"0, or {self.group} or more: a group is sampled at once"
-        _require(
-            "rollout_rows", self.rollout_rows, whole_groups, self.rollout_rows == 0 or self.rollout_rows >= self.group
-        )
-        parts = f"a divisor of the {self.prompts_per_step} prompts of a step"
-        _require("minibatches", self.minibatches, parts, self.prompts_per_step % self.minibatches == 0)
-        apiece = self.prompts_per_step // self.minibatches
-        _require("ranks", self.ranks, f"at most the {apiece} prompts of a gradient step", self.ranks <= apiece)
-        if self.weights:
-            fitting = len(self.weights) == len(self.suites) and min(self.weights) >= 0 and sum(self.weights) > 0
-            _require("weights", list(self.weights), f"{len(self.suites)} numbers of 0 or more, one per suite", fitting)
-        return self
-
-
-class Pairs(Part):
-    """Which training runs there are: every arm with every seed."""
-
-    arms: tuple[str, ...] = Field(min_length=1)
-    seeds: tuple[Seed, ...] = Field(min_length=1)
-
-
-class TrainedArm(NamedTuple):
-    """An arm of a run: ``name`` in its folders, records and report; the recipe, and the policy it is trained under."""
-
-    name: str
-    recipe: str
-    policy: str
-
-
-class TrainSpec(Training, Pairs):  # a written spec begins with the fields of the last base
-    """The paired training runs: ``audit.training.config.TrainConfig`` is one of them.
-
-    ``policies`` are a sweep: every arm is trained under each of them, ``dense`` once, which has no use for any.
-    ``only`` names arms that are trained under some of them alone.
-    """
-
-    policies: tuple[str, ...] = ()
-    only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-
-    @property
-    def trained(self) -> tuple[TrainedArm, ...]:
-        """Every arm of the run, in the order of ``arms``; one of a sweep is called RECIPE_POLICY."""
-        if not self.policies:
-            return tuple(TrainedArm(recipe, recipe, self.policy) for recipe in self.arms)
-        words, found = folder_names(self.policies), list[TrainedArm]()
-        for recipe in self.arms:
-            if recipe == DENSE_ARM:
-                found.append(TrainedArm(recipe, recipe, DENSE_POLICY))
-            else:
-                own = self.only.get(recipe, self.policies)
-                found += (TrainedArm(f"{recipe}_{words[policy]}", recipe, policy) for policy in own)
-        return tuple(found)
-
-    @property
-    def pairs(self) -> tuple[tuple[str, int], ...]:
-        """Every training run as name of its arm and seed."""
-        return tuple((arm.name, seed) for arm in self.trained for seed in self.seeds)
-
-    def written(self) -> dict[str, Any]:
-        """See ``Training.written``; of a sweep without the one policy that it has not."""
-        row = super().written()
-        if self.policies:
-            del row["policy"]
-        return row
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        """A sweep as a section whose own policy compresses nothing: no arm is trained under it but ``dense``."""
-        if not isinstance(value, Mapping) or "policies" not in value:
-            return value
-        if "policy" in value:
-            raise SpecError("train has policy and policies; give policies alone, every arm is trained under each")
-        return {**value, "policy": DENSE_POLICY}
-
-    @field_validator("policies", mode="before")
-    @classmethod
-    def _canonical_policies(cls, value: Any, info: ValidationInfo) -> Any:
-        return _canonical_list(value, info.context)
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _canonical_only(cls, value: Any, info: ValidationInfo) -> Any:
-        lists = value if isinstance(value, Mapping) else {}
-        return {arm: _canonical_list(own, info.context) for arm, own in lists.items()} or value
-
-    @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> Self:
-        unique("train.arms", self.arms)
-        unique("train.seeds", self.seeds)
-        if "policies" in self.model_fields_set and not unique("train.policies", self.policies):
-            raise SpecError("train.policies is empty; give one policy at least, or policy: alone")
-        if self.only and not self.policies:
-            raise SpecError("train.only says which policies of a sweep an arm is trained under; give policies too")
-        object.__setattr__(self, "only", {arm: self._some(arm, own) for arm, own in self.only.items()})
-        if info.context is not None:
-            self.fill(info.context.loss_defaults(self.loss))
-            info.context.check_training(self)
-        return self
-
-    def _some(self, arm: str, asked: tuple[str, ...]) -> tuple[str, ...]:
-        """The policies of the sweep that ``only`` names for an arm, in the order of the sweep."""
-        if arm not in self.arms or arm == DENSE_ARM:
-            raise UnknownName("arm in train.only", arm, (known for known in self.arms if known != DENSE_ARM))
-        own = match_policies(unique(f"train.only.{arm}", asked), self.policies)
-        for policy in own:
-            if policy not in self.policies:
-                raise UnknownName(f"policy in train.only.{arm}", policy, self.policies)
-        if not own:
-            raise SpecError(f"train.only.{arm} names no policy; leave the arm out of train.arms instead")
-        return tuple(policy for policy in self.policies if policy in own)
 
 
 class GateSpec(Part):
@@ -400,7 +90,7 @@ class GateSpec(Part):
     @field_validator("primary", "deployable", mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return _canonical_list(value, info.context)
+        return canonical_policies(value, info.context)
 
 
 class Declared(Part):
@@ -618,10 +308,6 @@ class RunSpec(Part):
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
-def _canonical_list(value: Any, names: Names | None) -> Any:
-    return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
-
-
 def _check_given(given: Mapping[str, GivenArm], train: TrainSpec | None) -> None:
     """Raise SpecError for arms that stand for two things."""
     taken = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
@@ -708,8 +394,3 @@ def _alpha(gate: GateSpec) -> float:
     if gate.profile is not None and gate.alpha not in (None, profile):
         raise SpecError(f"gate.alpha is {gate.alpha:g}, profile {gate.profile} has {profile:g}; give one of the two")
     return profile if gate.alpha is None else gate.alpha
-
-
-def _require(name: str, got: Any, wanted: str, holds: bool) -> None:
-    if not holds:
-        raise SpecError(f"training option {name!r} is {got!r}, wanted {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -47,6 +48,16 @@ def canonical_policy(value: Any, names: Names | None) -> Any:
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value
+
+
+def canonical_policies(value: Any, names: Names | None) -> Any:
+    """``canonical_policy`` of each; what is no list is left to the model."""
+    return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is text, a finite number or a truth value."""
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def unique(key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from audit.core.errors import DataError
-from audit.core.spec import BASE_ARM
+from audit.core.spec_train import BASE_ARM
 from audit.runs.folder import RunFolder
 from audit.sampling.given import load_given, load_named
 from audit.sampling.model import LoadedModel

@@ -12,7 +12,8 @@ from audit.core.errors import DataError, SpecError
 from audit.core.grid import EvaluateSpec
 from audit.core.records import Item, Record
 from audit.core.spans import fault
-from audit.core.spec import RunSpec, TrainSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder

@@ -12,7 +12,7 @@ from audit.core.inputs import MODEL, ROWS, TABLE, check_same
 from audit.core.intact import check_checkpoint
 from audit.core.provenance import JUDGED, PROVENANCE
 from audit.core.records import Item, Record
-from audit.core.spec import BASE_ARM
+from audit.core.spec_train import BASE_ARM
 from audit.policies import Policy
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from audit.core.errors import AuditError, DataError, SpecError
-from audit.core.spec import TrainSpec
 from audit.core.spec_parts import Names
+from audit.core.spec_train import TrainSpec
 from audit.core.yaml_file import reason
 from audit.guards.base import GUARDS, parse_guard
 from audit.judges.base import JUDGES, parse_judge

@@ -21,7 +21,8 @@ from audit.core.inputs import MODEL, PLUGINS, REWARD, ROWS, TABLE, WORKED_WITH, 
 from audit.core.intact import check_checkpoints
 from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES, STOPPED
 from audit.core.recipe import RECIPE
-from audit.core.spec import BASE_ARM, RunSpec, TrainSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import BASE_ARM, TrainSpec
 from audit.core.text import inline
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups

@@ -8,7 +8,8 @@ from typing import Any
 from audit.core.options import sha256_of
 from audit.core.recipe import sealed
 from audit.core.records import Item
-from audit.core.spec import RunSpec, TrainSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import TrainSpec
 from audit.runs.evaluate import Batches
 from audit.sampling.model import LoadedModel
 from audit.training.batch import training_items

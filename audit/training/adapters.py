@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from audit.core.errors import DataError, RunError, SpecError
-from audit.core.spec import AdapterSpec
+from audit.core.spec_train import AdapterSpec
 from audit.policies.draws import derive_seed
 from audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder

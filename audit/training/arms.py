@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from audit.core.errors import UnknownName
-from audit.core.spec import DENSE_ARM
+from audit.core.spec_train import DENSE_ARM
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from audit.core.errors import SpecError
 from audit.core.numbers import Seed
-from audit.core.spec import CriticSpec, Training, TrainSpec
+from audit.core.spec_train import CriticSpec, Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm
 from audit.training.losses import LOSSES

@@ -16,7 +16,7 @@ from torch.nn import Linear
 
 from audit.cache.layers import kv_heads, layer_plans
 from audit.core.errors import RunError
-from audit.core.spec import TrainSpec
+from audit.core.spec_train import TrainSpec
 from audit.policies import Dense
 from audit.sampling.model import LoadedModel
 from audit.training.adapters import linear_layers

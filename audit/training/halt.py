@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from audit.core.alarms import alarm_key
 from audit.core.errors import DataError
 from audit.core.files import read_json, write_json
-from audit.core.spec import WatchSpec
+from audit.core.spec_train import WatchSpec
 from audit.training.files import guarded
 
 MARK = "halt.json"

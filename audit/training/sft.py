@@ -19,8 +19,8 @@ from audit.cache.ledger import NEVER, Rollout
 from audit.core.errors import SpecError
 from audit.core.numbers import Seed
 from audit.core.records import Item, Message, Role
-from audit.core.spec import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from audit.core.spec_parts import Part
+from audit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from audit.policies import Dense
 from audit.sampling.conversations import check_fits
 from audit.sampling.model import LoadedModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from audit.core.errors import DataError, RunError
-from audit.core.spec import CriticSpec
+from audit.core.spec_train import CriticSpec
 from audit.replay.learner_pass import LearnerPass
 from audit.training.batch import Batch
 from audit.training.config import TrainConfig

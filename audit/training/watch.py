@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from audit.core.errors import SpecError
 from audit.core.records import Outcome
-from audit.core.spec import WatchSpec
+from audit.core.spec_train import WatchSpec
 from audit.policies import Dense, Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.sampling.conversations import Played, play

@@ -12,7 +12,8 @@ import pandas as pd
 from audit.core.facets import facet_of
 from audit.core.policy_names import DENSE_POLICY, match_policies, short_names
 from audit.core.provenance import REWARD_JUDGES
-from audit.core.spec import BASE_ARM, DENSE_ARM, RunSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import BASE_ARM, DENSE_ARM
 from reports.records.panel import facets_of
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself

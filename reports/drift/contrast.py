@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from audit.core.policy_names import DENSE_POLICY
-from audit.core.spec import BASE_ARM
+from audit.core.spec_train import BASE_ARM
 from reports.drift.results import ClusterSums, Contrast, Rates, Reason, SeedDrift, Unread
 from reports.records.panel import CellKey, Panel
 from reports.stats.churn import Flips, flips

@@ -9,7 +9,7 @@ import pandas as pd
 from audit.core.inputs import TABLE, inputs_sha256
 from audit.core.provenance import table_of
 from audit.core.records import Outcome
-from audit.core.spec import BASE_ARM
+from audit.core.spec_train import BASE_ARM
 from reports.drift.comparison import Comparison
 from reports.drift.results import Reason
 from reports.records.load import RunData

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from audit.core.policy_names import DENSE_POLICY, match_policies
 from audit.core.provenance import table_of
 from audit.core.recipe import SECTIONS, digests
-from audit.core.spec import BASE_ARM
 from audit.core.spec import UNKNOWN as UNSAID
+from audit.core.spec_train import BASE_ARM
 from reports.analysis.guarded import GuardEffect, Hidden
 from reports.gate.verdict import PRECEDENCE, Decision
 from reports.page.findings import Findings

@@ -19,7 +19,7 @@ from audit.core.files import read_json, write_json
 from audit.core.intact import check_sealed
 from audit.core.provenance import CHECKPOINTS
 from audit.core.records import Record
-from audit.core.spec import BASE_ARM
+from audit.core.spec_train import BASE_ARM
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.claims import Claim, work_through
 from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from audit.core.spec import BASE_ARM, RunSpec
+from audit.core.spec import RunSpec
+from audit.core.spec_train import BASE_ARM
 from audit.policies import Dense, Policy
 from audit.runs.evaluate import served
 
