@@ -17,6 +17,7 @@ from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
 from audit.sampling.chat import Chat
 from audit.sampling.conversations import play, survival
+from audit.sampling.episode import Heard
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Completion, Decoding, Sampler
 from suites.base import Suite
@@ -59,6 +60,7 @@ class Scripted:
     chat: Chat = field(default_factory=lambda: Chat(byte_tokenizer()))
     limits: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[Sequence[tuple[int, ...]]] = field(default_factory=list)
+    over: list[set[int]] = field(default_factory=list)  # rows that were let go by each call
 
     @property
     def model(self) -> Any:
@@ -78,9 +80,11 @@ class Scripted:
         self._left = [iter(line) for line in self.lines]
         return self
 
-    def decode(self, decoding: Decoding, limits: Sequence[int], ended: Any) -> list[Completion | None]:
+    def decode(self, decoding: Decoding, limits: Sequence[int], ended: Any, heard: Heard) -> list[Completion | None]:
         self.limits.append(tuple(limits))
-        return [self._say(row) if limit else None for row, limit in enumerate(limits)]
+        said = [self._say(row) if limit else None for row, limit in enumerate(limits)]
+        self.over.append({row for row, completion in enumerate(said) if completion and not heard(row, completion)})
+        return said
 
     def _say(self, row: int) -> Completion:
         word = next(self._left[row])
@@ -145,6 +149,7 @@ def test_rows_that_are_over_are_neither_decoded_nor_extended() -> None:
     sampler = Scripted([["done"], ["one", "done"]])
     play(sampler, [(Counting(), item("a")), (Counting(), item("b"))], GREEDY, [0, 1])
     assert sampler.limits == [(8, 8), (0, 8)]
+    assert sampler.over == [{0}, {1}]
     assert [bool(chunk) for chunk in sampler.chunks[0]] == [False, True]
 
 
