@@ -55,11 +55,11 @@ def test_progress_counts_what_other_processes_have_done(monkeypatch: pytest.Monk
         now[0] += 5
         meter.at(12, "too early for a line")
         now[0] += 25
-        meter.at(15, "dense")  # 5 here and 15 elsewhere in 30 s, 70 left
+        meter.at(15, "dense")  # 15 and 15 elsewhere, of which 15 were there at the start: 15 in 30 s, 70 left
         now[0] += 25
         meter.at(95, "naive")  # of the last steps, one is counted by both
     assert said.getvalue().splitlines() == [
-        "train 30/100 (30 %), ETA 1.8 min: dense",
+        "train 30/100 (30 %), ETA 2.3 min: dense",
         "train 100/100 (100 %), ETA 0 s: naive",
         "train 100/100 (100 %), ETA 0 s: done",
     ]

@@ -184,7 +184,8 @@ def inert_table(text: str, delimiter: str) -> None:
     rows = list(csv.reader(io.StringIO(text), delimiter=delimiter, strict=True))
     assert len({len(row) for row in rows}) == 1
     cells = [cell for row in rows for cell in row]
-    formulas = [cell for cell in cells if cell[:1] in {*"=+-@"} and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", cell)]
+    number = r"[+-]?(inf|[\d.,]+(e[+-]?\d+)?)( ?(%|[a-z]+))?|-"
+    formulas = [cell for cell in map(str.lstrip, cells) if cell[:1] in {*"=+-@"} and not re.fullmatch(number, cell)]
     assert formulas == [], "a spreadsheet computes these"
 
 
@@ -209,7 +210,7 @@ def test_hostile_text_stays_text(form: Format, page: Page) -> None:
 
 @HELD
 def test_an_arm_is_called_as_its_run_calls_it(form: Format, page: Page) -> None:
-    assert ARM in spelled(form.render(page)), "every arm is named, and as it is called"
+    assert ARM in spelled(form.render(page)), "every candidate is named, and as it is called"
 
 
 @HELD

@@ -244,10 +244,10 @@ def without_understanding(asked: Asked) -> list[Said]:
 
 def test_what_is_right_for_one_item_is_wrong_for_others_of_its_kind(asked: Asked) -> None:
     suite, kinds = asked.suite, defaultdict[tuple[str, ...], list[Item]](list)
-    for item in asked.eval[::2]:
+    for item in asked.eval:
         kinds[suite.facets(item)].append(item)
     for items in (some for facets, some in kinds.items() if FOUND & {*facets}):
-        pairs = [(items[n], suite.gold(items[n - step])) for step in (1, 2, 3, 5) for n in range(len(items))]
+        pairs = [(items[n], suite.gold(items[n - step])) for step in (1, 2, 3, 4) for n in range(len(items))]
         other = [grade(suite, item, said).score == 1.0 for item, said in pairs if said != suite.gold(item)]
         assert sum(other) <= CONSTANT * len(other), f"{sum(other)} of {len(other)} answers to another item count"
 

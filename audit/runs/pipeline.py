@@ -272,6 +272,10 @@ class Pipeline:
                 before += done - rows[unit]
                 rows[unit] = done
 
+            def finished(unit: Unit) -> None:
+                count(unit, self._rows(unit))
+                meter.at(before, _unit_line(unit))
+
             def work(hand: Hand[Unit]) -> None:
                 def progress(unit: Unit, done: int, _: int) -> None:
                     hand.claim(unit).check()
@@ -288,7 +292,7 @@ class Pipeline:
                 done=is_sealed,
                 lock=lambda unit: files[unit].lock,
                 work=work,
-                finished=lambda unit: count(unit, self._rows(unit)),
+                finished=finished,
                 waiting=self._say,
                 takeover=self._takeover,
             )

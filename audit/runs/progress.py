@@ -23,7 +23,8 @@ class Meter:
         self, console: Console, phase: str, total: int, done: int = 0, others: Callable[[], int] | None = None
     ) -> None:
         self._console, self._phase, self._total, self._others = console, phase, total, others
-        self._done, self._first, self._elsewhere = done, done, 0
+        self._elsewhere = others() if others else 0
+        self._done, self._first = done, max(done, self._elsewhere)
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None

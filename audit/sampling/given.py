@@ -15,7 +15,7 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.yaml_file import shown
 from audit.sampling.chat import Chat, ChatOption
-from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, verify_folder
+from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, own_path, verify_folder
 from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
@@ -64,7 +64,7 @@ def chat_named(name_or_path: str) -> Chat:
 def _stack(name_or_path: str) -> list[str]:
     """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
     names = [name_or_path]
-    while _is_adapter(folder := Path(names[-1]).expanduser()):
+    while _is_adapter(folder := own_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise DataError(f"adapter {names[-1]!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")

@@ -126,11 +126,22 @@ def load_chat(name_or_path: str = EMBEDDED) -> Chat:
         return Chat(AutoTokenizer.from_pretrained(folder, **_LOCAL))
 
 
+def own_path(name_or_path: str) -> Path:
+    """A model's name as a path, there or not; raises DataError for what can be none."""
+    try:
+        path = Path(name_or_path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, of a user who is none, with a zero byte
+        told = str(error).partition(": ")[0]
+        raise DataError(f"model {shown(name_or_path)} cannot be a path ({told[:80]}); mend the name") from None
+    return path
+
+
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
     """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / EMBEDDED
-    path = Path(name_or_path).expanduser()
+    path = own_path(name_or_path)
     if path.is_dir():
         return path
     if path.exists() or not _HUB_ID.fullmatch(name_or_path):

@@ -73,8 +73,11 @@ class TelemetryLog:
 
     @property
     def count(self) -> int:
-        """Rows on disk, read by their ends alone."""
-        return self.path.read_bytes().count(b"\n") if self.size else 0
+        """Rows on disk, read by their ends alone; 0 where it cannot be read, which is for others to say."""
+        try:
+            return self.path.read_bytes().count(b"\n")
+        except OSError:
+            return 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Every row so far; raises DataError where one is damaged."""
