@@ -143,6 +143,14 @@ def test_adapters_that_are_for_each_other_are_refused(tmp_path: Path) -> None:
         load_named(str(one), dtype="float32")
 
 
+@pytest.mark.parametrize("base", ["~nobody-is-called-so/model", "x" * 5000, "a/" * 5000, "\0"])
+def test_an_adapter_for_what_can_be_no_path_is_one_line(base: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_named(str(adapter(tmp_path / "one", base)), dtype="float32")
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
 @PEFT_ASKS_BY_AN_OLD_NAME
 def test_an_adapter_whose_weights_have_no_place_is_refused_and_not_merged_as_nothing(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -243,7 +243,8 @@ class Episode:
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
         """Of some of the rows in the cache."""
-        places = {n: place for place, n in enumerate(self._held) if n in set(numbers)}
+        wanted = set(numbers)
+        places = {n: place for place, n in enumerate(self._held) if n in wanted}
         longest = max(len(self._rows[n].ids) for n in numbers)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)

@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from audit.core.errors import DataError, RunError
 from audit.core.files import PARTIAL, sync
 
+TELEMETRY = "telemetry.jsonl"  # of a checkpoint, one row per step
+
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
@@ -55,9 +57,6 @@ def move_into(files: Path, folder: Path) -> None:
             os.replace(file, folder / file.name)
         shutil.rmtree(files)
         sync(folder)
-
-
-TELEMETRY = "telemetry.jsonl"  # the name of that file in a checkpoint
 
 
 class TelemetryLog:

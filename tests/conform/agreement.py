@@ -44,8 +44,8 @@ def spoken(play: Conversation) -> float:
     last = [max((turn for turn, (limits, _) in enumerate(play.turns, 1) if limits[n]), default=0) for n in play.rows]
     for turn, (limits, lengths) in enumerate(play.turns, start=1):
         goes_on = [not (play.leaving and turn >= last[n]) for n in play.rows]
-        heard = lambda n, _, goes_on=goes_on: goes_on[n]  # noqa: E731
-        answers = episode.decode(Decoding(max(*limits, 1), play.temperature), limits, None, heard)
+        decoding = Decoding(max(*limits, 1), play.temperature)
+        answers = episode.decode(decoding, limits, None, lambda n, _, goes_on=goes_on: goes_on[n])
         messages = [play.tokens(100 * turn + n, length if goes_on[n] else 0) for n, length in enumerate(lengths)]
         marks = [[n < play.marked for n in range(len(message))] for message in messages]
         episode.extend(messages, [["system" if mark else "tool" for mark in own] for own in marks])
