@@ -30,6 +30,7 @@ from audit.cache.attention import NAME
 from audit.core.errors import RunError
 from audit.policies import parse_policy
 from audit.sampling.model import load_model
+from audit.sampling.packed import packed
 from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
 
@@ -52,7 +53,7 @@ class Ours:
 
     def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, new: int) -> None:
         self._new, self._parameters = new, sum(p.nbytes for p in served.model.parameters())
-        self._episode = Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+        self._episode = Sampler(packed(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
 
     def __call__(self) -> Seconds:
         return timed(lambda: self._episode.decode(Decoding(self._new, temperature=0.0)))
@@ -189,8 +190,8 @@ def turns(ours: Side, theirs: Side, count: int) -> tuple[list[Seconds], list[Sec
 
 
 def measured_bandwidth() -> float:
-    """Bytes a second at which one thread reads memory: the best of three sums of 256 MB."""
-    large = torch.ones(1 << 26)
+    """Bytes a second at which one thread reads memory: the best of three sums of 1 GB, which no cache holds."""
+    large = torch.ones(1 << 28)
     return max(large.nbytes / timed(large.sum).cpu for _ in range(3))
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conform.world import gap, ledger_of, prompts, random_model, shared, two_turns
+from torch import Tensor
 
 from audit import CompressedCache, shadow
-from audit.cache.quantised.codes import encode_tokens
+from audit.cache.quantised.codes import Scratch, encode_tokens, pack, unpack
 from audit.cache.quantised.hints import (
     BAND,
     KEYS,
@@ -35,6 +36,10 @@ def codec(text: str) -> Quantiser:
     return found
 
 
+def numbers_of(own: Quantiser, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return own.numbers(codes, torch.empty(codes.shape, dtype=dtype))
+
+
 def test_words_hold_what_was_packed() -> None:
     index = torch.tensor([7, 0, 4094, 8190, 8189, 2**20, 2**20 + 1])
     low = torch.tensor([1, 2, 15, 0, 3, 4, 5])
@@ -53,10 +58,10 @@ def test_words_are_distance_and_low_bits() -> None:
 @pytest.mark.parametrize("text", CODECS)
 def test_ranks_follow_the_numbers_and_lead_back(text: str) -> None:
     ranked, codes = ranks(codec(text), torch.device("cpu")), torch.arange(2 ** codec(text).bits, dtype=torch.uint8)
-    numbers = codec(text).numbers(codes, torch.float64)
+    numbers = numbers_of(codec(text), codes, torch.float64)
     order = numbers.argsort()
     assert (ranked.of[order].diff() >= 0).all()
-    back = codec(text).numbers(ranked.codes[ranked.of], torch.float64)
+    back = numbers_of(codec(text), ranked.codes[ranked.of], torch.float64)
     torch.testing.assert_close(back, numbers, rtol=0, atol=0, equal_nan=True)
 
 
@@ -81,6 +86,28 @@ def test_only_what_rounding_could_decide_is_recorded() -> None:
     assert sorted(recorded(x, every & (torch.arange(3) == 2))[0]) == [e for e in expected if e[0] == 2]
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_waits_to_be_looked_at_is_a_copy(slots: int) -> None:
+    """A view would hold all that is exact, at every step of a layer, and change with it."""
+    int8, exact = codec("int8"), torch.tensor([127.0, 3.499, 3.5012, 0.0]).repeat(1, 1, 9, 1)
+    x, recorder = exact[:, :, :slots], HintRecorder(int8, 1)
+    every, at = torch.ones(1, 1, slots, dtype=torch.bool), torch.arange(slots).expand(1, 1, slots)
+    recorder.add(KEYS, x, *encode_tokens(x, int8), every, at)
+    exact.zero_()
+    assert len(recorder.of(0, 0, 1, 1, 4)[0]) == 2 * slots
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_every_byte_is_codes_side_by_side(bits: int) -> None:
+    every, parts = torch.arange(256, dtype=torch.uint8).reshape(1, 2, 8, 16), 8 // bits
+    wanted = [[(byte >> bits * n) % 2**bits for n in range(parts)] for byte in range(256)]
+    for scratch in (None, Scratch()):
+        codes = unpack(every, bits, scratch)
+        assert codes.reshape(256, parts).tolist() == wanted
+        assert torch.equal(pack(codes, bits), every)
+    assert torch.equal(unpack(every.transpose(1, 2), bits), unpack(every, bits).transpose(1, 2))
+
+
 def test_steps_finer_than_the_band_are_not_recorded() -> None:
     """Around zero an FP8 number is nearer to its neighbours than rounding reaches."""
     fp8 = codec("fp8")
@@ -100,13 +127,13 @@ def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -
     words = [pack_hints(*recorder.of(row, 1, 3, 2, 16)) for row in range(2)]
     moved = x + 0.5 * BAND * x.abs().amax(-1, keepdim=True) * torch.randn(x.shape, generator=generator).clamp(-1, 1)
     flipped, fitted = encode_tokens(moved, own)
-    changed = own.numbers(flipped, torch.float32) != own.numbers(codes, torch.float32)
+    changed = numbers_of(own, flipped, torch.float32) != numbers_of(own, codes, torch.float32)
     strays: list[tuple[int, int]] = []
     table = HintTable(words, torch.arange(400).expand(2, 400), 3, strays)
     taken = table.take_over(CodePlace(1, KEYS, 16), moved, flipped, fitted, own)
     assert changed.sum() > 5
     step = torch.nextafter(torch.zeros(()), torch.ones(())) + 2 * BAND * own.largest  # finer steps are rounding
-    assert ((own.numbers(taken, torch.float32) - own.numbers(codes, torch.float32)).abs() <= step).all()
+    assert ((numbers_of(own, taken, torch.float32) - numbers_of(own, codes, torch.float32)).abs() <= step).all()
     assert strays == []
     assert torch.equal(table.take_over(CodePlace(2, KEYS, 16), moved, flipped, fitted, own), flipped)
     far = x + 0.3 * x.abs().amax(-1, keepdim=True)

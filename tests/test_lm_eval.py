@@ -82,7 +82,7 @@ def test_a_task_is_answered_under_a_policy_as_by_the_sampler_itself_token_for_to
         assert direct is not None
         assert played.rollout.ids.tolist() == [*prompt.ids, *direct.ids]
         drawn = played.rollout.sampler_logprobs[played.rollout.sampled].tolist()
-        assert drawn == pytest.approx(direct.logprobs, abs=1e-5)
+        assert drawn == pytest.approx(direct.logprobs, abs=1e-4)  # a batch is added up in another order, by processor
 
 
 def test_compression_shows_in_the_scores_of_a_task(model: LoadedModel) -> None:

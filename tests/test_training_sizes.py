@@ -22,6 +22,7 @@ from audit.core.spec_train import AdapterSpec, TrainSpec
 from audit.replay.head import watched
 from audit.runs.names import NAMES
 from audit.runs.pipeline import prepare_run
+from audit.sampling import memory
 from audit.sampling.given import load_given
 from audit.sampling.model import LoadedModel
 from audit.training import footprint, grpo, learner, rollouts
@@ -323,13 +324,14 @@ def test_the_limit_of_a_container_is_all_that_is_free(
 ) -> None:
     if not Path("/proc/self/cgroup").exists():
         pytest.skip("this system has no control groups")
-    monkeypatch.setattr(footprint, "GROUPS", tmp_path)
-    before = footprint.free_bytes(torch.device("cpu"))
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    before, whole = memory.free_bytes(torch.device("cpu")), memory.whole_bytes()
     for folder in (tmp_path, tmp_path / "memory"):  # of either version
         folder.mkdir(exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)
-    assert before > footprint.free_bytes(torch.device("cpu")) == 650
+    assert before > memory.free_bytes(torch.device("cpu")) == 650
+    assert whole > memory.whole_bytes() == 5000
 
 
 def test_a_run_that_has_nothing_left_to_train_needs_no_memory_for_it(

@@ -18,6 +18,7 @@ from audit.cache.gather import gather_columns
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
 from audit.cache.linear import LayerRun, States, advance
+from audit.cache.quantised.codes import Scratch
 from audit.cache.quantised.hints import pack_hints
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
@@ -47,7 +48,8 @@ class EvictingCache:
         self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
         self._schedules = {plan.evictor: Schedule(plan.evictor, len(row_keys)) for plan in plans}
-        self.layers = [CachedLayer(n, plan, self._schedules[plan.evictor], rotary) for n, plan in enumerate(plans)]
+        of, scratch = self._schedules, Scratch()
+        self.layers = [CachedLayer(n, plan, of[plan.evictor], rotary, scratch) for n, plan in enumerate(plans)]
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)

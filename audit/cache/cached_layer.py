@@ -12,6 +12,7 @@ from audit.cache.beside import LastQueries, MovingSinks, QueryCentres, QueryMome
 from audit.cache.evict import attention_mass, only_victim, retained, visibility
 from audit.cache.layers import LayerPlan
 from audit.cache.linear import States
+from audit.cache.quantised.codes import Scratch
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary
 from audit.cache.rows import Pins, RowKeys
@@ -45,11 +46,14 @@ class CachedLayer:
     heads; ``bytes`` is what is allocated.
     """
 
-    def __init__(self, number: int, plan: LayerPlan, schedule: Schedule, rotary: Rotary | None) -> None:
+    def __init__(
+        self, number: int, plan: LayerPlan, schedule: Schedule, rotary: Rotary | None, scratch: Scratch
+    ) -> None:
         evictor, codec, mass = schedule.evictor, plan.quantiser, schedule.evictor.accumulates
         self.number, self.plan, self.schedule = number, plan, schedule
         self.evictor, self.selector = evictor, plan.selector
-        self.store = Store(accumulates=mass) if codec is None else QuantisedStore(codec, number, accumulates=mass)
+        stored = Store(accumulates=mass)
+        self.store = stored if codec is None else QuantisedStore(codec, number, scratch, accumulates=mass)
         self._last = LastQueries(evictor.observed_queries) if evictor.observed_queries else None
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
         self._centres = QueryCentres(rotary) if rotary and evictor.centres else None

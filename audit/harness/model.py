@@ -25,6 +25,7 @@ from audit.sampling.chat import Rendered
 from audit.sampling.conversations import holds_stop, score_answers
 from audit.sampling.given import load_named
 from audit.sampling.model import EMBEDDED
+from audit.sampling.packed import packed
 from audit.sampling.sampler import Decoding, Sampler
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         chosen = parse_policy("none" if policy is None else policy.replace(";", ","))  # the harness reads none as None
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"  # the harness names cuda:0 where nobody did
-        self._loaded = load_named(pretrained, dtype=dtype, device=device)  # type: ignore[arg-type]
+        self._loaded = packed(load_named(pretrained, dtype=dtype, device=device))  # type: ignore[arg-type]
         self._sampler, self._rows, self._seed = Sampler(self._loaded, chosen), int(batch_size), seed
         self.tokenizer = self._loaded.chat.tokenizer
         self._rendered: dict[str, Rendered] = {}  # prompts made from a chat, whose tokens have roles

@@ -44,13 +44,13 @@ class Float8(Absmax):
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         return self._scaled(x, parameters).to(_FORMATS[self.format]).view(torch.uint8)
 
-    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
         if codes.device.type != "cpu":
-            return codes.view(_FORMATS[self.format]).to(dtype)
+            return out.copy_(codes.view(_FORMATS[self.format]))
         # the bits moved into a half, which a processor converts ten times faster than an FP8 number
         bits = codes.view(torch.int8).to(torch.int16)
         if self.format == "e5m2":
-            return bits.bitwise_left_shift_(8).view(torch.float16).to(dtype)
+            return out.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
         # the sign was copied upwards: shifted, it stands at its place and once more in the exponent, where it goes
         half = bits.bitwise_left_shift_(7).bitwise_and_(_NOT_TOP_OF_EXPONENT)
-        return half.view(torch.float16).to(dtype).mul_(_E4M3_EXPONENT)
+        return out.copy_(half.view(torch.float16)).mul_(_E4M3_EXPONENT)

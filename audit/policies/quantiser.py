@@ -73,13 +73,13 @@ class Quantiser(Policy):
         """Codes (uint8, one per element) of ``x`` [...] with its parameters [..., P]."""
         raise NotImplementedError
 
-    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """The codes as plain numbers; an entry is number * scale, plus zero where there is one."""
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        """The codes as plain numbers, put into ``out``; an entry is number * scale, plus zero where there is one."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
         """What the codes stand for, in the dtype of the parameters [..., P]: scale, or scale and zero."""
-        numbers = self.numbers(codes, parameters.dtype)
+        numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
         if parameters.shape[-1] == 1:
             return numbers * parameters[..., 0]
         return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])

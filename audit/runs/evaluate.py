@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from audit.cache.shared import SharedPrefill
@@ -21,6 +22,7 @@ from audit.runs.units import RecordFile, Rows, Unit, UnitFiles
 from audit.sampling.chat import Rendered
 from audit.sampling.conversations import Played, check_fits, opening_of, play
 from audit.sampling.model import LoadedModel
+from audit.sampling.packed import packed
 from audit.sampling.sampler import Decoding, Sampler
 from audit.training.adapters import check_adapter
 from audit.training.rewards import paying_of
@@ -144,9 +146,13 @@ class Evaluator:
                 for unit in due:
                     if keeps is None or keeps(unit):
                         prompts = prompts or [opening_of(self._model.chat, item) for item in batch]
-                        played = self._play(Sampler(self._model, unit.policy, shared), suite, batch, prompts)
+                        played = self._play(Sampler(self._served, unit.policy, shared), suite, batch, prompts)
                         files[unit].append([self._record(unit, suite, one) for one in played])
                         note(unit, files[unit])
+
+    @cached_property
+    def _served(self) -> LoadedModel:
+        return packed(self._model)
 
     def _opened(self, unit: Unit, folder: Path, wanted: Sequence[Rows]) -> RecordFile:
         identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
@@ -155,7 +161,7 @@ class Evaluator:
     def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[Played]]:
         """Some items as a unit serves them among others, batch by batch, a row for every sample."""
         for batch in self._batched(suite, items, self._spec.evaluate):
-            yield self._play(Sampler(self._model, policy), suite, batch)
+            yield self._play(Sampler(self._served, policy), suite, batch)
 
     def _play(
         self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None

@@ -14,6 +14,7 @@ from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.sampling.chat import Rendered
 from audit.sampling.model import LoadedModel
+from audit.sampling.packed import packed
 from audit.sampling.sampler import Completion, Decoding, Sampler
 from audit.serving.wire import ChatRequest, Choice
 
@@ -63,7 +64,7 @@ class Engine:
         batch_tokens: int = 16_384,
         most_waiting: int = 1024,
     ) -> None:
-        self._models, self._aliases = dict(models), dict(aliases or {})
+        self._models, self._aliases = {name: packed(model) for name, model in models.items()}, dict(aliases or {})
         self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
         self._kept = 0  # requests that were taken from the queue and wait for another batch

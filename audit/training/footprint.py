@@ -6,9 +6,6 @@ full length. Left out is what libraries hold besides.
 
 from __future__ import annotations
 
-import math
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +15,7 @@ from audit.cache.layers import kv_heads, layer_plans
 from audit.core.errors import RunError
 from audit.core.spec_train import TrainSpec
 from audit.policies import Dense
+from audit.sampling.memory import free_bytes
 from audit.sampling.model import LoadedModel
 from audit.training.adapters import linear_layers
 from audit.training.arms import get_arm
@@ -26,8 +24,6 @@ from audit.training.losses import LOSSES
 from suites.base import SUITES
 
 GB = 1e9
-GROUPS = Path("/sys/fs/cgroup")
-_FILES = ("inactive_file", "active_file")
 
 
 class Holding(NamedTuple):
@@ -73,45 +69,6 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, 
         Holding("the rollouts' caches", cached, "lower train.rollout_rows or train.context_tokens"),
         Holding("what a learner's pass keeps", kept, _less_kept(section)),
     )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses and this process may have, in bytes; of a system that does not say so, all it has."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    found = _table(Path("/proc/meminfo"))
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = found["MemAvailable:"] * 1024 if "MemAvailable:" in found else everything
-    return int(min([free, *map(_left, _groups())]))
-
-
-def _groups() -> list[Path]:
-    """The control groups that this process is in, each with those around it: a container's limit is that of one."""
-    table, found = Path("/proc/self/cgroup"), list[Path]()
-    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else []:
-        _, kinds, path = line.split(":", 2)  # version 2 has no kinds, version 1 a folder for each
-        if not kinds or "memory" in kinds.split(","):
-            base = GROUPS / kinds
-            own = base / path.lstrip("/")
-            found += [own, *(around for around in own.parents if around.is_relative_to(base))]
-    return found
-
-
-def _left(group: Path) -> float:
-    """What a control group may still take, in bytes; files in memory give way. No limit is infinity."""
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        if (group / limit).is_file() and (most := (group / limit).read_text(encoding="ascii").strip()).isdigit():
-            held = _table(group / "memory.stat")
-            # version 1 counts groups within apart, under the names with total
-            files = max(sum(held.get(kind + name, 0) for name in _FILES) for kind in ("", "total_"))
-            return max(int(most) - int((group / used).read_text(encoding="ascii")) + files, 0)
-    return math.inf
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a whole number; {} where there is no such file."""
-    lines = path.read_text(encoding="ascii").splitlines() if path.is_file() else []
-    return {name: int(value) for name, value, *_ in map(str.split, lines) if value.isdigit()}
 
 
 def _learning(section: TrainSpec, model: LoadedModel) -> int:

@@ -10,6 +10,8 @@ from audit.policies import Quantiser
 from audit.policies.quantiser import working
 
 _INF = float("inf")
+_WORDS = {2: torch.int16, 4: torch.int32}
+_APART = {4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))}  # how far codes move up, and what is theirs then
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -18,22 +20,39 @@ def split(x: Tensor, size: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]; a byte holds channels D * bits / 8 apart."""
-    first, *others = codes.chunk(8 // bits, -1)
+    """uint8 codes [..., D] of 2, 4 or 8 bits -> bytes [..., D * bits / 8]; neighbours share one, the first lowest."""
+    if bits == 8:
+        return codes
+    first, *others = split(codes, 8 // bits).unbind(-1)
     for n, part in enumerate(others, 1):
         first = first | (part << (bits * n))
     return first
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of ``pack``."""
+class Scratch:
+    """Room for what is read once, the same for all layers: from the system it would cost more than to fill."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def like(self, given: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
+        """A tensor of the shape of ``given`` with anything in it, until this dtype and place are asked for again."""
+        room = self._rooms.get((dtype, place))
+        if room is None or room.numel() < given.numel() or room.device != given.device:
+            room = self._rooms[dtype, place] = torch.empty(given.numel(), dtype=dtype, device=given.device)
+        return room[: given.numel()].view(given.shape)
+
+
+def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
+    """The inverse of ``pack``: a byte becomes a word of as many bytes as it holds codes, which then move apart."""
     if bits == 8:
         return packed
-    parts = 8 // bits
-    codes = packed.new_empty(*packed.shape[:-1], parts * packed.shape[-1])
-    for n, part in enumerate(codes.chunk(parts, -1)):
-        torch.bitwise_and(packed >> (bits * n) if n else packed, 2**bits - 1, out=part)
-    return codes
+    words, moved = ((scratch or Scratch()).like(packed, _WORDS[8 // bits], place) for place in range(2))
+    words.copy_(packed)
+    for shift, kept in _APART[bits]:
+        words |= torch.bitwise_left_shift(words, shift, out=moved)
+        words &= kept
+    return words.view(torch.uint8)
 
 
 def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -144,12 +163,15 @@ def group_logits(query: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def token_mix(shares: Tensor, numbers: Tensor, parameters: Tensor) -> Tensor:
-    """Values coded per token, weighted: shares [b, H, X, C], numbers [b, H, C, D] -> [b, H, X, D]."""
-    parts = parameters.shape[3]
-    out = []
-    for v, p in zip(numbers.chunk(parts, -1), parameters.unbind(3), strict=True):
-        mixed = (shares * p[..., 0][:, :, None]) @ v
-        if p.shape[-1] == 2:
-            mixed += shares @ p[..., 1][..., None]
-        out.append(mixed)
-    return torch.cat(out, -1)
+    """Values coded per token, weighted: shares [b, H, X, C], numbers [b, H, C, D] -> [b, H, X, D].
+
+    Every group of channels has shares of its own, which are multiplied with all channels: numbers that were taken apart
+    would be copied first.
+    """
+    groups, size = parameters.shape[3], numbers.shape[3] // parameters.shape[3]
+    by_group = parameters.permute(4, 3, 0, 1, 2).contiguous()  # [P, n, b, H, C]
+    mixed = [(shares * scale[:, :, None]) @ numbers for scale in by_group[0]]
+    own = torch.stack([mixed[n][..., n * size : (n + 1) * size] for n in range(groups)], 3)
+    if len(by_group) == 2:
+        own += (shares @ parameters[..., 1])[..., None]
+    return own.flatten(3)

@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
 def ranks(codec: Quantiser, device: torch.device) -> Ranks:
     """Neighbours differ by one, and codes that stand for the same number (two zeros) are of one rank."""
     codes = torch.arange(2**codec.bits, dtype=torch.uint8)
-    numbers, of = torch.unique(codec.numbers(codes, torch.float64), return_inverse=True)
+    numbers, of = torch.unique(codec.numbers(codes, torch.empty_like(codes, dtype=torch.float64)), return_inverse=True)
     back = torch.zeros(len(numbers), dtype=torch.uint8).scatter_(0, of, codes)
     return Ranks(of.to(device), back.to(device))
 
@@ -94,7 +94,8 @@ class HintRecorder:
         if x.shape[2] > 1:
             some = leaving.any(0).any(0)
             x, codes, parameters, leaving, at = (t[:, :, some] for t in (x, codes, parameters, leaving, at))
-        self._waiting.append((part, (x, codes, parameters, leaving, at.clone())))
+        # copies: a view would hold all of what was exact until it is looked at
+        self._waiting.append((part, (x.clone(), codes, parameters, leaving, at.clone())))
         self._slots += x.shape[2]
         if self._slots >= _WAIT:
             self._look()

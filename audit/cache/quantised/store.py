@@ -6,7 +6,7 @@ not yet quantised in some row or head. Whether an entry is read from its codes i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from audit.cache.gather import gather_entries
 from audit.cache.quantised.codes import (
+    Scratch,
     code_groups,
     code_runs,
     decode_keys,
@@ -36,7 +37,7 @@ from audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
 WIDEST = 2**15 - 1  # groups that an int16 can name
-HOST_BLOCK, DEVICE_BLOCK = 1 << 22, 1 << 28  # bytes of one layer's keys that are exact at once while attending
+HOST_BLOCK, DEVICE_BLOCK = 1 << 24, 1 << 28  # bytes of one layer's keys that are exact at once while attending
 
 
 class Leaving(NamedTuple):
@@ -49,9 +50,9 @@ class Leaving(NamedTuple):
 class QuantisedStore(Store):
     """See ``Store``; ``flush`` turns entries into codes."""
 
-    def __init__(self, codec: Quantiser, layer: int, *, accumulates: bool = False) -> None:
+    def __init__(self, codec: Quantiser, layer: int, scratch: Scratch, *, accumulates: bool = False) -> None:
         super().__init__(accumulates=accumulates)
-        self._codec, self._layer = codec, layer
+        self._codec, self._layer, self._scratch = codec, layer, scratch
         self._given: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._numbers = 0  # parameters of one group
         self._start = 0  # first slot of the tail
@@ -145,35 +146,39 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        tail_keys, tail_values = self._tail
-        packed = query.reshape(len(query), tail_keys.shape[1], -1, query.shape[3])
-        logits = self._by_rows(lambda rows: self._logits(rows, packed[rows]))
-        self._put_exact(logits, packed @ tail_keys.transpose(2, 3))
+        packed = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3])
+        parts = [
+            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling, sink_logits)
+            for rows in self._blocks()
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(*query.shape[:3], -1)
+
+    def _attend(
+        self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None
+    ) -> Tensor:
+        """The output [b, H, X, D] of some rows' queries of that shape."""
+        logits = self._logits(rows, query)
+        self._put_exact(logits, query @ self._tail[0][rows].transpose(2, 3), rows)
         logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
-        exact = self._take_exact(shares)
-        mixed = self._by_rows(lambda rows: self._mixed(rows, shares[rows]))
-        return (mixed + exact @ tail_values).reshape(*query.shape[:3], -1)
+        exact = self._take_exact(shares, rows)
+        return self._mixed(rows, shares) + exact @ self._tail[1][rows]
 
-    def _by_rows(self, part: Callable[[slice], Tensor]) -> Tensor:
-        parts = [part(rows) for rows in self._blocks()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _put_exact(self, logits: Tensor, tail: Tensor) -> None:
-        """Put the logits [B, H, X, tail] of keys that are no codes yet where they belong."""
+    def _put_exact(self, logits: Tensor, tail: Tensor, rows: slice) -> None:
+        """Put the logits [b, H, X, tail] of keys that are no codes yet where they belong."""
         done = self._done[KEYS].least
         if self._aligned:  # as many in all rows
             logits[..., done:] = tail[..., done - self._start :]
         else:
-            exact = self._is_exact(KEYS, slice(None))[:, :, None]
+            exact = self._is_exact(KEYS, rows)[:, :, None]
             logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
 
-    def _take_exact(self, shares: Tensor) -> Tensor:
-        """Shares [B, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
+    def _take_exact(self, shares: Tensor, rows: slice) -> Tensor:
+        """Shares [b, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
         tail = shares[..., self._start :]
-        exact = tail * self._is_exact(VALUES, slice(None))[:, :, None]
+        exact = tail * self._is_exact(VALUES, rows)[:, :, None]
         tail -= exact
         return exact
 
@@ -182,19 +187,23 @@ class QuantisedStore(Store):
         codec = self._codec
         if self._table is not None and not (self._aligned and self._table.shape[2]):
             return query @ self._keys(rows).transpose(2, 3)
-        codes = unpack(self._used("key_codes", rows), codec.bits)
+        codes = unpack(self._used("key_codes", rows), codec.bits, self._scratch)
         if self._table is None:
-            return token_logits(query, codec.numbers(codes, query.dtype), self._parameters(KEYS, rows))
+            return token_logits(query, self._numbers_of(codes, query.dtype), self._parameters(KEYS, rows))
         table = self._of_channels(self._table[rows])
         whole = min(table.shape[2] * codec.key_group, self.length)
         runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
-        logits = group_logits(query, codec.numbers(runs, query.dtype), table)
+        logits = group_logits(query, self._numbers_of(runs, query.dtype), table)
         return torch.nn.functional.pad(logits, (0, self.length - whole))
 
     def _mixed(self, rows: slice, shares: Tensor) -> Tensor:
         """The values that are codes, weighted by shares [b, H, X, length]."""
-        codes = unpack(self._used("value_codes", rows), self._codec.bits)
-        return token_mix(shares, self._codec.numbers(codes, shares.dtype), self._parameters(VALUES, rows))
+        codes = unpack(self._used("value_codes", rows), self._codec.bits, self._scratch)
+        return token_mix(shares, self._numbers_of(codes, shares.dtype), self._parameters(VALUES, rows))
+
+    def _numbers_of(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """To be read before the next are asked for."""
+        return self._codec.numbers(codes, self._scratch.like(codes, dtype))
 
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""

@@ -1,0 +1,143 @@
+"""A packed model gives the answers of the model it was made of, shares its weights and leaves gradients alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from audit.policies import parse_policy
+from audit.sampling import packed as module
+from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.packed import LARGE, packed
+from audit.sampling.sampler import Decoding, Sampler
+from bench.models import Served, random_llama
+
+pytestmark = pytest.mark.skipif(not module._is_able(), reason="this processor has no packed products")
+POLICIES = ["none", "snapkv:budget=24,window=4", "kivi:bits=4,residual=8,group=8"]
+
+
+@pytest.fixture
+def all_large() -> Iterator[None]:
+    """Every product counts as large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LARGE", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def wide() -> Served:
+    return random_llama(512, 2, vocabulary=1024, spread=0.05)
+
+
+def layers(model: Any) -> list[str]:
+    return [name for name, part in model.named_modules() if type(part) is module._Packed]
+
+
+def test_large_products_are_packed_and_no_others(wide: Served) -> None:
+    found = layers(packed(wide).model)
+    large = [
+        name
+        for name, part in wide.model.named_modules()
+        if isinstance(part, nn.Linear) and part.out_features * part.in_features >= LARGE
+    ]
+    assert found == large
+    assert {name.rpartition(".")[2] for name in found} == {"gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert layers(wide.model) == []  # which is what learns
+
+
+def test_weights_are_shared(wide: Served) -> None:
+    ours, theirs = (dict(model.named_parameters(remove_duplicate=False)) for model in (packed(wide).model, wide.model))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] is theirs[name] for name in theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_logits_differ_by_rounding(wide: Served, rows: int) -> None:
+    ids = torch.randint(0, 1024, (rows, 1), generator=torch.Generator().manual_seed(rows))
+    with torch.no_grad():
+        wanted, found = (plain(model)(ids) for model in (wide.model, packed(wide).model))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    # few rows are left to the product that reads weights as they are stored
+    assert torch.equal(found, wanted) == (rows < 4)
+
+
+def plain(model: Any) -> Any:
+    """Hidden states to logits: the large products alone, one after the other."""
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        hidden = model.model.embed_tokens(ids)
+        for layer in model.model.layers:
+            hidden = hidden + layer.mlp(hidden)
+        found: torch.Tensor = model.lm_head(hidden)
+        return found
+
+    return run
+
+
+def test_gradients_are_those_of_the_model(wide: Served) -> None:
+    part = packed(wide).model.model.layers[0].mlp.down_proj
+    given = torch.randn(8, part.in_features, requires_grad=True)
+    part(given).square().sum().backward()
+    found, weight = given.grad, part.weight.grad
+    assert found is not None
+    assert weight is not None
+    wanted = 2 * (given.detach() @ part.weight.detach().T) @ part.weight.detach()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    part.weight.grad = None
+
+
+def test_bfloat16_is_packed_too(wide: Served) -> None:
+    half = random_llama(512, 1, vocabulary=1024, spread=0.05)
+    half.model.bfloat16()
+    ids = torch.arange(6)[:, None]
+    served = packed(half)
+    assert layers(served.model)
+    with torch.no_grad():
+        wanted, found = (plain(model)(ids).float() for model in (half.model, served.model))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_and_ledgers_stay(policy: str) -> None:
+    model, prompts = load_model(), [list(range(20, 20 + n)) for n in (60, 47, 71, 33)]
+    served = packed(model)
+    assert served.model is not model.model
+    assert served.sha256 == model.sha256
+    found = []
+    for one in (model, served):
+        episode = Sampler(one, parse_policy(policy)).open(prompts, list(range(8)), group=2)
+        answers = episode.decode(Decoding(12, temperature=1.0))
+        found.append(([answer.ids for answer in answers if answer], episode.rollouts()))
+    (ids, wanted), (again, rollouts) = found
+    assert ids == again
+    for one, other in zip(wanted, rollouts, strict=True):
+        assert torch.equal(one.evicted_at, other.evicted_at)
+        torch.testing.assert_close(one.sampler_logprobs, other.sampler_logprobs, rtol=0, atol=1e-4)
+
+
+def test_the_embedded_model_stays_as_it_is() -> None:
+    model = load_model()
+    assert packed(model) is model
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_copy_that_takes_too_much_of_the_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model()
+    size = sum(part.weight.nbytes for part in model.model.modules() if isinstance(part, nn.Linear))
+    monkeypatch.setattr(module, "whole_bytes", lambda: 8 * size - 1)
+    assert packed(model) is model
+    monkeypatch.setattr(module, "whole_bytes", lambda: 8 * size)
+    assert packed(model) is not model
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_model_on_a_gpu_stays_as_it_is() -> None:
+    model = load_model()
+    elsewhere = LoadedModel(**{**vars(model), "device": SimpleNamespace(type="cuda")})
+    assert packed(elsewhere) is elsewhere
