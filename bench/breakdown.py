@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from audit.policies import parse_policy
+from audit.sampling.packed import packed
 from audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 from bench import learner
 from bench.decode import CODING, CONTEXT, EVICTING, models, seeded, timed
@@ -32,7 +33,7 @@ from bench.models import Served, random_llama
 POLICIES = {"none": "none", **EVICTING, **CODING}
 STEPS, GROUP, ANSWER = 8, learner.GROUP, 24
 KINDS = {
-    "products with weights": "(add)?mm",
+    "products with weights": "(add)?mm|mkldnn::_linear_pointwise",
     "attention": "bmm|baddbmm|_?softmax(_backward_data)?|.*dot_product.*",
     "copies, gathers, masks": ".*(copy|cat|gather|scatter|index|fill|where|repeat).*",
 }
@@ -115,7 +116,7 @@ def opened(served: Served, policy: str, context: int, batch: int) -> Episode | M
 def sampled(served: Served, policy: str, context: int, batch: int) -> Episode | MixedEpisode:
     """Rows of one random prompt after its prefill."""
     prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
-    return Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+    return Sampler(packed(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
 
 
 def profiled(work: Callable[[], object], steps: int = 1) -> list[str]:

@@ -1,10 +1,12 @@
 """A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
 
-Run: KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS]]; without the variable, the embedded model. A
-step samples, rewards, takes the gradient and updates; both sides take the gradient prompt by prompt, so fewer prompts
-take less time of both. Every side has a process of its own, so that its peak is its own. TRL's settings are its
-defaults but for bfloat16 weights, as the model has them, and microbatches of one group, since 32 rows at once would not
-fit a small machine. Both sides checkpoint gradients, as TRL does by default.
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]]
+
+Without the variable, the embedded model; 1 step of 4 prompts of 512 tokens. A step samples, rewards, takes the gradient
+and updates; both sides take the gradient prompt by prompt, so fewer prompts take less time of both. Every side has a
+process of its own, so that its peak is its own. TRL's settings are its defaults but for bfloat16 weights, as the model
+has them, and microbatches of one group, since 32 rows at once would not fit a small machine. Both sides checkpoint
+gradients, as TRL does by default.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import torch
 
 import audit
 
-GROUP, PROMPT, NEW, RATE = 8, 512, 32, 1e-6
+GROUP, NEW, RATE = 8, 32, 1e-6
+GIVEN = (1, 4, 512)  # steps, prompts, tokens of a prompt
 DTYPE = "bfloat16"
 POLICY = "snapkv:budget=256,window=16,interval=16"
 EMBEDDED = Path(audit.__file__).parent / "embedded"
@@ -40,6 +43,15 @@ class Step(NamedTuple):
     cpu: float
 
 
+class Asked(NamedTuple):
+    """What every side does."""
+
+    folder: str
+    steps: int
+    prompts: int
+    tokens: int
+
+
 class Found(NamedTuple):
     """What one side took: every step, and the peak of its process in bytes."""
 
@@ -48,14 +60,15 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    steps, prompts = [*map(int, sys.argv[1:]), *(1, 4)[len(sys.argv) - 1 :]]
     folder = os.environ.get("KVAUDIT_REAL_MODEL", str(EMBEDDED))
-    sides: dict[str, Callable[[str, int, int], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
-    print(f"{prompts} prompts x {GROUP}, {PROMPT} + {NEW} tokens, {DTYPE}, one thread, {steps} step(s)", flush=True)
+    asked = Asked(folder, *map(int, sys.argv[1:]), *GIVEN[len(sys.argv) - 1 :])
+    sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
+    lengths = f"{asked.tokens} + {NEW} tokens"
+    print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {DTYPE}, one thread, {asked.steps} step(s)", flush=True)
     found = {}
     for name, side in sides.items():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            own = found[name] = alone.submit(side, folder, steps, prompts).result()
+            own = found[name] = alone.submit(side, asked).result()
         print(f"  {name:5} CPU {cpu(own):.1f} s   wall {wall(own):.1f} s   peak {own.peak / 1e9:.2f} GB", flush=True)
     theirs = found.pop("TRL")
     for name, own in found.items():
@@ -88,13 +101,13 @@ def peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def texts(tokenizer: Any, prompts: int) -> list[str]:
+def texts(tokenizer: Any, asked: Asked) -> list[str]:
     """Prompts of exactly as many tokens as asked, no two alike."""
     words = [f" {word}" for word in WORDS if len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1]
-    found = ["".join(words[(n * (n + row)) % len(words)] for n in range(PROMPT)) for row in range(prompts)]
+    found = ["".join(words[(n * (n + row)) % len(words)] for n in range(asked.tokens)) for row in range(asked.prompts)]
     lengths = [len(tokenizer(text)["input_ids"]) for text in found]
-    assert lengths == [PROMPT] * prompts, lengths
-    assert len(set(found)) == prompts
+    assert lengths == [asked.tokens] * asked.prompts, lengths
+    assert len(set(found)) == asked.prompts
     return found
 
 
@@ -103,15 +116,15 @@ def reward(ids: list[int]) -> float:
     return sum(ids) % 97 / 97
 
 
-def dense(folder: str, steps: int, prompts: int) -> Found:
-    return ours(folder, steps, prompts, "dense")
+def dense(asked: Asked) -> Found:
+    return ours(asked, "dense")
 
 
-def smd(folder: str, steps: int, prompts: int) -> Found:
-    return ours(folder, steps, prompts, "smd")
+def smd(asked: Asked) -> Found:
+    return ours(asked, "smd")
 
 
-def ours(folder: str, steps: int, prompts: int, arm: str) -> Found:
+def ours(asked: Asked, arm: str) -> Found:
     """This project's step, without a suite's conversation around it."""
     from audit.cache.ledger import Rollout
     from audit.sampling.model import load_model
@@ -123,36 +136,42 @@ def ours(folder: str, steps: int, prompts: int, arm: str) -> Found:
     from audit.training.student import Student
 
     torch.set_num_threads(1)
-    loaded = load_model(folder, dtype=DTYPE, device="cpu")
-    asked = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, prompts)]
+    loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device="cpu"), asked.prompts * GROUP
+    prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, asked)]
     loaded.chat = SimpleNamespace(stop_ids=frozenset())  # neither side stops early
     checkpoint_layers(loaded.model)
     config = TrainConfig(
-        arm=arm, seed=1, policy=POLICY, suites=("math",), prompts_per_step=prompts, group=GROUP, learning_rate=RATE
+        arm=arm,
+        seed=1,
+        policy=POLICY,
+        suites=("math",),
+        prompts_per_step=asked.prompts,
+        group=GROUP,
+        learning_rate=RATE,
     )
     student, sampler = Student(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
 
     def step() -> None:
         number = student.updates
-        episode = sampler.open(asked, [number * 1000 + row for row in range(prompts * GROUP)], group=GROUP)
+        episode = sampler.open(prompts, [number * 1000 + row for row in range(rows_in_all)], group=GROUP)
         episode.decode(Decoding(NEW))
         rows: list[Rollout] = episode.rollouts()
-        assert {len(row.ids) for row in rows} == {PROMPT + NEW}
-        rewards = [reward(row.ids[PROMPT:].tolist()) for row in rows]
+        assert {len(row.ids) for row in rows} == {asked.tokens + NEW}
+        rewards = [reward(row.ids[asked.tokens :].tolist()) for row in rows]
         learned = learn(student, collect(rows, rewards, GROUP, loaded.device), step=number, max_tokens=NEW)
         assert learned.grad_norm
 
-    return measured(step, steps)
+    return measured(step, asked.steps)
 
 
-def trl(folder: str, steps: int, prompts: int) -> Found:
+def trl(asked: Asked) -> Found:
     """TRL's step: plain ``generate``, its own loss, its own trainer."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(asked.folder, padding_side="left")
     rows: list[Step] = []
 
     class Watch(TrainerCallback):
@@ -168,15 +187,16 @@ def trl(folder: str, steps: int, prompts: int) -> Found:
 
     with tempfile.TemporaryDirectory() as out:
         settings = GRPOConfig(
-            output_dir=out, max_steps=steps, per_device_train_batch_size=GROUP, gradient_accumulation_steps=prompts,
+            output_dir=out, max_steps=asked.steps, per_device_train_batch_size=GROUP,
+            gradient_accumulation_steps=asked.prompts,
             num_generations=GROUP, max_completion_length=NEW, temperature=1.0, learning_rate=RATE, bf16=False,
             report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1, use_cpu=True,
             generation_kwargs={"min_new_tokens": NEW},
         )  # fmt: skip
         GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+            model=AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.bfloat16),
             processing_class=tokenizer, reward_funcs=rewards, args=settings, callbacks=[Watch()],
-            train_dataset=Dataset.from_list([{"prompt": text} for text in texts(tokenizer, prompts)]),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in texts(tokenizer, asked)]),
         ).train()  # fmt: skip
     return Found(rows, peak())
 
