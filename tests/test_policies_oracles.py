@@ -9,10 +9,11 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from draws import draws
 
-from audit.cache.evict import only_victim, retained
+from audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
 from audit.policies import Policy, View, parse_policy
 
 Array = np.ndarray[Any, Any]
@@ -263,3 +264,23 @@ def test_one_entry_too_many_leaves_as_if_all_had_been_sorted(seed: int) -> None:
     for b, h in np.ndindex(2, 2):
         at = shuffled[b, h].numpy()
         assert set(at.tolist()) - {int(at[victims[b, h]])} == naive_keep(scores[b, h].numpy(), at, policy)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("before", [0, 70])
+def test_the_mass_of_many_queries_is_that_of_a_plain_softmax(before: int, padded: bool) -> None:
+    """What a block of queries cannot see yet is left out; slots in any order, and padding, change nothing."""
+    generator, queries = torch.Generator().manual_seed(before), MANY_QUERIES + 30
+    slots = queries + before
+    query, keys = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((4, queries), (2, slots)))
+    at = (torch.arange(queries) + before).repeat(2, 1)
+    order = torch.randperm(slots, generator=generator) if before else torch.arange(slots)
+    positions = order.expand(2, 2, slots).clone()
+    if padded:
+        at[1, 100:] = -1
+        positions[1][positions[1] >= before + 100] = -1
+    seen = (positions[:, :, None] >= 0) & (positions[:, :, None] <= at[:, None, :, None])
+    logits = torch.einsum("bhgqd,bhkd->bhgqk", query.unflatten(1, (2, 2)).double(), keys.double()) / 4
+    shares = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()  # padding sees nothing here
+    wanted = shares.sum((2, 3)).float()
+    torch.testing.assert_close(attention_mass(query, at, keys, positions, 0.25), wanted, rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ from audit.policies import Evictor, softmax
 
 _INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
+MANY_QUERIES = 1024  # from here on, what the first of them cannot see is most of what is computed
 
 
 def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
@@ -37,12 +38,21 @@ def attention_mass(
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys) * scaling
+        reach = _reach(asked, positions) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)
         # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
-        visible = visibility(asked, positions, None)
-        shares = softmax(logits.masked_fill(~visible[:, :, None], -_INF), sink_logits)
-        total += (shares * (asked >= 0)[:, None, None, :, None]).sum((2, 3))
+        visible = visibility(asked, positions[:, :, :reach], None)
+        shares = softmax(logits.masked_fill_(~visible[:, :, None], -_INF), sink_logits)
+        shares *= (asked >= 0).float()[:, None, None, :, None]
+        total[:, :, :reach] += shares.sum((2, 3))
     return total
+
+
+def _reach(at: Tensor, positions: Tensor) -> int:
+    """How many slots [B, H, K] to look at for queries at ``at`` [B, Q]: behind them none is early enough for any."""
+    early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()
+    # in steps, so that a product has few shapes
+    return min(-(-(int(early[-1]) + 1) // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2]) if len(early) else 0
 
 
 def retained(
