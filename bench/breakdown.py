@@ -27,10 +27,11 @@ from audit.policies import parse_policy
 from audit.sampling.packed import packed
 from audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 from bench import learner
-from bench.decode import CODING, CONTEXT, EVICTING, models, seeded, timed
+from bench.decode import BUDGET, CODING, CONTEXT, EVICTING, models, seeded, timed
 from bench.models import Served, random_llama
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
+PREFILLS = {"none": "none", "snapkv": EVICTING["snapkv"], "h2o": f"h2o:budget={BUDGET}"}
 STEPS, GROUP, ANSWER = 8, learner.GROUP, 24
 KINDS = {
     "products with weights": "(add)?mm|mkldnn::_linear_pointwise",
@@ -85,8 +86,8 @@ def shares() -> None:
         for batch in (1, GROUP):
             for name, policy in POLICIES.items():
                 row(f"decode step, batch {batch}", name, *decoded(served, policy, context, batch))
-        for name in ("none", "snapkv"):
-            row("prefill", name, *profiled(partial(sampled, served, POLICIES[name], context, 1)))
+        for name, policy in PREFILLS.items():
+            row("prefill", name, *profiled(partial(sampled, served, policy, context, 1)))
         for name in ("none", "snapkv"):
             row(f"learner, 1 x {GROUP}", name, *learned(served, POLICIES[name], context))
 
