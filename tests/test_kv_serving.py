@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import conform.world
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import audit.cache.attention
 import audit.cache.cached_layer
+import audit.cache.quantised.store
 from audit import CompressedCache, shadow
 from audit.cache.ledger import save_ledgers
 from audit.core.errors import DataError, RunError, SpecError
@@ -52,6 +54,29 @@ def served() -> SimpleNamespace:
 def prompts(*lengths: int) -> list[list[int]]:
     torch.manual_seed(5)
     return [torch.randint(8, 61, (n,)).tolist() for n in lengths]
+
+
+CODED = [
+    "int8",
+    "kivi:bits=2,group=4,residual=4",
+    "fp8:scale=tensor",
+    "snapkv:budget=18,window=4,interval=2+kivi:group=4",
+]
+
+
+@pytest.mark.parametrize("policy", CODED)
+@pytest.mark.parametrize("family", ["llama-gqa", "gpt-oss"])  # whose heads have sinks
+def test_codes_are_attended_to_row_by_row_as_all_at_once(
+    family: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for most in (1, 1 << 24):  # one row a block, and all of them
+        monkeypatch.setattr(audit.cache.quantised.store, "HOST_BLOCK", most)
+        episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
+        found.append([answer for answer in episode.decode(Decoding(12)) if answer])
+    for one, other in zip(*found, strict=True):
+        assert one.ids == other.ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-10)
 
 
 def test_every_row_of_a_mixture_is_served_as_by_the_policy_it_drew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,41 @@ import pytest
 import torch
 from torch import nn
 
+from audit.core.records import Message, Role
+from audit.core.spec_file import parse_spec
+from audit.harness import model as lm
 from audit.policies import parse_policy
+from audit.runs import evaluate
+from audit.runs.names import NAMES
 from audit.sampling import packed as module
 from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.packed import LARGE, packed
+from audit.sampling.packed import LARGE, is_able, packed
 from audit.sampling.sampler import Decoding, Sampler
+from audit.serving import engine
+from audit.serving.wire import ChatRequest
+from audit.training import rollouts
 from bench.models import Served, random_llama
 
-pytestmark = pytest.mark.skipif(not module._is_able(), reason="this processor has no packed products")
+pytestmark = pytest.mark.skipif(not is_able(torch.float32), reason="this processor has no packed products")
+SPEC = """
+format: 1
+name: packed
+model: embedded
+evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [192]}
+"""
+REQUEST = ChatRequest(
+    model="embedded@none",
+    messages=(Message(Role.USER, "Hello"),),
+    max_tokens=2,
+    temperature=1.0,
+    top_p=1.0,
+    seed=1,
+    choices=1,
+    stop=(),
+    logprobs=False,
+    stream=False,
+    usage_in_stream=False,
+)
 POLICIES = ["none", "snapkv:budget=24,window=4", "kivi:bits=4,residual=8,group=8"]
 
 
@@ -91,7 +119,8 @@ def test_gradients_are_those_of_the_model(wide: Served) -> None:
     part.weight.grad = None
 
 
-def test_bfloat16_is_packed_too(wide: Served) -> None:
+@pytest.mark.skipif(not is_able(torch.bfloat16), reason="this processor has no packed products of bfloat16")
+def test_bfloat16_is_packed_too() -> None:
     half = random_llama(512, 1, vocabulary=1024, spread=0.05)
     half.model.bfloat16()
     ids = torch.arange(6)[:, None]
@@ -130,9 +159,10 @@ def test_the_embedded_model_stays_as_it_is() -> None:
 def test_a_copy_that_takes_too_much_of_the_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model()
     size = sum(part.weight.nbytes for part in model.model.modules() if isinstance(part, nn.Linear))
-    monkeypatch.setattr(module, "whole_bytes", lambda: 8 * size - 1)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size - 1)
     assert packed(model) is model
-    monkeypatch.setattr(module, "whole_bytes", lambda: 8 * size)
+    monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size)
     assert packed(model) is not model
 
 
@@ -141,3 +171,50 @@ def test_a_model_on_a_gpu_stays_as_it_is() -> None:
     model = load_model()
     elsewhere = LoadedModel(**{**vars(model), "device": SimpleNamespace(type="cuda")})
     assert packed(elsewhere) is elsewhere
+
+
+def test_a_layer_that_somebody_listens_to_is_left_alone() -> None:
+    model = random_llama(512, 1, vocabulary=1024)
+    mlp = model.model.model.layers[0].mlp
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    mlp.down_proj.forward = mlp.down_proj.forward
+    assert {name.rpartition(".")[2] for name in layers(packed(model).model)} == {"gate_proj", "lm_head"}
+
+
+def test_autocast_is_heeded(wide: Served) -> None:
+    part = packed(wide).model.lm_head
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert part(torch.randn(8, part.in_features)).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(is_able(torch.bfloat16), reason="this processor packs bfloat16")
+def test_bfloat16_is_left_alone_where_the_processor_cannot() -> None:
+    half = random_llama(512, 1, vocabulary=1024)
+    half.model.bfloat16()
+    assert packed(half) is half
+
+
+@pytest.mark.usefixtures("all_large")
+def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluator, the server and the harness, by the models that their samplers are given."""
+    model, sampled = load_model(), list[Any]()
+
+    class Heard(Sampler):
+        def open(self, *asked: Any, **options: Any) -> Any:
+            sampled.append(self.model)
+            return super().open(*asked, **options)
+
+    for where in (evaluate, engine, lm, rollouts):
+        monkeypatch.setattr(where, "Sampler", Heard)
+    spec = parse_spec(SPEC, "packed", NAMES)
+    evaluator, suite = evaluate.Evaluator(model, spec), evaluate.asked_suite(spec, "math")
+    items = evaluate.evaluation_items(spec, suite, 192, model.chat.count_tokens)
+    list(evaluator.again(parse_policy("none"), suite, items))
+    served = engine.Engine({"embedded": model})
+    served.submit(REQUEST)[1].result(60)
+    served.close()
+    assert len(sampled) == 2
+    assert all(layers(one.model) for one in sampled)
+    assert layers(lm.KvauditLM()._sampler.model.model)
+    for path in Path(rollouts.__file__).parent.rglob("*.py"):
+        assert "sampling.packed" not in path.read_text(encoding="utf-8"), path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -374,6 +375,7 @@ class Pipeline:
     def _evaluator_of(self, pair: Pair) -> Evaluator:
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
+            gc.collect()  # hooks and bound methods of some models hold these in a circle
             self._evaluator = (pair, Evaluator(self._checkpoint(pair), self._spec, self._batches, self._inputs()))
         return self._evaluator[1]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, TypeVar
+import os
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from audit.sampling.memory import whole_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
 LARGE = 1 << 19  # weights: below, a call of oneDNN costs more than it saves
-_FEWEST = {torch.float32: 4, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
-_SHARE = 8  # of the machine's memory a copy takes an eighth at most: the same at any time, so that a run can go on
+FEWEST = {torch.float32: 4, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
+_SHARE = 4  # of the machine's memory copies take a quarter at most, were there a process for every core
 
 
 def packed(model: Model) -> Model:
@@ -33,10 +34,11 @@ def packed(model: Model) -> Model:
     products = [
         (name, module)
         for name, module in model.model.named_modules()
-        if type(module) is nn.Linear and module.weight.numel() >= LARGE and module.weight.dtype in _FEWEST
+        if _is_plain(module) and module.weight.numel() >= LARGE and is_able(module.weight.dtype)
     ]
     size = sum(module.weight.nbytes for _, module in products)
-    if model.device.type != "cpu" or not products or not _is_able() or size * _SHARE > whole_bytes():
+    # all of the memory, not what is free: what a run computes must not depend on the hour
+    if model.device.type != "cpu" or not products or size * _SHARE * (os.cpu_count() or 1) > whole_bytes():
         return model
     shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
     weights: Any = copy.deepcopy(model.model, shared)
@@ -48,10 +50,19 @@ def packed(model: Model) -> Model:
 
 
 @functools.cache
-def _is_able() -> bool:
-    """Whether this processor is of the kind that was measured, and this torch has the products."""
-    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return has_onednn and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+def is_able(dtype: torch.dtype) -> bool:
+    """Whether this processor is of the kind that was measured, and this torch has the products for it."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return dtype in FEWEST and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that nobody listens to or has given another forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
 
 
 class _Packed(nn.Linear):
@@ -61,12 +72,13 @@ class _Packed(nn.Linear):
         nn.Module.__init__(self)  # a linear layer's own would draw weights
         self.in_features, self.out_features = stored.in_features, stored.out_features
         self.weight, self.bias = stored.weight, stored.bias
-        self._fewest = _FEWEST[stored.weight.dtype]
+        self.training, self._fewest = stored.training, FEWEST[stored.weight.dtype]
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
     def forward(self, given: Tensor) -> Tensor:
         """Products [..., N] of rows [..., K]."""
-        if torch.is_grad_enabled() or given.numel() < self._fewest * given.shape[-1]:
+        few = given.numel() < self._fewest * given.shape[-1]
+        if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return linear(given, self.weight, self.bias)
         found: Tensor = torch.ops.mkldnn._linear_pointwise(given, self._blocks, self.bias, "none", [], "")
         return found

@@ -30,7 +30,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 class Scratch:
-    """Room for what is read once, the same for all layers: from the system it would cost more than to fill."""
+    """Room for what is read once, the same for all layers: from the system it would cost more than to fill.
+
+    It stays as long as the cache, one and a half blocks of rows (``store.HOST_BLOCK``) or the keys of one row at most,
+    and is not counted among the cache's bytes: no policy compresses it.
+    """
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
@@ -39,7 +43,8 @@ class Scratch:
         """A tensor of the shape of ``given`` with anything in it, until this dtype and place are asked for again."""
         room = self._rooms.get((dtype, place))
         if room is None or room.numel() < given.numel() or room.device != given.device:
-            room = self._rooms[dtype, place] = torch.empty(given.numel(), dtype=dtype, device=given.device)
+            size = given.numel() + given.numel() // 8  # a context grows by a slot a step
+            room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=given.device)
         return room[: given.numel()].view(given.shape)
 
 
