@@ -22,7 +22,7 @@ from audit.sampling.memory import whole_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
 LARGE = 1 << 19  # weights: below, a call of oneDNN costs more than it saves
-FEWEST = {torch.float32: 4, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
+_FEWEST = {torch.float32: 4, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
 _SHARE = 4  # of the machine's memory copies take a quarter at most, were there a process for every core
 
 
@@ -56,7 +56,7 @@ def is_able(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return dtype in FEWEST and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return dtype in _FEWEST and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -72,7 +72,7 @@ class _Packed(nn.Linear):
         nn.Module.__init__(self)  # a linear layer's own would draw weights
         self.in_features, self.out_features = stored.in_features, stored.out_features
         self.weight, self.bias = stored.weight, stored.bias
-        self.training, self._fewest = stored.training, FEWEST[stored.weight.dtype]
+        self.training, self._fewest = stored.training, _FEWEST[stored.weight.dtype]
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
     def forward(self, given: Tensor) -> Tensor:
