@@ -17,7 +17,7 @@ from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.policies import parse_policy
 from audit.sampling.chat import Chat
 from audit.sampling.conversations import play, survival
-from audit.sampling.episode import Heard
+from audit.sampling.episode import Heard, Pause
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Completion, Decoding, Sampler
 from suites.base import Suite
@@ -66,6 +66,14 @@ class Scripted:
     def model(self) -> Any:
         return self
 
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+    @property
+    def going_on(self) -> int:
+        return self.rows - len(set().union(*self.over))
+
     def open(
         self,
         prompts: Sequence[Sequence[int]],
@@ -80,7 +88,9 @@ class Scripted:
         self._left = [iter(line) for line in self.lines]
         return self
 
-    def decode(self, decoding: Decoding, limits: Sequence[int], ended: Any, heard: Heard) -> list[Completion | None]:
+    def decode(
+        self, decoding: Decoding, limits: Sequence[int], ended: Any, heard: Heard, pause: Pause
+    ) -> list[Completion | None]:
         self.limits.append(tuple(limits))
         said = [self._say(row) if limit else None for row, limit in enumerate(limits)]
         self.over.append({row for row, completion in enumerate(said) if completion and not heard(row, completion)})

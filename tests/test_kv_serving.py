@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,13 +18,13 @@ import audit.cache.attention
 import audit.cache.cached_layer
 import audit.cache.quantised.store
 from audit import CompressedCache, shadow
-from audit.cache.ledger import save_ledgers
+from audit.cache.ledger import Rollout, save_ledgers
 from audit.core.errors import DataError, RunError, SpecError
 from audit.policies import Mixture, parse_policy
 from audit.replay.learner_pass import suffix_logits
 from audit.sampling.conversations import play
 from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
+from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Episode, Sampler, admit
 from audit.training.config import TrainConfig
 from suites.base import SUITES
 
@@ -128,6 +129,99 @@ def test_rows_that_leave_the_batch_change_no_answer(policy: str) -> None:
         assert (one.row_keys, one.answer_start, one.retention) == (other.row_keys, other.answer_start, other.retention)
     if policy != MIXTURE:  # of which every part has a cache of its own
         assert leaving.bytes * 5 < staying.bytes * 2  # one row of six, or two with room to spare
+
+
+JOINED = [  # every kind of state that a cache keeps of a row
+    "none",
+    "random:budget=12",
+    "h2o:budget=14,window=7",
+    "rkv:budget=14,window=4",
+    "streaming:budget=12,sink=2,reposition=true",
+    "snapkv:budget=14,window=4,pin=system",
+    "expected:budget=14,window=4",
+    "int8",
+    "kivi:bits=2,group=4,residual=4",
+    "snapkv:budget=18,window=4,interval=2+kivi:group=4",
+    "quest:page=4,budget=12",
+    MIXTURE,
+]
+
+
+@pytest.mark.parametrize("after", [1, 4, 99])  # tokens of the others' turn
+@pytest.mark.parametrize("policy", JOINED)
+def test_rows_that_join_a_batch_answer_as_by_themselves(policy: str, after: int) -> None:
+    sampler, asked, seeds = Sampler(served(), parse_policy(policy)), prompts(30, 22, 7), [3, 1, 4, 1, 5, 9]
+    limits, told = [3, 9, 6, 9, 5, 11], prompts(5, 0, 0, 3, 0, 2)  # row 2 leaves early
+
+    def opened(some: slice) -> AnyEpisode:
+        rows = slice(some.start * 2, some.stop * 2)
+        roles = [["system" if n < 3 else "user" for n in range(len(prompt))] for prompt in asked[some]]
+        return sampler.open(asked[some], seeds[rows], group=2, roles=roles)
+
+    def finish(episode: AnyEpisode, rows: slice, first: list[Completion | None]) -> tuple[Any, Any, Any]:
+        own = told[rows]
+        episode.extend(own, [["tool"] * len(given) for given in own])
+        return first, episode.decode(Decoding(9), [0 if n == 2 else 5 for n in range(episode.rows)]), episode.rollouts()
+
+    alone = []
+    for some in (slice(0, 2), slice(2, 3)):
+        episode, rows = opened(some), slice(some.start * 2, some.stop * 2)
+        alone += zip(*finish(episode, rows, episode.decode(Decoding(20), limits[rows])), strict=True)
+    steps = itertools.count(1)
+    episode = opened(slice(0, 2))
+    begun = episode.decode(Decoding(20), limits[:4], None, lambda n, _: n != 2, lambda: next(steps) >= after)
+    if policy != MIXTURE:  # whose parts take their steps one after the other
+        assert [one is None for one in begun] == [len(first.ids) > after for first, _, _ in alone[:4]]
+    admit(episode, opened(slice(2, 3)))
+    begun += [None, None]
+    rest = episode.decode(Decoding(20), [0 if one else limit for one, limit in zip(begun, limits, strict=True)])
+    whole = finish(episode, slice(0, 6), [one or other for one, other in zip(begun, rest, strict=True)])
+    for one, other in zip(alone, zip(*whole, strict=True), strict=True):
+        same_row(one, other)
+
+
+def test_a_batch_that_rows_enter_and_leave_holds_no_more_than_its_own() -> None:
+    sampler, asked = Sampler(served(), parse_policy("none")), prompts(*[40] * 12)
+    limits = [3, 8, 5, 2, 8, 8, 1, 6, 8, 3, 8, 2]
+    found: dict[int, Completion] = {}
+    widest = sampler.open(asked[:3], [0, 1, 2])
+    widest.decode(Decoding(8))
+
+    def heard(n: int, completion: Completion) -> bool:
+        found[n] = completion
+        return False
+
+    arrivals, rows, sizes = Arrivals(lambda some: sampler.open([asked[n] for n in some], some), 12, 3), [], []
+    for episode in arrivals:
+        due = [0 if n in found else limits[n] for n in range(episode.rows)]
+        episode.decode(Decoding(8), due, None, heard, arrivals.pause)
+        assert isinstance(episode, Episode)
+        rows.append(episode.going_on)
+        sizes.append(episode.bytes)
+    assert len(rows) > 3, "the others waited for the first to be through"
+    assert max(rows) < 3, "nothing enters before a row is free"
+    assert max(sizes) <= 1.25 * widest.bytes  # whatever came and went
+    for n, rollout in enumerate(arrivals.rollouts()):
+        (alone,) = sampler.open([asked[n]], [n]).decode(Decoding(limits[n]))
+        assert alone is not None
+        assert found[n].ids == alone.ids
+        assert rollout.ids.tolist() == [*asked[n], *alone.ids]
+
+
+def same_row(one: tuple[Any, Any, Rollout], other: tuple[Any, Any, Rollout]) -> None:
+    """The answers of two turns and what was recorded of them."""
+    for mine, its in zip(one[:2], other[:2], strict=True):
+        assert (mine and (mine.ids, mine.finish_reason)) == (its and (its.ids, its.finish_reason))
+        assert mine is None or mine.logprobs == pytest.approx(its.logprobs, abs=1e-12)
+    for name in ("ids", "evicted_at", "keys_quantised_at", "values_quantised_at", "sampled", "hints"):
+        mine, its = getattr(one[2], name), getattr(other[2], name)
+        assert mine is its or torch.equal(mine, its), name
+    for name in ("row_keys", "answer_start", "retention", "kv_bytes_dense"):
+        assert getattr(one[2], name) == getattr(other[2], name)
+    assert (one[2].selection is None) == (other[2].selection is None)
+    if one[2].selection is not None:
+        assert torch.equal(one[2].selection.queries, other[2].selection.queries)
+        assert torch.equal(one[2].selection.chosen, other[2].selection.chosen)
 
 
 def test_a_row_that_was_let_go_stays_away() -> None:

@@ -84,14 +84,14 @@ def test_weights_are_shared(wide: Served) -> None:
     assert all(ours[name] is theirs[name] for name in theirs)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("rows", [1, 2, 4, 9])
 def test_logits_differ_by_rounding(wide: Served, rows: int) -> None:
     ids = torch.randint(0, 1024, (rows, 1), generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
         wanted, found = (plain(model)(ids) for model in (wide.model, packed(wide).model))
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
-    # few rows are left to the product that reads weights as they are stored
-    assert torch.equal(found, wanted) == (rows < 4)
+    # one row is left to the product that reads weights as they are stored
+    assert torch.equal(found, wanted) == (rows == 1)
 
 
 def plain(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -290,6 +291,59 @@ def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
     for each in held:
         each.let_go()
     assert all(each.done.result(timeout=60) for each in held)
+    engine.close()
+
+
+def test_a_request_joins_the_batch_under_way_and_is_answered_as_soon_as_it_is_over() -> None:
+    engine = Engine({"embedded": load_model()})
+    asked = {"model": "embedded", "messages": CHAT, "temperature": 0, "max_tokens": 12}
+    other: list[Future[list[Choice]]] = []
+    calls = itertools.count(1)
+
+    def told(_: int, __: str) -> None:  # by the sampling thread, which does not go on meanwhile
+        if not other:
+            other.append(engine.submit(read_request(asked | {"max_tokens": 2}))[1])
+        if next(calls) == 6:
+            assert other[0].done(), "it waits for the whole batch"
+
+    (first,) = engine.submit(read_request(asked), told)[1].result(timeout=60)
+    assert next(calls) > 6
+    assert first.text == sampled("none", 12)[0]
+    assert [choice.text for choice in other[0].result(timeout=0)] == [sampled("none", 2)[0]]
+    engine.close()
+
+
+def test_a_request_that_would_join_does_not_overtake_one_that_waits_longer() -> None:
+    engine, order = Engine({"embedded": load_model()}), list[str]()
+    first = Held(engine, "embedded").begun()
+    for name in (f"embedded@{HIDDEN}", "embedded"):
+        done = engine.submit(read_request({"model": name, "messages": CHAT, "max_tokens": 2}))[1]
+        done.add_done_callback(lambda _, name=name: order.append(name))
+    first.let_go()
+    assert first.done.result(timeout=60)
+    assert done.result(timeout=60)
+    engine.close()
+    assert order == [f"embedded@{HIDDEN}", "embedded"]
+
+
+def test_what_the_prompt_of_a_request_does_is_no_fault_of_the_batch_it_would_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, opened = Engine({"embedded": load_model()}), Sampler.open
+    first = Held(engine, "embedded").begun()
+
+    def fails(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(Sampler, "open", opened)
+        raise MemoryError
+
+    monkeypatch.setattr(Sampler, "open", fails)
+    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2})
+    second = engine.submit(asked)[1]
+    first.let_go()
+    with pytest.raises(RunError, match="sampling failed: MemoryError"):
+        second.result(timeout=60)
+    assert first.done.result(timeout=60)
+    assert engine.submit(asked)[1].result(timeout=60)
     engine.close()
 
 

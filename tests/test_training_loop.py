@@ -43,9 +43,11 @@ def runs(base: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Trained
     out, asked = tmp_path_factory.mktemp("arms"), dict[str, list[tuple[Any, ...]]]()
 
     def train(arm: str) -> Path:
-        def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int) -> Any:
+        def watch(
+            sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int, at_once: int
+        ) -> Any:
             asked.setdefault(arm, []).append(([item.item_id for _, item in questions], seeds, decoding, group))
-            return play_for_parity(sampler, questions, decoding, seeds, group=group)
+            return play_for_parity(sampler, questions, decoding, seeds, group=group, at_once=at_once)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rollouts, "play", watch)
@@ -192,9 +194,9 @@ def test_a_group_whose_rewards_are_all_alike_is_sampled_again_with_other_seeds(
 ) -> None:
     asked: list[list[int]] = []
 
-    def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int) -> Any:
+    def watch(sampler: Sampler, questions: Any, decoding: Decoding, seeds: list[int], group: int, at_once: int) -> Any:
         asked.append(seeds)
-        found = play(sampler, questions, decoding, seeds, group=group)
+        found = play(sampler, questions, decoding, seeds, group=group, at_once=at_once)
         if len(asked) == 1:
             found[0] = replace(found[0], grade=Grade(Outcome.DESIRED, 1.0))
         return found

@@ -64,6 +64,11 @@ class LastQueries:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._queries, self._positions = self._queries[rows], self._positions[rows]
 
+    def join(self, other: LastQueries) -> None:
+        """Hold the rows of another one too, behind its own."""
+        self._queries = torch.cat([self._queries, other._queries])
+        self._positions = torch.cat([self._positions, other._positions])
+
     @property
     def bytes(self) -> int:
         """Allocated bytes."""
@@ -111,6 +116,11 @@ class QueryMoments:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._count, self._sum, self._outer = (t[rows] for t in (self._count, self._sum, self._outer))
 
+    def join(self, other: QueryMoments) -> None:
+        """Hold the rows of another one too, behind its own."""
+        self._count = torch.cat([self._count, other._count])
+        self._sum, self._outer = torch.cat([self._sum, other._sum]), torch.cat([self._outer, other._outer])
+
     @property
     def bytes(self) -> int:
         """Allocated bytes."""
@@ -154,6 +164,11 @@ class QueryCentres:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._count, self._sum, self._lengths = (t[rows] for t in (self._count, self._sum, self._lengths))
 
+    def join(self, other: QueryCentres) -> None:
+        """Hold the rows of another one too, behind its own."""
+        self._count = torch.cat([self._count, other._count])
+        self._sum, self._lengths = torch.cat([self._sum, other._sum]), torch.cat([self._lengths, other._lengths])
+
     @property
     def bytes(self) -> int:
         """Allocated bytes."""
@@ -177,10 +192,7 @@ class MovingSinks:
     def move(self, store: Store, rows: Tensor | slice, *, by: Tensor) -> None:
         """Set the sinks of some rows, in their first slots, ``by`` [b] positions further than they were computed at."""
         # protected, so no cut ever moved them: the sinks are the first slots
-        keys = store.entries(slice(None))[0][:, :, : self._sink]
-        if not self._known.numel():
-            self._first = keys.clone()
-            self._known = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
+        keys = self._begun(store)
         fresh = torch.zeros_like(self._known)
         fresh[rows] = True
         fresh &= ~self._known
@@ -189,6 +201,20 @@ class MovingSinks:
         self._known |= fresh
         first = self._first[rows]
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
+
+    def _begun(self, store: Store) -> Tensor:
+        """The keys in a store's first slots, once there is room for them as they were computed."""
+        keys = store.entries(slice(None))[0][:, :, : self._sink]
+        if not self._known.numel():
+            self._first = keys.new_zeros(*keys.shape[:2], self._sink, keys.shape[3])
+            self._known = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
+        return keys
+
+    def join(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
+        """Hold the rows of another one too, behind its own; ``stores`` are both of theirs, before they join."""
+        self._begun(stores[0])
+        other._begun(stores[1])
+        self._first, self._known = torch.cat([self._first, other._first]), torch.cat([self._known, other._known])
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""

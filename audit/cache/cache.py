@@ -48,15 +48,17 @@ class EvictingCache:
         self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
         self._schedules = {plan.evictor: Schedule(plan.evictor, len(row_keys)) for plan in plans}
-        of, scratch = self._schedules, Scratch()
-        self.layers = [CachedLayer(n, plan, of[plan.evictor], rotary, scratch) for n, plan in enumerate(plans)]
+        scratch = Scratch()
+        self.layers = [
+            CachedLayer(n, plan, self._schedules[plan.evictor], rotary, scratch) for n, plan in enumerate(plans)
+        ]
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
         governed = [plan.evictor for plan in plans if plan.governed]
         self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
         self._times = Times(codec, len(row_keys)) if codec else None
-        self._choices = RecordedChoices(selector.unit) if selector else None
+        self._choices = RecordedChoices(selector.unit, len(row_keys)) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self.bytes = self.bytes_peak = 0  # allocated for serving; the ledger, which records it, is not among them
 
@@ -246,6 +248,31 @@ class EvictingCache:
                 part.reindex(there)
         self.bytes = sum(layer.bytes for layer in self.layers)
 
+    def join(self, other: EvictingCache) -> None:
+        """Hold the rows of another cache too, behind its own: one of the same model and policy, which is used up.
+
+        Between two forwards of both.
+        """
+        assert other.policy == self.policy, (other.policy.canonical, self.policy.canonical)
+        assert self.is_settled
+        assert other.is_settled
+        self.bytes_peak += other.bytes_peak
+        self.seen = torch.cat([self.seen, other.seen])
+        for evictor, schedule in self._schedules.items():
+            schedule.join(other._schedules[evictor])
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            layer.join(new)
+        self._row_keys.join(other._row_keys)
+        if self._pins and other._pins:
+            self._pins.join(other._pins)
+        if self._times and other._times:
+            self._times.join(other._times)
+        if self._choices and other._choices:
+            self._choices.join(other._choices)
+        if self.routes and other.routes:
+            self.routes.join(other.routes)
+        self.bytes = sum(layer.bytes for layer in self.layers)
+
     # --- the record -------------------------------------------------------------------------------------------------
 
     def retention(self) -> Tensor:
@@ -288,7 +315,7 @@ class EvictingCache:
 
     def selections(self) -> list[Selection | None] | None:
         """What every row's queries attended to, where the policy lets them choose."""
-        return self._choices.rows(len(self.seen)) if self._choices else None
+        return self._choices.rows() if self._choices else None
 
     def experts(self, tokens: int) -> Tensor | None:
         """Which experts each token was sent to [B, tokens, M, k] int16, where the model has any."""

@@ -52,8 +52,9 @@ class CachedLayer:
         evictor, codec, mass = schedule.evictor, plan.quantiser, schedule.evictor.accumulates
         self.number, self.plan, self.schedule = number, plan, schedule
         self.evictor, self.selector = evictor, plan.selector
-        stored = Store(accumulates=mass)
-        self.store = stored if codec is None else QuantisedStore(codec, number, scratch, accumulates=mass)
+        self.store: Store = (
+            QuantisedStore(codec, number, scratch, accumulates=mass) if codec else Store(accumulates=mass)
+        )
         self._last = LastQueries(evictor.observed_queries) if evictor.observed_queries else None
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
         self._centres = QueryCentres(rotary) if rotary and evictor.centres else None
@@ -230,5 +231,23 @@ class CachedLayer:
                 part.reindex(rows)
         if self.states is not None:
             self.states = self.states.of(rows)
+        self.held = self.schedule.left
+        self.weigh()
+
+    def join(self, other: CachedLayer) -> None:
+        """Hold the rows of another cache's layer too, behind its own, as ``schedule`` does by now."""
+        self.store.close_gaps()
+        other.store.close_gaps()
+        if self._sinks and other._sinks:
+            self._sinks.join(other._sinks, (self.store, other.store))
+        self.store.join(other.store)
+        if self._last and other._last:
+            self._last.join(other._last)
+        if self._moments and other._moments:
+            self._moments.join(other._moments)
+        if self._centres and other._centres:
+            self._centres.join(other._centres)
+        if self.states is not None and other.states is not None:
+            self.states = self.states.with_rows(other.states)
         self.held = self.schedule.left
         self.weigh()

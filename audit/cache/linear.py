@@ -75,6 +75,10 @@ class States:
         """Every row ``group`` times, as a copy."""
         return States({name: part.repeat_interleave(group, 0) for name, part in self.parts.items()})
 
+    def with_rows(self, other: States) -> States:
+        """These rows and others behind them."""
+        return States({name: torch.cat([part, other.parts[name]]) for name, part in self.parts.items()})
+
     @property
     def bytes(self) -> int:
         """Allocated bytes."""

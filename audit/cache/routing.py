@@ -79,6 +79,15 @@ class RecordedRoutes:
         assert self._table is not None
         self._rows, self._table = len(rows), self._table[rows]
 
+    def join(self, other: RecordedRoutes) -> None:
+        """Hold the choices for the rows of another record too, behind its own."""
+        assert self._table is not None
+        assert other._table is not None
+        width = max(self._table.shape[1], other._table.shape[1])
+        both = (table[:, :-1] for table in (self._table, other._table))  # the column of padding comes last again
+        wider = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, width - t.shape[1]), value=NOBODY) for t in both]
+        self._rows, self._table = self._rows + other._rows, torch.cat(wider)
+
 
 class ReplayedRoutes:
     """Choices of a learner's pass: experts [B, Q, M, k] along its columns; where they are NOBODY, the model's own."""

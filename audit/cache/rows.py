@@ -35,6 +35,18 @@ class RowKeys:
             keys, lengths = self._shared
             self._shared = (keys[rows], lengths[rows])
 
+    def join(self, other: RowKeys) -> None:
+        """Hold the rows of another one too, behind its own."""
+        if self._shared is not None or other._shared is not None:
+            keys, lengths = (torch.cat(both) for both in zip(self._of_prompts, other._of_prompts, strict=True))
+            self._shared = (keys, lengths)
+        self._own = torch.cat([self._own, other._own])
+
+    @property
+    def _of_prompts(self) -> tuple[Tensor, Tensor]:
+        """Key and length of the prompt that a row shares, of length 0 where it shares none."""
+        return (self._own, torch.zeros_like(self._own)) if self._shared is None else self._shared
+
     def part(self, keys: Tensor, seen: Tensor) -> None:
         """Give rows that have ``seen`` [B] tokens ``keys`` [B] of their own from now on."""
         self._shared, self._own = (self._own, seen.to(self._own.device)), keys
@@ -78,6 +90,12 @@ class Pins:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._at = self._at[rows]
 
+    def join(self, other: Pins) -> None:
+        """Hold the rows of another one too, behind its own."""
+        width = max(self._at.shape[1], other._at.shape[1])
+        both = (torch.nn.functional.pad(own._at, (0, width - own._at.shape[1])) for own in (self, other))
+        self._at = torch.cat(list(both))
+
 
 class Times:
     """Since which query each key and value is seen quantised; the same in every layer and head."""
@@ -111,3 +129,8 @@ class Times:
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._keys, self._values = ([list(part[row]) for row in rows.tolist()] for part in (self._keys, self._values))
+
+    def join(self, other: Times) -> None:
+        """Hold the rows of another one too, behind its own."""
+        self._keys += other._keys
+        self._values += other._values

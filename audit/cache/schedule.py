@@ -21,6 +21,12 @@ class Counts(NamedTuple):
         """Whether every row has this number."""
         return self.least == self.largest == number
 
+    def joined(self, other: Counts) -> Counts:
+        """The numbers of these rows and of others behind them."""
+        return Counts(
+            torch.cat([self.rows, other.rows]), min(self.least, other.least), max(self.largest, other.largest)
+        )
+
 
 def counts_of(rows: Tensor) -> Counts:
     """The numbers of [B] rows, read once."""
@@ -103,3 +109,8 @@ class Schedule:
         """Count for these rows [n], by an index on the CPU, each as often as it is named."""
         self._since = self._since[rows]
         self.arrived = self.left = counts_of(self.left.rows[rows])
+
+    def join(self, other: Schedule) -> None:
+        """Count for the rows of another schedule too, behind its own."""
+        self._since = torch.cat([self._since, other._since])
+        self.arrived = self.left = self.left.joined(other.left)

@@ -60,12 +60,15 @@ def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
     return marks.gather(3, own.expand(*marks.shape[:3], -1))
 
 
+_Step = tuple[Tensor, dict[int, Tensor]]  # positions [B] of its queries, and per layer units [B, A, k]
+
+
 class RecordedChoices:
     """What the queries of a sampler's decode steps chose, step after step."""
 
-    def __init__(self, unit: int) -> None:
-        self._unit = unit
-        self._steps: list[tuple[Tensor, dict[int, Tensor]]] = []  # positions [B], and per layer units [B, A, k]
+    def __init__(self, unit: int, rows: int) -> None:
+        self._unit, self._rows = unit, rows
+        self._steps: list[_Step] = []
 
     def begin(self, positions: Tensor) -> None:
         """Announce a decode step of queries at positions [B], -1 = none."""
@@ -76,10 +79,10 @@ class RecordedChoices:
         ordered = torch.where(units < 0, _LATE, units).sort(-1).values
         self._steps[-1][1][layer] = torch.where(ordered == _LATE, NONE, ordered).to(torch.int32)
 
-    def rows(self, count: int) -> list[Selection | None]:
+    def rows(self) -> list[Selection | None]:
         """Every row's record; None where no query has chosen yet."""
         if not any(step for _, step in self._steps):  # nothing drawn yet, or no layer that chooses
-            return [None] * count
+            return [None] * self._rows
         layers = tuple(self._steps[0][1])
         widest = max(units.shape[-1] for _, step in self._steps for units in step.values())
         at = torch.stack([positions for positions, _ in self._steps], 1).cpu()  # [B, N]
@@ -95,9 +98,26 @@ class RecordedChoices:
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""
+        self._rows = len(rows)
         self._steps = [
             (positions[rows], {layer: units[rows] for layer, units in step.items()}) for positions, step in self._steps
         ]
+
+    def join(self, other: RecordedChoices) -> None:
+        """Hold the rows of another record too, behind its own."""
+        self._steps = [_among(step, 0, other._rows) for step in self._steps] + [
+            _among(step, self._rows, 0) for step in other._steps
+        ]
+        self._rows += other._rows
+
+
+def _among(step: _Step, before: int, behind: int) -> _Step:
+    """A step among so many rows more that took no part in it."""
+    positions, chosen = step
+    rows = (before, behind)
+    return pad(positions, rows, value=NONE), {
+        n: pad(units, (0, 0, 0, 0, *rows), value=NONE) for n, units in chosen.items()
+    }
 
 
 class Choices(NamedTuple):

@@ -114,6 +114,11 @@ class Store:
         """
         positions = self.positions
         self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), seen, longest)
+        self._move_to_front(kept, counts)
+        self.uniform = False
+
+    def _move_to_front(self, kept: Tensor, counts: int) -> None:
+        positions = self.positions
         if self.ordered:
             order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
         else:
@@ -121,7 +126,7 @@ class Store:
         # before packing: heads with fewer entries carry dropped slots along, which have to read as empty
         self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
         self._pack(order)
-        self.length, self.ordered, self.uniform = counts, True, False
+        self.length, self.ordered = counts, True
 
     def _pack(self, order: Tensor) -> None:
         counts = order.shape[2]
@@ -153,12 +158,17 @@ class Store:
         """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``seen`` [B] on."""
         needed = longest + 1
         if needed > self.evicted_at.shape[2]:
-            grow = 2 * needed - self.evicted_at.shape[2]
-            self.evicted_at = _pad(self.evicted_at, grow, NEVER)
-            self.evicted_at[:, :, -grow - 1] = NEVER  # until now the column of empty slots, from here a token's
+            self.evicted_at = self._ledger_of(2 * needed)
         trash = self.evicted_at.shape[2] - 1
         index = torch.where(dropped >= 0, dropped, trash).long()
         self.evicted_at.scatter_(2, index, seen.to(torch.int32)[:, None, None].expand(*index.shape))
+
+    def _ledger_of(self, columns: int) -> Tensor:
+        """The ledger with so many columns, at least as many as it has."""
+        grow = columns - self.evicted_at.shape[2]
+        wider = _pad(self.evicted_at, grow, NEVER)
+        wider[:, :, -grow - 1] = NEVER  # until now the column of empty slots, from here a token's or still that one's
+        return wider
 
     def overwrite_keys(self, rows: Tensor | slice, slots: int, keys: Tensor) -> None:
         """Replace the keys of the first ``slots`` slots of some rows by ``keys`` [b, H, slots, D]."""
@@ -171,6 +181,30 @@ class Store:
         for name in self._slots:  # one after the other, so that the old ones go before the next is copied
             self._slots[name] = self._slots[name].index_select(0, rows)
         self.evicted_at = self.evicted_at.index_select(0, rows)
+
+    def close_gaps(self) -> None:
+        """Pack to the front, where every row has room in fewer slots: rows that come and go would else widen it."""
+        if self._slots:  # a layer may hold none
+            used = self.positions >= 0
+            widest = int(used.sum(-1).max())
+            if widest < self.length:
+                self._move_to_front(used, widest)
+
+    def join(self, other: Store) -> None:
+        """Hold the rows of another store too, behind its own."""
+        if not self._slots:
+            return
+        length = max(self.length, other.length)
+        for name, blank in ((name, self._blank.get(name, 0)) for name in self._slots):
+            # what is behind a store's length may be left over from an entry that has left
+            both = [
+                _pad(store._slots[name][:, :, : store.length], length - store.length, blank) for store in (self, other)
+            ]
+            self._slots[name] = torch.cat(both)
+        columns = max(self.evicted_at.shape[2], other.evicted_at.shape[2])
+        self.evicted_at = torch.cat([self._ledger_of(columns), other._ledger_of(columns)])
+        self.length, self.ordered = length, self.ordered and other.ordered
+        self.uniform = self.uniform and other.uniform
 
     @property
     def bytes(self) -> int:

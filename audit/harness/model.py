@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from audit.sampling.conversations import holds_stop, score_answers
 from audit.sampling.given import load_named
 from audit.sampling.model import EMBEDDED
 from audit.sampling.packed import packed
-from audit.sampling.sampler import Decoding, Sampler
+from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
 
 T = TypeVar("T")
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing; as the harness's own models have it
@@ -134,9 +135,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             alike[wanted[number].heat].append(number)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvaudit answers") as bar:
             for numbers in alike.values():
-                for batch in _batches(numbers, self._rows):
-                    answers |= zip(batch, self._drawn([wanted[n] for n in batch]), strict=True)
-                    bar.update(len(batch))
+                answers |= zip(numbers, self._drawn([wanted[n] for n in numbers], bar), strict=True)
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> NoReturn:  # noqa: ARG002
@@ -179,23 +178,36 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         seed = derive_seed("lm-eval", self._seed, context, turn)  # the same question again is another draw
         return _Wanted(context, prompt, tuple(filter(None, until)), longest, heat, seed)
 
-    def _drawn(self, batch: Sequence[_Wanted]) -> Iterator[str]:
-        """The answers of one batch."""
-        episode = self._sampler.open(
-            [one.prompt.ids for one in batch], [one.seed for one in batch], roles=[one.prompt.roles for one in batch]
-        )
-        temperature, top_p = batch[0].heat
-        limits = [one.longest for one in batch]
-        completions = episode.decode(
-            Decoding(max(limits), temperature, top_p),
-            limits,
-            lambda n, ids: holds_stop(self._loaded.chat, ids, batch[n].until),
-            lambda *_: False,
-        )
-        for one, completion in zip(batch, completions, strict=True):
-            assert completion is not None
-            text = self.tokenizer.decode(completion.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _drawn(self, wanted: Sequence[_Wanted], bar: Any) -> Iterator[str]:
+        """The answers to prompts of one temperature, as many at once as the batch has rows."""
+
+        def opened(numbers: range) -> AnyEpisode:
+            some = [wanted[n] for n in numbers]
+            prompts, roles = [one.prompt.ids for one in some], [one.prompt.roles for one in some]
+            return sampler.open(prompts, [one.seed for one in some], roles=roles)
+
+        def heard(n: int, completion: Completion) -> bool:
+            completions[n] = completion
+            bar.update()
+            return False
+
+        # a task asks thousands, and nobody for their ledgers
+        sampler = Sampler(self._loaded, self._sampler.policy, recorded=False)
+        temperature, top_p = wanted[0].heat
+        decoding = Decoding(max(one.longest for one in wanted), temperature, top_p)
+        completions: dict[int, Completion] = {}
+        arrivals = Arrivals(opened, len(wanted), self._rows)
+        for episode in arrivals:
+            limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
+            ended = partial(self._ended, wanted)
+            episode.decode(decoding, limits, ended, heard, arrivals.pause)
+        for n, one in enumerate(wanted):
+            ids = completions[n].ids
+            text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             yield postprocess_generated_text(text, list(one.until), None)
+
+    def _ended(self, wanted: Sequence[_Wanted], n: int, ids: Sequence[int]) -> bool:
+        return holds_stop(self._loaded.chat, ids, wanted[n].until)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> Rendered:
         """Tokens with the roles they have in the chat that the context was made from; plain text is the user's."""

@@ -37,6 +37,7 @@ from audit.runs.recipe import recipe_of
 from audit.runs.units import Unit, UnitFiles
 from audit.sampling.given import check_given, load_given, load_named
 from audit.sampling.model import LoadedModel, load_model
+from audit.sampling.packed import packs
 from audit.training.adapters import continued
 from audit.training.checkpoint import drop_state
 from audit.training.config import TrainConfig
@@ -361,10 +362,12 @@ class Pipeline:
                 )
             self._hold(ROWS, rows)
             self._hold(MODEL, model.files)
-            self._run.keep(WORKED_WITH, versions_line(), utc_now())
+            layout = ", large products packed" if packs(model) else ""
+            self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.about())
-            self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {torch.get_num_threads()} threads")
+            threads = f"{torch.get_num_threads()} threads"
+            self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {threads}{layout}")
             if words := governed_words(model.model.config):
                 self._say(f"cache: {words}")
             for words in model.chat.moved():

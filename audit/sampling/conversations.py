@@ -16,7 +16,7 @@ from audit.core.spans import Kept, places_of
 from audit.sampling.chat import Chat, Rendered
 from audit.sampling.decoding import Scored, draw
 from audit.sampling.exchange import Exchange, graded
-from audit.sampling.sampler import Completion, Decoding, Episode, MixedEpisode, Sampler, ServedModel
+from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler, ServedModel
 from suites.base import Suite
 
 _NOTHING = Rendered((), ())
@@ -54,6 +54,7 @@ def play(
     *,
     thinks: bool = False,
     prompts: Sequence[Rendered] | None = None,
+    at_once: int = 0,
 ) -> list[Played]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
 
@@ -61,7 +62,8 @@ def play(
     answer of a row does not depend on what shares its batch. Raises SpecError before anything is sampled when a
     context does not fit the model's positions. An item with options is one turn, and its answer one of them.
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader. ``prompts``: what ``opening_of`` gives for each item, where that is known.
+    nor grader. ``prompts``: what ``opening_of`` gives for each item, where that is known. ``at_once``: so many rows at
+    the most share the batch, or one item's where those are more; further items enter it as rows leave. 0: all do.
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
@@ -71,11 +73,12 @@ def play(
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
     given = [bool(one.suite.options(one.item)) for one in asked]
+    most = max(1, at_once // group) if at_once else len(asked)  # items at once
     found: dict[int, list[Played]] = {}
     for way, chosen in ((_converse, False), (_choose, True)):
         part = [n for n, own in enumerate(given) if own is chosen]
         own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
-        rows = way(sampler, [asked[n] for n in part], decoding, own_seeds, group) if part else []
+        rows = way(sampler, [asked[n] for n in part], decoding, own_seeds, group, most) if part else []
         found |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(part)}
     seconds = (time.perf_counter() - started) / len(seeds)
     return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
@@ -96,20 +99,41 @@ class _Asked(NamedTuple):
 
 
 def _converse(
-    sampler: Sampler, asked: Sequence[_Asked], decoding: Decoding, seeds: Sequence[int], group: int
+    sampler: Sampler, asked: Sequence[_Asked], decoding: Decoding, seeds: Sequence[int], group: int, most: int
 ) -> list[Played]:
-    """Let the model speak, and the environment answer."""
-    roles = [one.prompt.roles for one in asked]
-    episode = sampler.open([one.prompt.ids for one in asked], list(seeds), group=group, roles=roles)
+    """Let the model speak, and the environment answer; the next items enter once half of the rows are free."""
+
+    def opened(items: range) -> AnyEpisode:
+        own = [asked[n].prompt for n in items]
+        part = list(seeds[items.start * group : items.stop * group])
+        return sampler.open([one.ids for one in own], part, group=group, roles=[one.roles for one in own])
+
     rows = [_Conversation(one, member, sampler.model) for one in asked for member in range(group)]
-    _run(episode, rows, decoding)
-    return [row.played(rollout) for row, rollout in zip(rows, episode.rollouts(), strict=True)]
+    arrivals = Arrivals(opened, len(asked), most, group)
+    for episode in arrivals:
+        playing = rows[: episode.rows]
+        # 0: a row that is over is neither drawn for nor fed
+        limits = [row.suite.max_new_tokens if row.open else 0 for row in playing]
+        episode.decode(
+            decoding,
+            limits,
+            lambda n, ids: rows[n].ended(ids),
+            lambda n, completion: rows[n].answer(completion),
+            arrivals.pause,
+        )
+        chunks = [row.take_pending() for row in playing]
+        if any(chunk.ids for chunk in chunks):
+            episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
+    return [row.played(rollout) for row, rollout in zip(rows, arrivals.rollouts(), strict=True)]
 
 
 def _choose(
-    sampler: Sampler, asked: Sequence[_Asked], decoding: Decoding, seeds: Sequence[int], group: int
+    sampler: Sampler, asked: Sequence[_Asked], decoding: Decoding, seeds: Sequence[int], group: int, most: int
 ) -> list[Played]:
     """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
+    if len(asked) > most:
+        first = _choose(sampler, asked[:most], decoding, seeds[: most * group], group, most)
+        return first + _choose(sampler, asked[most:], decoding, seeds[most * group :], group, most)
     chat = sampler.model.chat
     texts = [one.suite.options(one.item) for one in asked]
     answers = [[chat.encode(text) for text in own] for own in texts]
@@ -186,18 +210,6 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
             f"suite {suite.name} item {item.item_id} needs {prompt_tokens + longest} positions ({prompt_tokens} prompt "
             f"+ {longest} new), the model has {model.max_positions}; lower context_tokens"
         )
-
-
-def _run(episode: Episode | MixedEpisode, rows: list[_Conversation], decoding: Decoding) -> None:
-    while any(row.open for row in rows):
-        # 0: a row that is over is neither drawn for nor fed
-        limits = [row.suite.max_new_tokens if row.open else 0 for row in rows]
-        episode.decode(
-            decoding, limits, lambda n, ids: rows[n].ended(ids), lambda n, completion: rows[n].answer(completion)
-        )
-        chunks = [row.take_pending() for row in rows]
-        if any(chunk.ids for chunk in chunks):
-            episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
 
 
 class _Conversation:

@@ -5,7 +5,7 @@ Batches are right-padded, so that the chunk a token falls into depends on its ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -24,9 +24,10 @@ from audit.core.records import Role
 from audit.policies import Policy, evictor_of, quantiser_of
 from audit.sampling.decoding import Completion, Decoding, Scored, draw
 
-Pick = Callable[[Tensor, int], tuple[list[int], list[float]]]  # from logits [b, V] and the number of the step
+Pick = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
 Ended = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
 Heard = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
+Pause = Callable[[], bool]  # whether turns are to stop where they are
 
 
 class ServedModel(Protocol):
@@ -60,7 +61,7 @@ class Episode:
     """A batch of rows with one living cache: given tokens and drawn tokens are compressed as they come.
 
     Rows that are over leave once they are half of those in the cache: then it is copied once for what every later step
-    costs.
+    costs. Others may join them, between two tokens too. Not ``recorded``: rollouts are not kept, and not asked for.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Episode:
         group: int,
         roles: Sequence[Sequence[str]] | None,
         shared: SharedPrefill | None = None,
+        *,
+        recorded: bool = True,
     ) -> None:
-        self._model = model
+        self._model, self._recorded = model, recorded
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
         rotary = rotary_for(model.model, policy)
         blocks = watched_blocks(model.model)
@@ -84,6 +87,7 @@ class Episode:
         self._held = list(range(len(seeds)))  # the rows in the cache, in its order
         self._over = set[int]()  # the rows that do not go on
         self._gone: dict[int, Rollout] = {}  # those of them that have left the cache
+        self._turns: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probs of turns that are under way
         self._logits = logits.repeat_interleave(group, 0)  # [b, V] of the next token of the rows in the cache
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
         self._given: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
@@ -92,6 +96,11 @@ class Episode:
     def rows(self) -> int:
         """Rows of the batch, group members consecutive."""
         return len(self._rows)
+
+    @property
+    def going_on(self) -> int:
+        """Rows that may still be asked or told something."""
+        return len(self._rows) - len(self._over)
 
     @property
     def bytes(self) -> int:
@@ -105,20 +114,21 @@ class Episode:
         limits: Sequence[int] | None = None,
         ended: Ended | None = None,
         heard: Heard | None = None,
+        pause: Pause | None = None,
     ) -> list[Completion | None]:
         """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all.
 
         A row ends with a stop token, or where ``ended`` says so of what it has drawn. One that ``heard`` lets go must
-        not go on later; without it every row may.
+        not go on later; without it every row may. ``pause`` is asked after every step: where it says so, turns that
+        are under way have no completion yet, and the next call goes on with them.
         """
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
-        # draws are numbered by row position: turns, and whatever shares the batch, change none
-        start = [len(row.ids) for row in self._rows]
         found: list[Completion | None] = [None] * self.rows
 
-        def pick(logits: Tensor, step: int) -> tuple[list[int], list[float]]:
-            index = torch.tensor([start[n] + step for n in self._held], device=logits.device)
-            return draw(logits, self._seeds, index, decoding)
+        def pick(logits: Tensor, drawn: list[int]) -> tuple[list[int], list[float]]:
+            # draws are numbered by row position: turns, and whatever shares the batch, change none
+            index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
+            return draw(logits, self._seeds, torch.tensor(index, device=logits.device), decoding)
 
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             stopped = ids[-1] in self._stops or (ended is not None and ended(n, ids))
@@ -129,7 +139,7 @@ class Episode:
                 self._over.add(n)
             return True
 
-        self._answer([limit > 0 for limit in most], pick, said)
+        self._answer([limit > 0 for limit in most], pick, said, pause)
         return found
 
     @torch.no_grad()
@@ -138,11 +148,11 @@ class Episode:
         found: list[Scored | None] = [None] * self.rows
         likely = [True] * self.rows
 
-        def given(logits: Tensor, step: int) -> tuple[list[int], list[float]]:
-            tokens = [answers[n][step] if step < len(answers[n]) else 0 for n in self._held]
+        def given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
+            tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
             logprobs = logits.double().log_softmax(-1)
             for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
-                likely[n] &= step >= len(answers[n]) or best == token
+                likely[n] &= n not in self._turns or best == token
             picked = torch.tensor(tokens, device=logits.device)[:, None]
             return tokens, logprobs.gather(1, picked)[:, 0].tolist()
 
@@ -155,40 +165,82 @@ class Episode:
         self._answer([len(answer) > 0 for answer in answers], given, said)
         return found
 
-    def _answer(self, running: list[bool], pick: Pick, said: Callable[[int, list[int], list[float]], bool]) -> None:
+    def _answer(
+        self,
+        running: list[bool],
+        pick: Pick,
+        said: Callable[[int, list[int], list[float]], bool],
+        pause: Pause | None = None,
+    ) -> None:
         """The turn of every row that is ``running``: the tokens that ``pick`` gives, each fed to the cache alone.
 
         ``said`` is asked after every token of a row whether its turn is over.
         """
         assert not any(running[n] for n in self._over), "a row that was let go does not go on"
+        assert all(running[n] for n in self._turns), "a turn that was begun goes on"
         self._let_go()
-        self._feed_given(running)
-        self._feed_pending(running)  # after what was given, which takes its row's drawn token along
-        for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
-            if running[n]:
-                self._rows[n].answer_start, self._rows[n].retention = len(self._rows[n].ids), retention
-        drawn: dict[int, tuple[list[int], list[float]]] = {n: ([], []) for n, on in enumerate(running) if on}
-        logits, step = self._logits, 0
+        self._begin({n for n, on in enumerate(running) if on and n not in self._turns})
+        logits = self._logits
         while any(running):
-            for n, token, logprob in zip(self._held, *pick(logits, step), strict=True):
+            drawn = [len(self._turns[n][0]) if n in self._turns else 0 for n in self._held]
+            for n, token, logprob in zip(self._held, *pick(logits, drawn), strict=True):
                 if running[n]:
-                    ids, logprobs = drawn[n]
+                    ids, logprobs = self._turns[n]
                     ids.append(token)
                     logprobs.append(logprob)
                     running[n] = not said(n, ids, logprobs)
                     if not running[n]:
-                        self._rows[n].add(ids, logprobs)
+                        self._rows[n].add(*self._turns.pop(n))
                         self._pending[n] = ids[-1:]  # not fed yet: it enters with what is given next
             if any(running):
                 self._let_go()
-                logits, step = self._step([drawn[n][0][-1] if running[n] else -1 for n in self._held]), step + 1
+                logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._held])
+                if pause is not None and pause():
+                    under_way = torch.tensor([running[n] for n in self._held], device=logits.device)[:, None]
+                    self._logits = torch.where(under_way, logits, self._logits)
+                    return
 
-    def _let_go(self) -> None:
-        """Let the rows that are over leave the cache, if they are half of what it holds and others stay."""
-        stay = [place for place, n in enumerate(self._held) if n not in self._over]
-        if not 0 < 2 * len(stay) <= len(self._held):
+    def _begin(self, numbers: Set[int]) -> None:
+        """Let these rows begin a turn: they see what they have not seen yet."""
+        if not numbers:
             return
-        self._gone |= self._rollouts([n for n in self._held if n in self._over])
+        beginning = [n in numbers for n in range(self.rows)]
+        self._feed_given(beginning)
+        self._feed_pending(beginning)  # after what was given, which takes its row's drawn token along
+        for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
+            if beginning[n]:
+                self._rows[n].answer_start, self._rows[n].retention = len(self._rows[n].ids), retention
+                self._turns[n] = ([], [])
+
+    def join(self, other: Episode) -> None:
+        """Take in the rows of an episode of the same model and policy, behind its own; that one is used up.
+
+        A row sees, draws and leaves behind what it would have by itself.
+        """
+        first = self.rows
+        if self.going_on:
+            self._let_go(at_once=True)
+            self._cache.join(other._cache)
+            self._seeds, self._logits = torch.cat([self._seeds, other._seeds]), torch.cat([self._logits, other._logits])
+        else:
+            self._keep(self._held)
+            self._cache, self._seeds, self._logits, self._held = other._cache, other._seeds, other._logits, []
+        self._held += [first + n for n in other._held]
+        self._over |= {first + n for n in other._over}
+        self._gone |= {first + n: rollout for n, rollout in other._gone.items()}
+        self._turns |= {first + n: turn for n, turn in other._turns.items()}
+        self._rows, self._pending, self._given = (
+            [*self._rows, *other._rows],
+            [*self._pending, *other._pending],
+            [*self._given, *other._given],
+        )
+
+    def _let_go(self, *, at_once: bool = False) -> None:
+        """Let the rows that are over leave the cache, once they are half of it or ``at_once``, while others stay."""
+        stay = [place for place, n in enumerate(self._held) if n not in self._over]
+        if not 0 < len(stay) <= (len(self._held) - 1 if at_once else len(self._held) // 2):
+            return
+        self._keep([n for n in self._held if n in self._over])
         rows = torch.tensor(stay)
         self._cache.reindex(rows)
         there = rows.to(self._logits.device)
@@ -235,8 +287,15 @@ class Episode:
         changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]
         self._logits = torch.where(changed, logits, self._logits)
 
+    def _keep(self, leaving: Sequence[int]) -> None:
+        """What rows in the cache have come to, before they leave it."""
+        if self._recorded:
+            self._gone |= self._rollouts(leaving)
+
     def rollouts(self) -> list[Rollout]:
         """Every row as it stands, with its ledger."""
+        assert self._recorded
+        assert not self._turns, "a turn that was begun goes on"
         self._feed_given([True] * self.rows)
         found = self._gone | self._rollouts(self._held)
         return [found[n] for n in range(self.rows)]

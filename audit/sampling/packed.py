@@ -22,7 +22,7 @@ from audit.sampling.memory import whole_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
 LARGE = 1 << 19  # weights: below, a call of oneDNN costs more than it saves
-_FEWEST = {torch.float32: 4, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
+_FEWEST = {torch.float32: 2, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
 _SHARE = 4  # of the machine's memory copies take a quarter at most, were there a process for every core
 
 
@@ -31,14 +31,8 @@ def packed(model: Model) -> Model:
 
     It answers the same questions and learns nothing: with gradients its products are those of ``model``.
     """
-    products = [
-        (name, module)
-        for name, module in model.model.named_modules()
-        if _is_plain(module) and module.weight.numel() >= LARGE and is_able(module.weight.dtype)
-    ]
-    size = sum(module.weight.nbytes for _, module in products)
-    # all of the memory, not what is free: what a run computes must not depend on the hour
-    if model.device.type != "cpu" or not products or size * _SHARE * (os.cpu_count() or 1) > whole_bytes():
+    products = _products(model)
+    if not products:
         return model
     shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
     weights: Any = copy.deepcopy(model.model, shared)
@@ -47,6 +41,24 @@ def packed(model: Model) -> Model:
     served = copy.copy(model)
     served.model = weights
     return served
+
+
+def packs(model: ServedModel) -> bool:
+    """Whether ``packed`` holds weights of this model a second time."""
+    return bool(_products(model))
+
+
+def _products(model: ServedModel) -> list[tuple[str, nn.Linear]]:
+    """The products to be packed, by name; none where their copies would not fit."""
+    products = [
+        (name, module)
+        for name, module in model.model.named_modules()
+        if _is_plain(module) and module.weight.numel() >= LARGE and is_able(module.weight.dtype)
+    ]
+    size = sum(module.weight.nbytes for _, module in products)
+    # all of the memory, not what is free: what a run computes must not depend on the hour
+    fits = size * _SHARE * (os.cpu_count() or 1) <= whole_bytes()
+    return products if model.device.type == "cpu" and fits else []
 
 
 @functools.cache

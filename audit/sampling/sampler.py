@@ -6,7 +6,7 @@ in serving" mean the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from audit.cache.ledger import Rollout
@@ -14,21 +14,33 @@ from audit.cache.shared import SharedPrefill
 from audit.core.errors import SpecError
 from audit.policies import Mixture, Policy
 from audit.sampling.decoding import Completion, Decoding, Scored, nucleus
-from audit.sampling.episode import Ended, Episode, Heard, ServedModel
+from audit.sampling.episode import Ended, Episode, Heard, Pause, ServedModel
 
 T = TypeVar("T")
-__all__ = ["Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "Scored", "ServedModel", "nucleus"]
+__all__ = [
+    "Arrivals",
+    "Completion",
+    "Decoding",
+    "Episode",
+    "MixedEpisode",
+    "Sampler",
+    "Scored",
+    "ServedModel",
+    "nucleus",
+]
 
 
 class Sampler:
     """Decodes from ``model`` with its cache compressed by ``policy``.
 
     ``shared`` is what the policies that are played with the same prompts have of each other's prefill; no rollout
-    depends on it.
+    depends on it. Not ``recorded``: only answers are asked for, and no rollouts.
     """
 
-    def __init__(self, model: ServedModel, policy: Policy, shared: SharedPrefill | None = None) -> None:
-        self.model, self.policy, self._shared = model, policy, shared
+    def __init__(
+        self, model: ServedModel, policy: Policy, shared: SharedPrefill | None = None, *, recorded: bool = True
+    ) -> None:
+        self.model, self.policy, self._shared, self._recorded = model, policy, shared, recorded
 
     def open(
         self,
@@ -52,8 +64,10 @@ class Sampler:
         if isinstance(self.policy, Mixture):
             each = [n for n in range(len(prompts)) for _ in range(group)]
             own = None if roles is None else [roles[n] for n in each]
-            return MixedEpisode(self.model, self.policy, [prompts[n] for n in each], seeds, own)
-        return Episode(self.model, self.policy, prompts, seeds, group, roles, self._shared)
+            return MixedEpisode(
+                self.model, self.policy, [prompts[n] for n in each], seeds, own, recorded=self._recorded
+            )
+        return Episode(self.model, self.policy, prompts, seeds, group, roles, self._shared, recorded=self._recorded)
 
 
 class MixedEpisode:
@@ -66,15 +80,23 @@ class MixedEpisode:
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         roles: Sequence[Sequence[str]] | None,
+        *,
+        recorded: bool = True,
     ) -> None:
         self.rows = len(prompts)
         chosen = [policy.drawn(seed) for seed in seeds]  # the same in every arm, as the rows' seeds are
-        self._parts: list[tuple[list[int], Episode]] = []
+        self._parts: dict[Policy, tuple[list[int], Episode]] = {}
         for part in dict.fromkeys(chosen):
             rows = [n for n, own in enumerate(chosen) if own == part]
             own = None if roles is None else [roles[n] for n in rows]
-            episode = Episode(model, part, [prompts[n] for n in rows], [seeds[n] for n in rows], 1, own)
-            self._parts.append((rows, episode))
+            some = ([prompts[n] for n in rows], [seeds[n] for n in rows])
+            episode = Episode(model, part, *some, 1, own, recorded=recorded)
+            self._parts[part] = (rows, episode)
+
+    @property
+    def going_on(self) -> int:
+        """See ``Episode.going_on``."""
+        return sum(episode.going_on for _, episode in self._parts.values())
 
     def decode(
         self,
@@ -82,6 +104,7 @@ class MixedEpisode:
         limits: Sequence[int] | None = None,
         ended: Ended | None = None,
         heard: Heard | None = None,
+        pause: Pause | None = None,
     ) -> list[Completion | None]:
         """See ``Episode.decode``."""
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
@@ -89,7 +112,7 @@ class MixedEpisode:
         def work(rows: list[int], episode: Episode) -> list[Completion | None]:
             own_ended = None if ended is None else lambda n, ids: ended(rows[n], ids)
             own_heard = None if heard is None else lambda n, completion: heard(rows[n], completion)
-            return episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard)
+            return episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard, pause)
 
         return self._gather(work)
 
@@ -99,8 +122,19 @@ class MixedEpisode:
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
         """See ``Episode.extend``."""
-        for rows, episode in self._parts:
+        for rows, episode in self._parts.values():
             episode.extend([chunks[n] for n in rows], None if roles is None else [roles[n] for n in rows])
+
+    def join(self, other: MixedEpisode) -> None:
+        """See ``Episode.join``."""
+        for part, (rows, episode) in other._parts.items():
+            numbers = [self.rows + n for n in rows]
+            if part in self._parts:
+                self._parts[part][0].extend(numbers)
+                self._parts[part][1].join(episode)
+            else:
+                self._parts[part] = (numbers, episode)
+        self.rows += other.rows
 
     def rollouts(self) -> list[Rollout]:
         """See ``Episode.rollouts``."""
@@ -109,6 +143,55 @@ class MixedEpisode:
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
         """Results of every part, in the order of the rows."""
         found: dict[int, T] = {}
-        for rows, episode in self._parts:
+        for rows, episode in self._parts.values():
             found |= dict(zip(rows, work(rows, episode), strict=True))
         return [found[n] for n in range(self.rows)]
+
+
+AnyEpisode = Episode | MixedEpisode
+_SHARE = 4  # of the rows that must be free before others enter, which copies the cache, as much as one step reads
+
+
+class Arrivals:
+    """A batch that further prompts enter as rows leave it, each with ``group`` rows.
+
+    ``opened`` gives prompts of these numbers an episode; ``most`` of ``prompts`` share the batch. Iterate, and decode
+    what comes with ``pause``; rows are numbered by their prompts. Others enter once a quarter of ``most`` is free.
+    """
+
+    def __init__(self, opened: Callable[[range], AnyEpisode], prompts: int, most: int, group: int = 1) -> None:
+        self._opened, self._most, self._group = opened, most, group
+        self._waiting = range(most, prompts)
+        self._episode = opened(range(min(most, prompts)))
+
+    def __iter__(self) -> Iterator[AnyEpisode]:
+        """The batch again and again, until every row is over."""
+        while self._waiting or self._episode.going_on:
+            if self.pause():
+                count = min(self._room, len(self._waiting))
+                admit(self._episode, self._opened(self._waiting[:count]))
+                self._waiting = self._waiting[count:]
+            yield self._episode
+
+    def pause(self) -> bool:
+        """Whether there is room for enough of those that wait."""
+        return 0 < min(len(self._waiting), max(1, self._most // _SHARE)) <= self._room
+
+    @property
+    def _room(self) -> int:
+        """Prompts that fit beside the rows that go on."""
+        return self._most - -(-self._episode.going_on // self._group)
+
+    def rollouts(self) -> list[Rollout]:
+        """See ``Episode.rollouts``."""
+        return self._episode.rollouts()
+
+
+def admit(one: AnyEpisode, other: AnyEpisode) -> None:
+    """Let ``one`` take the rows of another of its kind in, see ``Episode.join``."""
+    if isinstance(one, MixedEpisode):
+        assert isinstance(other, MixedEpisode)
+        one.join(other)
+    else:
+        assert not isinstance(other, MixedEpisode)
+        one.join(other)

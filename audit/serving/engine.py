@@ -1,13 +1,20 @@
-"""One thread that samples: requests that wait for the same checkpoint, policy and temperature become one batch."""
+"""One thread that samples: requests for the same checkpoint, policy and temperature share a batch.
+
+Those that come while it decodes join it as soon as there is room, unless another request has waited longer for a batch
+of its own; a request is answered as soon as its own rows are over.
+"""
 
 from __future__ import annotations
 
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from audit.core.errors import AuditError, RunError, SpecError, UnknownName
 from audit.policies import Policy, parse_policy
@@ -15,10 +22,11 @@ from audit.policies.draws import derive_seed
 from audit.sampling.chat import Rendered
 from audit.sampling.model import LoadedModel
 from audit.sampling.packed import packed
-from audit.sampling.sampler import Completion, Decoding, Sampler
+from audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, admit
 from audit.serving.wire import ChatRequest, Choice
 
 DEFAULT_TOKENS = 512
+_MOST_ROWS = 4096  # that one batch ever has, since it counts them at every step
 _CLOSING = "the server is shutting down"
 _OPEN_END = "�"  # what the first bytes of a character decode to until the others come
 Told = Callable[[int, str], None]  # number of the choice, and its text so far
@@ -46,11 +54,23 @@ class _Job:
     limit: int
     told: Told | None
     done: Future[list[Choice]] = field(default_factory=Future)
+    answers: dict[int, Choice] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, str, float, float]:
         """What requests of one batch share."""
         return id(self.served.model), self.served.policy.hash, self.asked.temperature, self.asked.top_p
+
+    @property
+    def length(self) -> int:
+        """Tokens of one row at most."""
+        return len(self.prompt.ids) + self.limit
+
+    def answer(self, number: int, choice: Choice) -> None:
+        """Take one answer, and hand all over once there are as many as were asked for."""
+        self.answers[number] = choice
+        if len(self.answers) == self.asked.choices:
+            self.done.set_result([self.answers[n] for n in range(self.asked.choices)])
 
 
 class Engine:
@@ -67,7 +87,8 @@ class Engine:
         self._models, self._aliases = {name: packed(model) for name, model in models.items()}, dict(aliases or {})
         self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
-        self._kept = 0  # requests that were taken from the queue and wait for another batch
+        self._next = deque[_Job]()  # requests that were taken from the queue and wait for a batch
+        self._ends = False  # the thread, with the batch that is under way
         self._closing, self._door = False, threading.Lock()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
         for name in self._aliases:
@@ -91,7 +112,7 @@ class Engine:
 
         Raises SpecError, UnknownName, Busy, or RunError once the engine closes.
         """
-        if self._waiting.qsize() + self._kept >= self._most_waiting:
+        if self._waiting.qsize() + len(self._next) >= self._most_waiting:
             raise Busy(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
         prompt = served.model.chat.opening(asked.messages)
@@ -117,57 +138,72 @@ class Engine:
         self._thread.join()
 
     def _work(self) -> None:
-        kept: list[_Job] = []
         while True:
-            kept, open_ = self._gathered(kept)
-            if not open_:
-                for job in _wanted(kept):
+            self._gather(wait=not self._next)
+            if self._ends:
+                for job in _wanted(self._next):
                     job.done.set_exception(RunError(_CLOSING))
                 return
-            batch, kept = self._chosen(kept)
-            self._kept = len(kept)
-            if begun := _wanted(batch):
+            if begun := _wanted(self._first()):
                 self._answer(begun)
 
-    def _gathered(self, kept: list[_Job]) -> tuple[list[_Job], bool]:
-        """Everything that waits now, at least one request; False when the engine closes."""
-        found = list(kept)
-        while True:
-            try:
-                job = self._waiting.get(block=not found)
-            except queue.Empty:
-                return found, True
-            if job is None:
-                return found, False
-            found.append(job)
+    def _gather(self, *, wait: bool) -> None:
+        """Take what waits from the queue, at least one request where there is time to ``wait``."""
+        with suppress(queue.Empty):
+            while not self._ends:
+                job = self._waiting.get(block=wait)
+                wait = False
+                if job is None:
+                    self._ends = True
+                else:
+                    self._next.append(job)
 
-    def _chosen(self, jobs: Sequence[_Job]) -> tuple[list[_Job], list[_Job]]:
-        """The oldest request with those that can share its batch, and the rest, in their order."""
-        batch, rest = list[_Job](), list[_Job]()
-        longest = rows = 0
-        for job in jobs:
-            length, own = len(job.prompt.ids) + job.limit, job.asked.choices
-            fits = (rows + own) * max(longest, length) <= self._batch_tokens
-            if batch and not (job.key == batch[0].key and fits):
+    def _first(self) -> list[_Job]:
+        """The oldest request with those that can share its batch; the rest wait, in their order."""
+        batch, rest, size = list[_Job](), list[_Job](), _Size(0, 0)
+        for job in self._next:
+            alike = not batch or job.key == batch[0].key
+            if batch and not (alike and size.fits(job, self._batch_tokens)):
                 rest.append(job)
                 continue
             batch.append(job)
-            longest, rows = max(longest, length), rows + own
-        return batch, rest
+            size = size.plus(job)
+        self._next = deque(rest)
+        return batch
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
+        """Serve a batch and whoever joins it, until all of them are answered."""
+        batch = _Batch()
+        while jobs or batch.goes_on:
+            self._let_in(batch, jobs)
+            try:
+                batch.decode(lambda: self._may_join(batch))
+            except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
+                for job in batch.jobs:
+                    job.done.set_exception(_told(error))
+                return
+            jobs = []
+            while self._may_join(batch, jobs):
+                jobs = [*jobs, *_wanted([self._next.popleft()])]
+
+    def _let_in(self, batch: _Batch, jobs: Sequence[_Job]) -> None:
+        """Let requests take part in the batch; what their prompts do is no fault of the others."""
         try:
-            answers = _sampled(jobs)
-        except AuditError as error:
+            if jobs:
+                batch.take(jobs)
+        except Exception as error:
             for job in jobs:
-                job.done.set_exception(error)
-            return
-        except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
-            for job in jobs:
-                job.done.set_exception(RunError(f"sampling failed: {type(error).__name__}"))
-            return
-        for job, choices in zip(jobs, answers, strict=True):
-            job.done.set_result(choices)
+                job.done.set_exception(_told(error))
+
+    def _may_join(self, batch: _Batch, others: Sequence[_Job] = ()) -> bool:
+        """Whether the request that waits longest fits the batch, beside ``others`` that are about to join."""
+        self._gather(wait=False)
+        if self._ends or not self._next or not batch.goes_on or self._next[0].key != batch.key:
+            return False
+        size = batch.size
+        for job in others:
+            size = size.plus(job)
+        return batch.rows + size.rows < _MOST_ROWS and size.fits(self._next[0], self._batch_tokens)
 
 
 def _wanted(jobs: Sequence[_Job]) -> list[_Job]:
@@ -175,23 +211,89 @@ def _wanted(jobs: Sequence[_Job]) -> list[_Job]:
     return [job for job in jobs if job.done.set_running_or_notify_cancel()]
 
 
-def _sampled(jobs: Sequence[_Job]) -> list[list[Choice]]:
-    """Every job's choices, sampled as one batch of rows."""
-    first = jobs[0]
-    rows = [(job, number) for job in jobs for number in range(job.asked.choices)]
-    texts = [_Text(job, number) for job, number in rows]
-    sampler = Sampler(first.served.model, first.served.policy)
-    seeds = [derive_seed("serve", _seed(job), number) for job, number in rows]
-    prompts, roles = [job.prompt.ids for job, _ in rows], [job.prompt.roles for job, _ in rows]
-    episode = sampler.open(prompts, seeds, roles=roles)
-    limits = [job.limit for job, _ in rows]
-    decoding = Decoding(max(limits), first.asked.temperature, first.asked.top_p)
-    drawn = episode.decode(decoding, limits, lambda n, ids: texts[n].heard(ids), lambda *_: False)
-    found: dict[int, list[Choice]] = {id(job): [] for job in jobs}
-    for (job, _), text, completion in zip(rows, texts, drawn, strict=True):
-        assert completion is not None, "every row has room for a token"
-        found[id(job)].append(text.choice(completion))
-    return [found[id(job)] for job in jobs]
+def _told(error: Exception) -> AuditError:
+    """What a client hears of it."""
+    return error if isinstance(error, AuditError) else RunError(f"sampling failed: {type(error).__name__}")
+
+
+class _Size(NamedTuple):
+    """What a batch may come to: its rows, and the tokens of the longest."""
+
+    rows: int
+    longest: int
+
+    def plus(self, job: _Job) -> _Size:
+        return _Size(self.rows + job.asked.choices, max(self.longest, job.length))
+
+    def fits(self, job: _Job, tokens: int) -> bool:
+        """Whether a request fits beside it into so many tokens, padding counted."""
+        own = self.plus(job)
+        return own.rows * own.longest <= tokens
+
+
+class _Batch:
+    """The rows of requests that share a checkpoint, a policy and how tokens are drawn."""
+
+    def __init__(self) -> None:
+        self._texts: list[_Text] = []  # of its rows
+        self._open = set[int]()  # the rows that are not over
+        self._episode: AnyEpisode | None = None
+
+    @property
+    def rows(self) -> int:
+        """All there ever were."""
+        return len(self._texts)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._open)
+
+    @property
+    def jobs(self) -> list[_Job]:
+        """The requests that are not answered yet."""
+        return list({id(job): job for job in (self._texts[n].job for n in sorted(self._open))}.values())
+
+    @property
+    def key(self) -> tuple[int, str, float, float]:
+        """See ``_Job.key``."""
+        return self._texts[0].job.key
+
+    @property
+    def size(self) -> _Size:
+        """Of the rows that are not over."""
+        return _Size(len(self._open), max((self._texts[n].job.length for n in self._open), default=0))
+
+    def take(self, jobs: Sequence[_Job]) -> None:
+        """Prefill the prompts of requests that agree with the batch, and give each answer a row."""
+        first = jobs[0]
+        rows = [(job, number) for job in jobs for number in range(job.asked.choices)]
+        sampler = Sampler(first.served.model, first.served.policy, recorded=False)
+        seeds = [derive_seed("serve", _seed(job), number) for job, number in rows]
+        prompts, roles = [job.prompt.ids for job, _ in rows], [job.prompt.roles for job, _ in rows]
+        episode = sampler.open(prompts, seeds, roles=roles)
+        if self._episode is None:
+            self._episode = episode
+        else:
+            admit(self._episode, episode)
+        self._open |= set(range(self.rows, self.rows + len(rows)))
+        self._texts += [_Text(job, number) for job, number in rows]
+
+    def decode(self, pause: Callable[[], bool]) -> None:
+        """Draw for every row until all are over, or ``pause`` says that another request may join."""
+        if not self._open:
+            return
+        assert self._episode is not None
+        asked = self._texts[0].job.asked
+        limits = [text.job.limit if n in self._open else 0 for n, text in enumerate(self._texts)]
+        decoding = Decoding(max(limits), asked.temperature, asked.top_p)
+        self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].heard(ids), self._heard, pause)
+
+    def _heard(self, n: int, completion: Completion) -> bool:
+        self._open.discard(n)
+        text = self._texts[n]
+        text.job.answer(text.number, text.choice(completion))
+        return False
 
 
 def _seed(job: _Job) -> int:
@@ -202,15 +304,15 @@ class _Text:
     """The text of one row as it grows, cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:
-        self._job, self._number, self._said = job, number, ""
+        self.job, self.number, self._said = job, number, ""
 
     def heard(self, ids: Sequence[int]) -> bool:
         """Tell what is certain by now; whether a stop text has come."""
-        if self._job.told is None and not self._job.asked.stop:
+        if self.job.told is None and not self.job.asked.stop:
             return False  # nobody wants to know
-        text = self._job.served.model.chat.text(ids)
+        text = self.job.served.model.chat.text(ids)
         cut = self._cut(text)
-        if self._job.told is not None:
+        if self.job.told is not None:
             certain = text[:cut] if cut is not None else text[: len(text) - self._uncertain(text)]
             if len(certain) > len(self._said):
                 self._tell(certain)
@@ -218,29 +320,29 @@ class _Text:
 
     def choice(self, completion: Completion) -> Choice:
         """The finished answer; what had been held back is told."""
-        chat = self._job.served.model.chat
+        chat = self.job.served.model.chat
         text = chat.text(completion.ids)
         cut = self._cut(text)
         text = text if cut is None else text[:cut]
-        if self._job.told is not None and text != self._said:
+        if self.job.told is not None and text != self._said:
             self._tell(text)
         tokens = tuple(chat.text([token]) for token in completion.ids)
         reason = "stop" if cut is not None else completion.finish_reason
         return Choice(text, reason, tokens, completion.logprobs)
 
     def _tell(self, text: str) -> None:
-        assert self._job.told is not None
+        assert self.job.told is not None
         self._said = text
-        self._job.told(self._number, text)
+        self.job.told(self.number, text)
 
     def _cut(self, text: str) -> int | None:
-        places = [place for stop in self._job.asked.stop if (place := text.find(stop)) >= 0]
+        places = [place for stop in self.job.asked.stop if (place := text.find(stop)) >= 0]
         return min(places, default=None)
 
     def _uncertain(self, text: str) -> int:
         """Characters at the end that may yet change, or turn out to begin a stop text."""
         whole = text.rstrip(_OPEN_END)  # some tokenizers show every byte of an open character as one of its own
-        longest = max(map(len, self._job.asked.stop), default=1) - 1
+        longest = max(map(len, self.job.asked.stop), default=1) - 1
         ends = range(min(longest, len(whole)), 0, -1)
-        begun = next((n for n in ends if any(stop.startswith(whole[-n:]) for stop in self._job.asked.stop)), 0)
+        begun = next((n for n in ends if any(stop.startswith(whole[-n:]) for stop in self.job.asked.stop)), 0)
         return len(text) - len(whole) + begun

@@ -109,14 +109,13 @@ class Questioner:
     ) -> list[Played]:
         """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
         config, group, found = self._config, self._config.group, dict[int, list[Played]]()
-        decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows // group
+        decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):
             sampler = Sampler(self._model, policy)
             own = [n for n, drawn in enumerate(policies) if drawn == policy]
-            for some in _parts(own, at_once or len(own)):
-                rows = [seeds[n * group + member] for n in some for member in range(group)]
-                played = play(sampler, [questions[n] for n in some], decoding, rows, group=group)
-                found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(some)}
+            rows = [seeds[n * group + member] for n in own for member in range(group)]
+            played = play(sampler, [questions[n] for n in own], decoding, rows, group=group, at_once=at_once)
+            found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(own)}
         return [row for n in range(len(questions)) for row in found[n]]
 
 
@@ -145,8 +144,3 @@ def ledgers_of(stem: str, taken: Taken, config: TrainConfig) -> Iterator[tuple[s
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
     """The name of a ledger, without its ending: a mixture leaves one of every policy that was drawn."""
     return f"{stem}--{policy.hash}" if mixed else stem
-
-
-def _parts(numbers: list[int], most: int) -> Iterator[list[int]]:
-    for start in range(0, len(numbers), most):
-        yield numbers[start : start + most]

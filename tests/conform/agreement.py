@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from audit import CompressedCache, shadow
 from audit.cache.ledger import NEVER, Rollout
 from audit.policies import parse_policy
 from audit.replay.learner_pass import suffix_logits
-from audit.sampling.sampler import Decoding, Sampler
+from audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
 from conform.plays import Conversation, Forwards, Play, served, simulated
 from conform.simulator import Row
 
@@ -35,7 +36,8 @@ def spoken(play: Conversation) -> float:
         ["system" if n in pins else "user" for n in range(len(p))] for p, pins in zip(prompts, play.pins, strict=True)
     ]
     sampler = Sampler(served(play.family), parse_policy(play.policy))
-    episode = sampler.open(prompts, play.seeds, group=play.group, roles=roles)
+    begins = slice(0, len(prompts) - (play.late is not None))
+    episode = opened(sampler, play, prompts, roles, begins)
     rows = [Row(simulated(play.family), play.request(n, play.group)) for n in range(len(play.seeds))]
     for n, row in enumerate(rows):
         row.give(prompts[n // play.group], [role == "system" for role in roles[n // play.group]])
@@ -45,7 +47,17 @@ def spoken(play: Conversation) -> float:
     for turn, (limits, lengths) in enumerate(play.turns, start=1):
         goes_on = [not (play.leaving and turn >= last[n]) for n in play.rows]
         decoding = Decoding(max(*limits, 1), play.temperature)
-        answers = episode.decode(decoding, limits, None, lambda n, _, goes_on=goes_on: goes_on[n])
+        heard = lambda n, _, goes_on=goes_on: goes_on[n]  # noqa: E731 - bound to this turn
+        if turn == 1 and play.late is not None:
+            early = limits[: episode.rows]
+            begun = episode.decode(decoding, early, None, heard, pauses_after(play.late)) if play.late else []
+            admit(episode, opened(sampler, play, prompts, roles, slice(begins.stop, None)))
+            begun += [None] * (len(limits) - len(begun))
+            rest = [0 if done else limit for done, limit in zip(begun, limits, strict=True)]
+            ended = episode.decode(decoding, rest, None, heard)
+            answers = [one or other for one, other in zip(begun, ended, strict=True)]
+        else:
+            answers = episode.decode(decoding, limits, None, heard)
         messages = [play.tokens(100 * turn + n, length if goes_on[n] else 0) for n, length in enumerate(lengths)]
         marks = [[n < play.marked for n in range(len(message))] for message in messages]
         episode.extend(messages, [["system" if mark else "tool" for mark in own] for own in marks])
@@ -61,6 +73,21 @@ def spoken(play: Conversation) -> float:
         worst = max([worst, *differences(row, row.drawn, drawn[n], play.temperature)])
         same_departures(row, rollouts[n].evicted_at)
     return max([worst, *learned(play, rows, rollouts)]) if play.replayable else worst
+
+
+def opened(
+    sampler: Sampler, play: Conversation, prompts: list[list[int]], roles: list[list[str]], some: slice
+) -> AnyEpisode:
+    """The groups of some of the prompts."""
+    first, stop, _ = some.indices(len(prompts))
+    seeds = play.seeds[first * play.group : stop * play.group]
+    return sampler.open(prompts[some], seeds, group=play.group, roles=roles[some])
+
+
+def pauses_after(tokens: int) -> Callable[[], bool]:
+    """Says so once it was asked that often."""
+    steps = itertools.count(1)
+    return lambda: next(steps) >= tokens
 
 
 def learned(play: Conversation, rows: Sequence[Row], rollouts: Sequence[Rollout]) -> Iterator[float]:

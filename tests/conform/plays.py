@@ -196,7 +196,9 @@ class Play:
 class Conversation(Play):
     """Prompts to groups of rows, then turns: each row's limit of drawn tokens (0: it sits out) and a message to it.
 
-    ``leaving``: a row may leave the batch after its last answer, and is told nothing from then on.
+    ``leaving``: a row may leave the batch after its last answer, and is told nothing from then on. ``late``: the last
+    prompt's rows join the others once those have drawn so many tokens, or are through with their first turn; None: all
+    begin together.
     """
 
     lengths: tuple[int, ...]
@@ -205,6 +207,7 @@ class Conversation(Play):
     temperature: float = 1.0
     marked: int = 0  # tokens at the head of every message that are pinned
     leaving: bool = False
+    late: int | None = None
 
     @property
     def rows(self) -> range:
@@ -244,7 +247,10 @@ def conversation(draw: Draw, family: str, parts: tuple[Part, ...]) -> Conversati
     warm = draw(st.sampled_from((1.0, 1.0, 0.7)))
     weights = tuple(draw(st.sampled_from((1, 1, 2, 4))) for _ in parts) if len(parts) > 1 else (1,)
     leaving, told = draw(st.booleans()), tuple(turns)
-    return Conversation(family, parts, weights, seeds, text, pins, tuple(lengths), group, told, warm, marked, leaving)
+    late = draw(st.sampled_from((None, 0, 1, 2, 4))) if len(lengths) > 1 else None
+    return Conversation(
+        family, parts, weights, seeds, text, pins, tuple(lengths), group, told, warm, marked, leaving, late
+    )
 
 
 def forwards(draw: Draw, family: str, parts: tuple[Part, ...]) -> Forwards:

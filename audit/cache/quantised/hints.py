@@ -134,6 +134,12 @@ class HintRecorder:
         self._look()
         self._found = [list(self._found[row]) for row in rows.tolist()]
 
+    def join(self, other: HintRecorder) -> None:
+        """Hold the rows of another recorder too, behind its own."""
+        self._look()
+        other._look()
+        self._found += other._found
+
 
 # --- the replay's side ----------------------------------------------------------------------------------------------
 

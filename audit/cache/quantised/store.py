@@ -347,6 +347,28 @@ class QuantisedStore(Store):
         if self._hints is not None:
             self._hints.reindex(rows)
 
+    def join(self, other: Store) -> None:
+        assert isinstance(other, QuantisedStore)
+        start, length = min(self._start, other._start), max(self.length, other.length)
+        keys, values = zip(self._tail_of(start, length), other._tail_of(start, length), strict=True)
+        self._tail = (torch.cat(keys), torch.cat(values))
+        self._done = tuple(map(Counts.joined, self._done, other._done))
+        self._aligned = self._aligned and other._aligned and self.length == other.length
+        if self._table is not None and other._table is not None:
+            groups = max(self._table.shape[2], other._table.shape[2])
+            both = (self._table, other._table)
+            self._table = torch.cat([torch.nn.functional.pad(t, (0, 0, 0, groups - t.shape[2])) for t in both])
+        if self._hints is not None and other._hints is not None:
+            self._hints.join(other._hints)
+        super().join(other)
+        self._start = start
+
+    def _tail_of(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """The tail as one of the slots from ``start`` to ``length``; what is not of it is nowhere exact."""
+        before, behind = self._start - start, length - self.length
+        keys, values = (torch.nn.functional.pad(part, (0, 0, before, behind)) for part in self._tail)
+        return keys, values
+
     def _held(self) -> Iterator[Tensor]:
         yield from super()._held()
         yield from self._tail
