@@ -11,6 +11,7 @@ from conform.world import gap, ledger_of, prompts, random_model, shared, two_tur
 from torch import Tensor
 
 from audit import CompressedCache, shadow
+from audit.cache.quantised import hints
 from audit.cache.quantised.codes import Scratch, encode_tokens, pack, unpack
 from audit.cache.quantised.hints import (
     BAND,
@@ -95,6 +96,21 @@ def test_what_waits_to_be_looked_at_is_a_copy(slots: int) -> None:
     recorder.add(KEYS, x, *encode_tokens(x, int8), every, at)
     exact.zero_()
     assert len(recorder.of(0, 0, 1, 1, 4)[0]) == 2 * slots
+
+
+@pytest.mark.parametrize("most", [1, 40, 500])  # elements: of a part of a token, of slots of a row, of two rows
+def test_looking_piece_by_piece_finds_the_same(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = torch.randn(3, 2, 11, 8, generator=torch.Generator().manual_seed(4)), []
+    codes, parameters = encode_tokens(x, codec("int8"))
+    at = torch.arange(11, dtype=torch.int32).expand(3, 2, 11)
+    monkeypatch.setattr(hints, "BAND", 2e-3)  # so that every row has some
+    for size in (most, 1 << 18):
+        monkeypatch.setattr(hints, "_HOST_PIECE", size)
+        recorder = HintRecorder(codec("int8"), 3)
+        recorder.add(KEYS, x, codes, parameters, at % 3 > 0, at)
+        found.append([pack_hints(*recorder.of(row, 0, 1, 2, 8)).tolist() for row in range(3)])
+    assert found[0] == found[1]
+    assert all(len(words) > 5 for words in found[0])
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

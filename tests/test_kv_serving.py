@@ -19,6 +19,7 @@ import audit.cache.cached_layer
 import audit.cache.quantised.store
 from audit import CompressedCache, shadow
 from audit.cache.ledger import Rollout, save_ledgers
+from audit.cache.selection import RecordedChoices
 from audit.core.errors import DataError, RunError, SpecError
 from audit.policies import Mixture, parse_policy
 from audit.replay.learner_pass import suffix_logits
@@ -206,6 +207,21 @@ def test_a_batch_that_rows_enter_and_leave_holds_no_more_than_its_own() -> None:
         assert alone is not None
         assert found[n].ids == alone.ids
         assert rollout.ids.tolist() == [*asked[n], *alone.ids]
+
+
+def test_what_queries_chose_goes_with_the_rows_that_chose_it() -> None:
+    record = RecordedChoices(4, 2)
+    for step in range(6):  # row 0 has three, row 1 all
+        record.begin(torch.tensor([step if step < 3 else -1, step]))
+        record.add(0, torch.full((2, 1, 2), step))
+    record.reindex(torch.tensor([1, 0]))
+    assert [len(own.queries) for own in record.rows() if own] == [6, 3]
+    record.reindex(torch.tensor([1]))
+    (own,) = record.rows()
+    assert own is not None
+    assert own.queries.tolist() == [0, 1, 2]
+    assert own.chosen[0, 0].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert len(record._steps) == 3, "steps of rows that are gone are held for ever"
 
 
 def same_row(one: tuple[Any, Any, Rollout], other: tuple[Any, Any, Rollout]) -> None:

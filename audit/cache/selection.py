@@ -99,8 +99,12 @@ class RecordedChoices:
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._rows = len(rows)
+        held = ((positions[rows], step) for positions, step in self._steps)
+        # a step of rows that are gone is no longer of any: batches that rows come to and leave go on for long
         self._steps = [
-            (positions[rows], {layer: units[rows] for layer, units in step.items()}) for positions, step in self._steps
+            (positions, {layer: units[rows] for layer, units in step.items()})
+            for positions, step in held
+            if bool((positions >= 0).any())
         ]
 
     def join(self, other: RecordedChoices) -> None:

@@ -12,7 +12,7 @@ being keys and D the wider of key and value heads; a word of distance 4,095 is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by be
 HINTED = (torch.float32, torch.float64)  # below, rounding is of the size of a code: hints would be all codes
 KEYS, VALUES = 0, 1
 _LOW, _FAR = 16, 2**12 - 1  # of a word: what 4 bits of rank tell apart, and the most that 12 bits of distance say
+_HOST_PIECE = 1 << 18  # elements that are looked at together on a processor
 _WAIT = 64  # slots that are looked at together, so that a decode step pays next to nothing
 Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
@@ -104,10 +105,14 @@ class HintRecorder:
         for part in (KEYS, VALUES):
             waiting = [tensors for kind, tensors in self._waiting if kind == part]
             if waiting:
-                self._enter(part, *(torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)))
+                for first, piece in _pieces([torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)]):
+                    self._enter(part, first, *piece)
         self._waiting, self._slots = [], 0
 
-    def _enter(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor) -> None:
+    def _enter(
+        self, part: int, first: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor
+    ) -> None:
+        """Of some rows, from number ``first`` on."""
         ranked = ranks(self._codec, x.device)
         band = BAND * x.abs().amax(-1, keepdim=True)
         below, above = (encode_as(moved, parameters, self._codec) for moved in (x - band, x + band))
@@ -119,7 +124,7 @@ class HintRecorder:
         rank = ranked.of[codes[row, head, slot, channel].long()]
         found = torch.stack([at[row, head, slot], torch.full_like(row, part), head, channel, rank], 1).int().cpu()
         counts = row.bincount(minlength=len(x)).tolist()
-        for own, new in zip(self._found, torch.split(found, counts), strict=True):
+        for own, new in zip(self._found[first:], torch.split(found, counts), strict=False):
             own.append(new)
 
     def of(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +144,20 @@ class HintRecorder:
         self._look()
         other._look()
         self._found += other._found
+
+
+def _pieces(given: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Tensors [B, H, K, ...] in pieces by rows and slots, each with the number of its first row.
+
+    What is made of a piece on the way stays in the processor's cache: of all at once it takes three times as long.
+    """
+    rows, heads, slots, size = given[0].shape
+    most = _HOST_PIECE if given[0].device.type == "cpu" else rows * heads * slots * size
+    width = max(1, min(slots, most // max(heads * size, 1)))
+    step = max(1, most // max(heads * size * width, 1))
+    for first in range(0, rows, step):
+        for start in range(0, slots, width):
+            yield first, [part[first : first + step, :, start : start + width] for part in given]
 
 
 # --- the replay's side ----------------------------------------------------------------------------------------------
