@@ -1,10 +1,11 @@
 """Where the time of a decode step, a prefill and a learner's step goes, and how fast the skinny products read weights.
 
     KVAUDIT_REAL_MODEL=FOLDER python -m bench.breakdown     the folder's model; without the variable, what needs none
-    python -m bench.breakdown --only operations products
+    python -m bench.breakdown --only operations products prefills
 
 Operations of torch are counted by a dispatch mode on a narrow model, where nothing else costs. Shares are of self time,
 by torch's profiler. A learner's step is the forward and backward of one group; sampling and update are not in it.
+Prefills are CPU time, policies in turns, and a ratio is the median of those to ``none`` in the same turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,8 +33,8 @@ from bench.decode import BUDGET, CODING, CONTEXT, EVICTING, models, seeded, time
 from bench.models import Served, random_llama
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
-PREFILLS = {"none": "none", "snapkv": EVICTING["snapkv"], "h2o": f"h2o:budget={BUDGET}"}
-STEPS, GROUP, ANSWER = 8, learner.GROUP, 24
+PREFILLS = {**POLICIES, "h2o": f"h2o:budget={BUDGET}"}
+STEPS, GROUP, ANSWER, TURNS = 8, learner.GROUP, 24, 5
 KINDS = {
     "products with weights": "(add)?mm|mkldnn::_linear_pointwise",
     "attention": "bmm|baddbmm|_?softmax(_backward_data)?|.*dot_product.*",
@@ -43,7 +45,12 @@ REST = "all else"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Callable[[], None]] = {"operations": operations, "shares": shares, "products": products}
+    parts: dict[str, Callable[[], None]] = {
+        "operations": operations,
+        "shares": shares,
+        "prefills": prefills,
+        "products": products,
+    }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     asked = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -79,7 +86,8 @@ def operations() -> None:
 
 def shares() -> None:
     """What each kind of operation takes of a decode step, a prefill and a learner's step."""
-    for served, _ in models():
+    for learns, _ in models():
+        served = packed(learns)
         context = min(CONTEXT, served.max_positions - 2 * (STEPS + ANSWER))
         print(f"\n{served.name}, {context} tokens of context, answers of {ANSWER} tokens: ms, shares of self time\n")
         header("work", "policy", "ms", *KINDS, REST)
@@ -89,7 +97,23 @@ def shares() -> None:
         for name, policy in PREFILLS.items():
             row("prefill", name, *profiled(partial(sampled, served, policy, context, 1)))
         for name in ("none", "snapkv"):
-            row(f"learner, 1 x {GROUP}", name, *learned(served, POLICIES[name], context))
+            row(f"learner, 1 x {GROUP}", name, *learned(learns, POLICIES[name], context))
+
+
+def prefills() -> None:
+    """What taking a prompt in costs under a policy, as a ratio to what it costs under none."""
+    for learns, _ in models():
+        served = packed(learns)
+        context = min(CONTEXT, served.max_positions)
+        print(f"\n{served.name}, a prompt of {context} tokens: seconds of CPU time, and to none, {TURNS} turns\n")
+        header("policy", "s", "to none")
+        turns = []
+        for turn in range(TURNS):
+            order = list(PREFILLS.items())[:: 1 if turn % 2 == 0 else -1]
+            turns.append({name: timed(partial(sampled, served, policy, context, 1)).cpu for name, policy in order})
+        for name in PREFILLS:
+            ratio = median(one[name] / one["none"] for one in turns)
+            row(name, f"{median(one[name] for one in turns):.2f}", f"{ratio:.2f}")
 
 
 def decoded(served: Served, policy: str, context: int, batch: int) -> list[str]:
@@ -117,7 +141,7 @@ def opened(served: Served, policy: str, context: int, batch: int) -> Episode | M
 def sampled(served: Served, policy: str, context: int, batch: int) -> Episode | MixedEpisode:
     """Rows of one random prompt after its prefill."""
     prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
-    return Sampler(packed(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+    return Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
 
 
 def profiled(work: Callable[[], object], steps: int = 1) -> list[str]:
@@ -142,7 +166,7 @@ def products() -> None:
     shapes = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
     layers = [torch.randn(shape) * 0.02 for _ in range(12) for shape in shapes]
     head = [torch.randn(49152, 576) * 0.02]
-    for rows in (1, GROUP):
+    for rows in (1, 2, GROUP):
         found = [bandwidth(weights, rows) for weights in (layers, [w.bfloat16() for w in layers], head)]
         row(str(rows), *(f"{rate:.1f}" for pair in found for rate in pair))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from suite_world import write_rows
 from test_cli import kvaudit, refused
@@ -19,6 +20,8 @@ from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES, load_plugins
 from audit.runs.pipeline import Pipeline
+from audit.sampling import packed
+from audit.sampling.packed import is_able
 from reports.page.remarks import remarks
 from reports.records.load import load_run
 from reports.run import decided
@@ -205,3 +208,16 @@ def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPa
     assert "with 2 sets of versions: kvaudit " in line
     assert "torch 9.9, python 3." in line
     assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]
+
+
+@pytest.mark.skipif(not is_able(torch.float32), reason="this processor has no packed products")
+def test_packed_products_are_a_remark_where_the_run_began_without(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [line for line in read_json(started / "run" / "provenance.json")["worked_with"] if "packed" in line]
+    monkeypatch.setattr(packed, "LARGE", 1)
+    code, out, _ = kvaudit(*goes_on(started))
+    assert code == 0
+    assert "threads, large products packed" in out
+    (line,) = [line for line in remarks(decided(load_run(started / "run"))) if line.startswith("VERSIONS")]
+    assert "large products packed (since " in line
