@@ -25,7 +25,7 @@ from audit.policies import Mixture, parse_policy
 from audit.replay.learner_pass import suffix_logits
 from audit.sampling.conversations import play
 from audit.sampling.model import load_model
-from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Episode, Sampler, admit
+from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Episode, MixedEpisode, Sampler, admit
 from audit.training.config import TrainConfig
 from suites.base import SUITES
 
@@ -207,6 +207,46 @@ def test_a_batch_that_rows_enter_and_leave_holds_no_more_than_its_own() -> None:
         assert alone is not None
         assert found[n].ids == alone.ids
         assert rollout.ids.tolist() == [*asked[n], *alone.ids]
+
+
+def test_what_a_row_cost_is_that_of_the_batches_it_was_in() -> None:
+    sampler = Sampler(served(), parse_policy("none"))
+    alone = sampler.open(prompts(10), [1])
+    alone.decode(Decoding(4))
+    (small,) = alone.rollouts()
+    episode = sampler.open(prompts(200, 10), [0, 1])
+    episode.decode(Decoding(4), [1, 4], None, lambda n, _: n != 0)
+    for n in range(2, 5):  # each stands beside the one before it
+        admit(episode, sampler.open(prompts(10), [n]))
+        due = [0] * (n - 1) + [4, 4]
+        episode.decode(Decoding(4), due, None, lambda row, _, last=n: row == last)
+    first, second, *_, last = episode.rollouts()
+    assert second.kv_bytes_peak > 5 * small.kv_bytes_peak, "it stood beside a long one"
+    assert first.kv_bytes_peak == pytest.approx(second.kv_bytes_peak, rel=0.1)
+    assert last.kv_bytes_peak < 2 * small.kv_bytes_peak, "it never met the long one"
+
+
+def test_a_row_in_the_middle_of_its_turn_is_given_nothing() -> None:
+    episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
+    episode.decode(Decoding(9), None, None, None, lambda: True)
+    with pytest.raises(AssertionError, match="middle of its turn"):
+        episode.extend(prompts(4, 0))
+    with pytest.raises(AssertionError, match="goes on"):
+        episode.score([[9], [9]])
+    with pytest.raises(AssertionError, match="goes on"):
+        episode.rollouts()
+
+
+def test_a_part_of_a_mixture_that_is_over_is_freed() -> None:
+    sampler = Sampler(served(), parse_policy(MIXTURE), recorded=False)
+    seeds = {part: next(n for n in range(99) if sampler.policy.drawn(n) == part) for part in sampler.policy.draws}
+    first, second, _ = seeds.values()
+    episode = sampler.open(prompts(40, 20), [first, second])
+    assert isinstance(episode, MixedEpisode)
+    episode.decode(Decoding(4), [2, 4], None, lambda n, _: n != 0)
+    admit(episode, sampler.open(prompts(20), [second]))
+    assert len(episode._parts) == 1
+    assert [done is None for done in episode.decode(Decoding(3), [0, 3, 3])] == [True, False, False]
 
 
 def test_what_queries_chose_goes_with_the_rows_that_chose_it() -> None:

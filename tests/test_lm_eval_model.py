@@ -158,6 +158,8 @@ def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
         evaluated(served(), tasks, "door", num_beams=2)
     with pytest.raises(SpecError, match=r"a prompt of \d+ tokens and an answer of 90000 exceed the model's"):
         evaluated(served(), tasks, "door", max_gen_toks=90000)
+    with pytest.raises(SpecError, match="answers of max_gen_toks 0, wanted 1 or more"):
+        evaluated(served(), tasks, "door", max_gen_toks=0)
 
 
 def test_on_the_command_line_what_can_be_mended_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import threading
@@ -19,11 +20,14 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
+from audit.cache.store import Store
 from audit.cli import app
 from audit.commands.serve import pairs
+from audit.core import registry
 from audit.core.errors import RunError, SpecError, UnknownName
 from audit.core.records import Message, Role
-from audit.policies import parse_policy
+from audit.policies import POLICIES, parse_policy
+from audit.policies.draws import derive_seed
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
 from audit.serving.app import application
@@ -246,9 +250,9 @@ def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
 class Held:
     """A request whose answer does not go on before it is let go."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, tokens: int = 4) -> None:
         self._free, self._begun = threading.Event(), threading.Event()
-        asked = read_request({"model": model, "messages": CHAT, "max_tokens": 4, "temperature": 0})
+        asked = read_request({"model": model, "messages": CHAT, "max_tokens": tokens, "temperature": 0})
         self.done = engine.submit(asked, self._told)[1]
 
     def _told(self, _: int, __: str) -> None:
@@ -294,20 +298,36 @@ def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
     engine.close()
 
 
+def test_requests_that_come_first_and_at_once_know_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(POLICIES, "_found", None)  # as in a server that nobody has asked yet
+    load = importlib.import_module
+
+    def slow(name: str) -> Any:
+        time.sleep(0.002)
+        return load(name)
+
+    monkeypatch.setattr(registry.importlib, "import_module", slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: len(POLICIES.all()), range(8)))
+    assert set(found) == {max(found)}
+    assert max(found) > 10
+
+
 def test_a_request_joins_the_batch_under_way_and_is_answered_as_soon_as_it_is_over() -> None:
     engine = Engine({"embedded": load_model()})
     asked = {"model": "embedded", "messages": CHAT, "temperature": 0, "max_tokens": 12}
     other: list[Future[list[Choice]]] = []
+    answered: list[bool] = []
     calls = itertools.count(1)
 
     def told(_: int, __: str) -> None:  # by the sampling thread, which does not go on meanwhile
         if not other:
             other.append(engine.submit(read_request(asked | {"max_tokens": 2}))[1])
         if next(calls) == 6:
-            assert other[0].done(), "it waits for the whole batch"
+            answered.append(other[0].done())
 
     (first,) = engine.submit(read_request(asked), told)[1].result(timeout=60)
-    assert next(calls) > 6
+    assert answered == [True], "it waits for the whole batch"
     assert first.text == sampled("none", 12)[0]
     assert [choice.text for choice in other[0].result(timeout=0)] == [sampled("none", 2)[0]]
     engine.close()
@@ -315,9 +335,9 @@ def test_a_request_joins_the_batch_under_way_and_is_answered_as_soon_as_it_is_ov
 
 def test_a_request_that_would_join_does_not_overtake_one_that_waits_longer() -> None:
     engine, order = Engine({"embedded": load_model()}), list[str]()
-    first = Held(engine, "embedded").begun()
+    first = Held(engine, "embedded", 12).begun()
     for name in (f"embedded@{HIDDEN}", "embedded"):
-        done = engine.submit(read_request({"model": name, "messages": CHAT, "max_tokens": 2}))[1]
+        done = engine.submit(read_request({"model": name, "messages": CHAT, "max_tokens": 2, "temperature": 0}))[1]
         done.add_done_callback(lambda _, name=name: order.append(name))
     first.let_go()
     assert first.done.result(timeout=60)
@@ -330,14 +350,14 @@ def test_what_the_prompt_of_a_request_does_is_no_fault_of_the_batch_it_would_joi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, opened = Engine({"embedded": load_model()}), Sampler.open
-    first = Held(engine, "embedded").begun()
+    first = Held(engine, "embedded", 12).begun()
 
     def fails(*_: Any, **__: Any) -> None:
         monkeypatch.setattr(Sampler, "open", opened)
         raise MemoryError
 
     monkeypatch.setattr(Sampler, "open", fails)
-    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2})
+    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2, "temperature": 0})
     second = engine.submit(asked)[1]
     first.let_go()
     with pytest.raises(RunError, match="sampling failed: MemoryError"):
@@ -345,6 +365,105 @@ def test_what_the_prompt_of_a_request_does_is_no_fault_of_the_batch_it_would_joi
     assert first.done.result(timeout=60)
     assert engine.submit(asked)[1].result(timeout=60)
     engine.close()
+
+
+def test_of_requests_that_come_together_one_bad_prompt_is_refused_alone() -> None:
+    name = "embedded@snapkv:budget=48,window=8,pin=system"
+    engine = Engine({"embedded": load_model()})
+    long = [{"role": "system", "content": "You guard the door list. " * 12}, CHAT[1]]
+    asked = [
+        {"model": name, "messages": chat, "max_tokens": 2, "temperature": 0} for chat in ([CHAT[1]], long, [CHAT[1]])
+    ]
+    for first in (None, name):  # a batch of their own, and one to join
+        held = Held(engine, first or "embedded", 12).begun()
+        done = [engine.submit(read_request(one))[1] for one in asked]
+        held.let_go()
+        assert [future.exception(timeout=60) is None for future in done] == [True, False, True]
+        assert "pin=system holds" in str(done[1].exception())
+    engine.close()
+
+
+def test_a_join_that_fails_ends_the_batch_with_its_cause_and_the_server_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, join = Engine({"embedded": load_model()}), Store.join
+    first = Held(engine, "embedded", 12).begun()
+
+    def fails(*_: Any) -> None:
+        monkeypatch.setattr(Store, "join", join)
+        raise MemoryError
+
+    monkeypatch.setattr(Store, "join", fails)
+    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2, "temperature": 0})
+    second = engine.submit(asked)[1]
+    first.let_go()
+    for done in (first.done, second):
+        with pytest.raises(RunError, match="sampling failed: MemoryError"):
+            done.result(timeout=60)
+    assert engine.submit(asked)[1].result(timeout=60)
+    engine.close()
+
+
+def test_a_listener_that_fails_disturbs_nobody() -> None:
+    engine = Engine({"embedded": load_model()})
+    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 12, "temperature": 0})
+
+    def told(_: int, __: str) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    first = Held(engine, "embedded").begun()
+    futures = [engine.submit(asked, told)[1], engine.submit(asked)[1]]
+    first.let_go()
+    assert [future.result(timeout=60)[0].text for future in futures] == [sampled("none", 12)[0]] * 2
+    engine.close()
+
+
+def test_a_cancelled_request_keeps_nobody_from_joining() -> None:
+    engine, order = Engine({"embedded": load_model()}), list[str]()
+    first = Held(engine, "embedded", 12).begun()
+    first.done.add_done_callback(lambda _: order.append("first"))
+    gone = engine.submit(
+        read_request({"model": f"embedded@{HIDDEN}", "messages": CHAT, "max_tokens": 2, "temperature": 0})
+    )[1]
+    second = engine.submit(read_request({"model": "embedded", "messages": CHAT, "max_tokens": 1, "temperature": 0}))[1]
+    second.add_done_callback(lambda _: order.append("second"))
+    assert gone.cancel()
+    first.let_go()
+    assert first.done.result(timeout=60)
+    engine.close()
+    assert order == ["second", "first"]
+
+
+def test_every_part_of_a_mixture_goes_on_while_requests_join() -> None:
+    engine, order = Engine({"embedded": load_model()}), list[str]()
+    name = f"embedded@{HIDDEN}|none"
+    mixture = parse_policy(name.partition("@")[2])
+    seeds = {
+        part: [n for n in range(99) if mixture.drawn(derive_seed("serve", n, 0)) == part] for part in mixture.draws
+    }
+    others, (early, late) = [], mixture.draws
+
+    def ask(seed: int, tokens: int, told: Any = None) -> Future[list[Choice]]:
+        asked = {"model": name, "messages": CHAT, "max_tokens": tokens, "temperature": 0, "seed": seed}
+        return engine.submit(read_request(asked), told)[1]
+
+    def again(done: Future[list[Choice]]) -> None:  # there is always another one of the first part
+        order.append("other")
+        if len(others) < 12:
+            others.append(ask(seeds[early][len(others)], 6))
+            others[-1].add_done_callback(again)
+
+    first = Held(engine, "embedded").begun()
+    for tokens in (3, 6):  # never over at the same time
+        others.append(ask(seeds[early][len(others)], tokens))
+    other = ask(seeds[late][0], 8)
+    for one in list(others):
+        one.add_done_callback(again)
+    other.add_done_callback(lambda _: order.append("late"))
+    first.let_go()
+    assert other.result(timeout=60)
+    engine.close()
+    assert order.index("late") <= 4, order
 
 
 def test_a_request_after_the_end_is_refused() -> None:

@@ -60,7 +60,8 @@ class EvictingCache:
         self._times = Times(codec, len(row_keys)) if codec else None
         self._choices = RecordedChoices(selector.unit, len(row_keys)) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
-        self.bytes = self.bytes_peak = 0  # allocated for serving; the ledger, which records it, is not among them
+        self.bytes = self._peak = 0  # allocated for serving; the ledger, which records it, is not among them
+        self._peaks = [0] * len(row_keys)  # a row's share of the peak in batches that it was part of before this one
 
     # --- one forward ------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class EvictingCache:
         layer, now = self.layers[call.layer], self._now
         layer.remember(call.query, now)
         self._weigh(layer)
-        self.bytes_peak = max(self.bytes_peak, self.bytes)  # the new entries are in and nothing has left yet
+        self._peak = max(self._peak, self.bytes)  # the new entries are in and nothing has left yet
         cut, layers = layer.schedule.cut, self._compressing(layer)
         if layers and cut is not None:
             self._evict(layers, cut)
@@ -238,7 +239,8 @@ class EvictingCache:
 
         What the others held is freed. Between two forwards.
         """
-        self.bytes_peak = self.bytes_peak * len(rows) // len(self.seen)  # what a row has cost so far stays the same
+        peaks = self.bytes_peaks
+        self._peaks = [peaks[row] for row in rows.tolist()]
         self.seen = self.seen[rows]
         for schedule in self._schedules.values():
             schedule.reindex(rows)
@@ -246,7 +248,7 @@ class EvictingCache:
         for part in (*self.layers, self._row_keys, self._pins, self._times, self._choices, self.routes):
             if part is not None:
                 part.reindex(there)
-        self.bytes = sum(layer.bytes for layer in self.layers)
+        self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     def join(self, other: EvictingCache) -> None:
         """Hold the rows of another cache too, behind its own: one of the same model and policy, which is used up.
@@ -256,12 +258,13 @@ class EvictingCache:
         assert other.policy == self.policy, (other.policy.canonical, self.policy.canonical)
         assert self.is_settled
         assert other.is_settled
-        self.bytes_peak += other.bytes_peak
+        self._peaks = self.bytes_peaks + other.bytes_peaks
         self.seen = torch.cat([self.seen, other.seen])
         for evictor, schedule in self._schedules.items():
             schedule.join(other._schedules[evictor])
-        for layer, new in zip(self.layers, other.layers, strict=True):
-            layer.join(new)
+        other._agreeing.clear()
+        for layer in self.layers:
+            layer.join(other.layers.pop(0))  # what is joined is freed before the next layer is copied
         self._row_keys.join(other._row_keys)
         if self._pins and other._pins:
             self._pins.join(other._pins)
@@ -271,9 +274,14 @@ class EvictingCache:
             self._choices.join(other._choices)
         if self.routes and other.routes:
             self.routes.join(other.routes)
-        self.bytes = sum(layer.bytes for layer in self.layers)
+        self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     # --- the record -------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_peaks(self) -> list[int]:
+        """The most bytes that were each row's share of what its batch had allocated."""
+        return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -24,15 +25,17 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
         self.kind, self._package, self._base = kind, package, base
         self._found: dict[str, type[T]] | None = None
+        self._walk = threading.RLock()  # a server's first requests come at once, and none may see half of them
 
     def all(self) -> dict[str, type[T]]:
         """Every plug-in by name, sorted."""
-        if self._found is None:
-            self._found = {}
-            root = importlib.import_module(self._package)
-            for entry in pkgutil.iter_modules(root.__path__, root.__name__ + "."):
-                self._collect(importlib.import_module(entry.name))
-        return dict(sorted(self._found.items()))
+        with self._walk:
+            if self._found is None:
+                self._found = {}
+                root = importlib.import_module(self._package)
+                for entry in pkgutil.iter_modules(root.__path__, root.__name__ + "."):
+                    self._collect(importlib.import_module(entry.name))
+            return dict(sorted(self._found.items()))
 
     def get(self, name: str) -> type[T]:
         """The plug-in called ``name``; raises UnknownName with a suggestion."""

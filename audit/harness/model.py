@@ -169,6 +169,8 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _wanted(self, context: str, settings: dict[str, Any], turn: int) -> _Wanted:
         given = normalize_gen_kwargs(settings, _LONGEST_ANSWER)
         until, longest = handle_stop_sequences(given.pop("until", None), eos=None), int(given.pop("max_gen_toks"))
+        if longest < 1:
+            raise SpecError(f"the task asks for answers of max_gen_toks {longest}, wanted 1 or more")
         heat = (float(given.get("temperature") or 0.0), float(given.get("top_p") or 1.0))
         idle = _OF_DRAWS_ALONE if heat[0] == 0 else set()
         if unknown := sorted(name for name, value in given.items() if value is not None and name not in _DRAWN | idle):

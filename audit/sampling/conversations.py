@@ -101,7 +101,7 @@ class _Asked(NamedTuple):
 def _converse(
     sampler: Sampler, asked: Sequence[_Asked], decoding: Decoding, seeds: Sequence[int], group: int, most: int
 ) -> list[Played]:
-    """Let the model speak, and the environment answer; the next items enter once half of the rows are free."""
+    """Let the model speak, and the environment answer; ``most`` items at once."""
 
     def opened(items: range) -> AnyEpisode:
         own = [asked[n].prompt for n in items]
@@ -132,8 +132,9 @@ def _choose(
 ) -> list[Played]:
     """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
     if len(asked) > most:
-        first = _choose(sampler, asked[:most], decoding, seeds[: most * group], group, most)
-        return first + _choose(sampler, asked[most:], decoding, seeds[most * group :], group, most)
+        parts = (slice(start, start + most) for start in range(0, len(asked), most))
+        own = ((asked[part], seeds[part.start * group : part.stop * group]) for part in parts)
+        return [row for some, its in own for row in _choose(sampler, some, decoding, its, group, most)]
     chat = sampler.model.chat
     texts = [one.suite.options(one.item) for one in asked]
     answers = [[chat.encode(text) for text in own] for own in texts]

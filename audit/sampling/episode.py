@@ -103,6 +103,11 @@ class Episode:
         return len(self._rows) - len(self._over)
 
     @property
+    def is_speaking(self) -> bool:
+        """Whether a turn is under way."""
+        return bool(self._turns)
+
+    @property
     def bytes(self) -> int:
         """Bytes that the caches of all rows have allocated now."""
         return self._cache.bytes
@@ -145,6 +150,7 @@ class Episode:
     @torch.no_grad()
     def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
         """Let every row say given tokens, one at a time and compressed as drawn ones are; () leaves a row as it is."""
+        assert not self._turns, "a turn that was begun goes on"
         found: list[Scored | None] = [None] * self.rows
         likely = [True] * self.rows
 
@@ -264,6 +270,7 @@ class Episode:
         """
         assert len(chunks) == self.rows
         assert not any(chunks[n] for n in self._over), "a row that was let go is given nothing"
+        assert not any(chunks[n] for n in self._turns), "a row in the middle of its turn is given nothing"
         for n, chunk in enumerate(chunks):
             own = [""] * len(chunk) if roles is None else roles[n]
             assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
@@ -291,6 +298,9 @@ class Episode:
         """What rows in the cache have come to, before they leave it."""
         if self._recorded:
             self._gone |= self._rollouts(leaving)
+            return
+        for n in leaving:
+            self._rows[n] = _Row((), (0, 0))  # its text is no longer held either
 
     def rollouts(self) -> list[Rollout]:
         """Every row as it stands, with its ledger."""
@@ -307,7 +317,8 @@ class Episode:
         longest = max(len(self._rows[n].ids) for n in numbers)
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
-        rows = {n: self._rollout(self._rows[n], ledger[place]) for n, place in places.items()}
+        peaks = self._cache.bytes_peaks
+        rows = {n: self._rollout(self._rows[n], ledger[place], peaks[place]) for n, place in places.items()}
         if experts is not None:
             rows = {n: replace(row, experts=experts[places[n], : len(row.ids)].clone()) for n, row in rows.items()}
         selections = self._cache.selections()
@@ -332,7 +343,7 @@ class Episode:
         stops: frozenset[int] = self._model.chat.stop_ids
         return stops
 
-    def _rollout(self, row: _Row, ledger: Tensor) -> Rollout:
+    def _rollout(self, row: _Row, ledger: Tensor, peak: int) -> Rollout:
         length = len(row.ids)
         return Rollout(
             ids=torch.tensor(row.ids),
@@ -340,7 +351,7 @@ class Episode:
             sampled=torch.tensor(row.sampled),
             sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
             evicted_at=ledger[:, :, :length].clone(),
-            kv_bytes_peak=self._cache.bytes_peak // len(self._held),
+            kv_bytes_peak=peak,
             kv_bytes_dense=self._cache.dense_bytes(length),
             retention=row.retention,
             answer_start=row.answer_start,

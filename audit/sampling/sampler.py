@@ -83,7 +83,7 @@ class MixedEpisode:
         *,
         recorded: bool = True,
     ) -> None:
-        self.rows = len(prompts)
+        self.rows, self._recorded = len(prompts), recorded
         chosen = [policy.drawn(seed) for seed in seeds]  # the same in every arm, as the rows' seeds are
         self._parts: dict[Policy, tuple[list[int], Episode]] = {}
         for part in dict.fromkeys(chosen):
@@ -106,15 +106,22 @@ class MixedEpisode:
         heard: Heard | None = None,
         pause: Pause | None = None,
     ) -> list[Completion | None]:
-        """See ``Episode.decode``."""
+        """See ``Episode.decode``; with ``pause`` the parts take a step each in turn, so that none waits for another."""
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
-
-        def work(rows: list[int], episode: Episode) -> list[Completion | None]:
-            own_ended = None if ended is None else lambda n, ids: ended(rows[n], ids)
-            own_heard = None if heard is None else lambda n, completion: heard(rows[n], completion)
-            return episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard, pause)
-
-        return self._gather(work)
+        found: list[Completion | None] = [None] * self.rows
+        begun = True
+        while begun:
+            for rows, episode in self._parts.values():
+                own_ended = None if ended is None else lambda n, ids, rows=rows: ended(rows[n], ids)
+                own_heard = None if heard is None else lambda n, completion, rows=rows: heard(rows[n], completion)
+                step = None if pause is None else lambda: True
+                for n, done in zip(
+                    rows, episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard, step), strict=True
+                ):
+                    if done is not None:
+                        found[n], most[n] = done, 0
+            begun = any(episode.is_speaking for _, episode in self._parts.values()) and not (pause and pause())
+        return found
 
     def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
         """See ``Episode.score``."""
@@ -127,6 +134,8 @@ class MixedEpisode:
 
     def join(self, other: MixedEpisode) -> None:
         """See ``Episode.join``."""
+        if not self._recorded:  # a part that nobody goes on with would hold its cache for nothing
+            self._parts = {part: found for part, found in self._parts.items() if found[1].going_on}
         for part, (rows, episode) in other._parts.items():
             numbers = [self.rows + n for n in rows]
             if part in self._parts:
@@ -149,7 +158,7 @@ class MixedEpisode:
 
 
 AnyEpisode = Episode | MixedEpisode
-_SHARE = 4  # of the rows that must be free before others enter, which copies the cache, as much as one step reads
+_SHARE = 4  # a quarter of the rows must be free before others enter, since the cache is copied then
 
 
 class Arrivals:

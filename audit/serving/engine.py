@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from audit.cache.rotary import steady_positions
 from audit.core.errors import AuditError, RunError, SpecError, UnknownName
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
@@ -116,12 +117,14 @@ class Engine:
             raise Busy(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
         prompt = served.model.chat.opening(asked.messages)
-        room = served.model.max_positions - len(prompt.ids)
+        steady = steady_positions(served.model.model.config)  # beyond it a row would depend on its batch
+        positions = min(served.model.max_positions, steady or served.model.max_positions)
+        room = positions - len(prompt.ids)
         limit = min(asked.max_tokens or DEFAULT_TOKENS, room)
         if room < 1 or (asked.max_tokens or 0) > room:
             raise SpecError(
                 f"the prompt takes {len(prompt.ids)} tokens and max_tokens is {asked.max_tokens}, the model has "
-                f"{served.model.max_positions} positions; send less"
+                f"{positions} positions; send less"
             )
         job = _Job(asked, served, prompt, limit, told)
         with self._door:  # nothing may be queued behind the end, where nobody would answer it
@@ -175,8 +178,10 @@ class Engine:
         """Serve a batch and whoever joins it, until all of them are answered."""
         batch = _Batch()
         while jobs or batch.goes_on:
-            self._let_in(batch, jobs)
+            opened = _opened(jobs)
             try:
+                for some, episode in opened:
+                    batch.take(some, episode)
                 batch.decode(lambda: self._may_join(batch))
             except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
                 for job in batch.jobs:
@@ -186,18 +191,11 @@ class Engine:
             while self._may_join(batch, jobs):
                 jobs = [*jobs, *_wanted([self._next.popleft()])]
 
-    def _let_in(self, batch: _Batch, jobs: Sequence[_Job]) -> None:
-        """Let requests take part in the batch; what their prompts do is no fault of the others."""
-        try:
-            if jobs:
-                batch.take(jobs)
-        except Exception as error:
-            for job in jobs:
-                job.done.set_exception(_told(error))
-
     def _may_join(self, batch: _Batch, others: Sequence[_Job] = ()) -> bool:
         """Whether the request that waits longest fits the batch, beside ``others`` that are about to join."""
         self._gather(wait=False)
+        while self._next and self._next[0].done.cancelled():
+            self._next.popleft()
         if self._ends or not self._next or not batch.goes_on or self._next[0].key != batch.key:
             return False
         size = batch.size
@@ -209,6 +207,31 @@ class Engine:
 def _wanted(jobs: Sequence[_Job]) -> list[_Job]:
     """Those that somebody still waits for. From here on they cannot be cancelled, and must be answered."""
     return [job for job in jobs if job.done.set_running_or_notify_cancel()]
+
+
+def _opened(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
+    """The prompts of requests that agree, prefilled, a row for each answer.
+
+    Where that fails each is tried by itself: what one prompt does is no fault of the others.
+    """
+    if not jobs:
+        return []
+    served, rows = jobs[0].served, _rows(jobs)
+    sampler = Sampler(served.model, served.policy, recorded=False)
+    prompts, roles = [job.prompt.ids for job, _ in rows], [job.prompt.roles for job, _ in rows]
+    try:
+        seeds = [derive_seed("serve", _seed(job), number) for job, number in rows]
+        return [(jobs, sampler.open(prompts, seeds, roles=roles))]
+    except Exception as error:
+        if len(jobs) > 1:
+            return [found for job in jobs for found in _opened([job])]
+        jobs[0].done.set_exception(_told(error))
+        return []
+
+
+def _rows(jobs: Sequence[_Job]) -> list[tuple[_Job, int]]:
+    """Every answer that is asked for: its request, and its number there."""
+    return [(job, number) for job in jobs for number in range(job.asked.choices)]
 
 
 def _told(error: Exception) -> AuditError:
@@ -235,7 +258,8 @@ class _Batch:
     """The rows of requests that share a checkpoint, a policy and how tokens are drawn."""
 
     def __init__(self) -> None:
-        self._texts: list[_Text] = []  # of its rows
+        self._texts: list[_Text | None] = []  # of its rows, None where they are over
+        self._first: _Job | None = None
         self._open = set[int]()  # the rows that are not over
         self._episode: AnyEpisode | None = None
 
@@ -252,47 +276,53 @@ class _Batch:
     @property
     def jobs(self) -> list[_Job]:
         """The requests that are not answered yet."""
-        return list({id(job): job for job in (self._texts[n].job for n in sorted(self._open))}.values())
+        return list({id(text.job): text.job for text in self._speaking}.values())
 
     @property
     def key(self) -> tuple[int, str, float, float]:
         """See ``_Job.key``."""
-        return self._texts[0].job.key
+        assert self._first is not None
+        return self._first.key
 
     @property
     def size(self) -> _Size:
         """Of the rows that are not over."""
-        return _Size(len(self._open), max((self._texts[n].job.length for n in self._open), default=0))
+        return _Size(len(self._open), max((text.job.length for text in self._speaking), default=0))
 
-    def take(self, jobs: Sequence[_Job]) -> None:
-        """Prefill the prompts of requests that agree with the batch, and give each answer a row."""
-        first = jobs[0]
-        rows = [(job, number) for job in jobs for number in range(job.asked.choices)]
-        sampler = Sampler(first.served.model, first.served.policy, recorded=False)
-        seeds = [derive_seed("serve", _seed(job), number) for job, number in rows]
-        prompts, roles = [job.prompt.ids for job, _ in rows], [job.prompt.roles for job, _ in rows]
-        episode = sampler.open(prompts, seeds, roles=roles)
+    @property
+    def _speaking(self) -> list[_Text]:
+        return [text for text in self._texts if text is not None]
+
+    def take(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
+        """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
+        self._first = self._first or jobs[0]
+        self._open |= set(range(self.rows, self.rows + episode.rows))
+        self._texts += [_Text(job, number) for job, number in _rows(jobs)]
         if self._episode is None:
             self._episode = episode
         else:
             admit(self._episode, episode)
-        self._open |= set(range(self.rows, self.rows + len(rows)))
-        self._texts += [_Text(job, number) for job, number in rows]
 
     def decode(self, pause: Callable[[], bool]) -> None:
         """Draw for every row until all are over, or ``pause`` says that another request may join."""
         if not self._open:
             return
         assert self._episode is not None
-        asked = self._texts[0].job.asked
-        limits = [text.job.limit if n in self._open else 0 for n, text in enumerate(self._texts)]
+        assert self._first is not None
+        asked, limits = self._first.asked, [0 if text is None else text.job.limit for text in self._texts]
         decoding = Decoding(max(limits), asked.temperature, asked.top_p)
-        self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].heard(ids), self._heard, pause)
+        self._episode.decode(decoding, limits, lambda n, ids: self._text(n).heard(ids), self._heard, pause)
+
+    def _text(self, n: int) -> _Text:
+        text = self._texts[n]
+        assert text is not None
+        return text
 
     def _heard(self, n: int, completion: Completion) -> bool:
-        self._open.discard(n)
-        text = self._texts[n]
+        text = self._text(n)
         text.job.answer(text.number, text.choice(completion))
+        self._texts[n] = None  # a batch that others join goes on for long
+        self._open.discard(n)
         return False
 
 
@@ -333,7 +363,10 @@ class _Text:
     def _tell(self, text: str) -> None:
         assert self.job.told is not None
         self._said = text
-        self.job.told(self.number, text)
+        try:
+            self.job.told(self.number, text)
+        except Exception:  # who listened is gone: that is no fault of the others, and the answer is drawn all the same
+            self.job.told = None
 
     def _cut(self, text: str) -> int | None:
         places = [place for stop in self.job.asked.stop if (place := text.find(stop)) >= 0]

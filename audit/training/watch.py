@@ -47,14 +47,11 @@ class Watch:
 
     def _played(self, policy: Policy) -> list[Played]:
         """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
-        config, sampler, found = self._config, Sampler(self._model, policy), list[Played]()
+        config, sampler = self._config, Sampler(self._model, policy)
         decoding = Decoding(max(suite.most_tokens for suite, _ in self._questions), temperature=config.temperature)
         at_once = config.rollout_rows or config.prompts_per_step * config.group
-        for start in range(0, len(self._questions), at_once):
-            part = self._questions[start : start + at_once]
-            seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in part]
-            found += play(sampler, part, decoding, seeds)
-        return found
+        seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
+        return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[Played]) -> TelemetryRow:
         """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
