@@ -176,14 +176,18 @@ class Arrivals:
     def __iter__(self) -> Iterator[AnyEpisode]:
         """The batch again and again, until every row is over."""
         while self._waiting or self._episode.going_on:
-            if self.pause():
+            if self._enough():
                 count = min(self._room, len(self._waiting))
                 admit(self._episode, self._opened(self._waiting[:count]))
                 self._waiting = self._waiting[count:]
             yield self._episode
 
-    def pause(self) -> bool:
-        """Whether there is room for enough of those that wait."""
+    @property
+    def pause(self) -> Pause | None:
+        """What ``decode`` is to be given: whether there is room for enough of those that wait; None: nobody does."""
+        return self._enough if self._waiting else None
+
+    def _enough(self) -> bool:
         return 0 < min(len(self._waiting), max(1, self._most // _SHARE)) <= self._room
 
     @property
