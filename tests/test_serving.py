@@ -250,9 +250,9 @@ def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
 class Held:
     """A request whose answer does not go on before it is let go."""
 
-    def __init__(self, engine: Engine, model: str, tokens: int = 4) -> None:
+    def __init__(self, engine: Engine, model: str, tokens: int = 4, messages: Any = CHAT) -> None:
         self._free, self._begun = threading.Event(), threading.Event()
-        asked = read_request({"model": model, "messages": CHAT, "max_tokens": tokens, "temperature": 0})
+        asked = read_request({"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0})
         self.done = engine.submit(asked, self._told)[1]
 
     def _told(self, _: int, __: str) -> None:
@@ -386,21 +386,24 @@ def test_of_requests_that_come_together_one_bad_prompt_is_refused_alone() -> Non
 def test_a_join_that_fails_ends_the_batch_with_its_cause_and_the_server_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    name = "embedded@snapkv:budget=48,window=8,pin=system"
     engine, join = Engine({"embedded": load_model()}), Store.join
-    first = Held(engine, "embedded", 12).begun()
+    first = Held(engine, name, 12, [CHAT[1]]).begun()
 
     def fails(*_: Any) -> None:
         monkeypatch.setattr(Store, "join", join)
         raise MemoryError
 
     monkeypatch.setattr(Store, "join", fails)
-    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2, "temperature": 0})
-    second = engine.submit(asked)[1]
+    long = [{"role": "system", "content": "You guard the door list. " * 12}, CHAT[1]]
+    asked = [{"model": name, "messages": chat, "max_tokens": 2, "temperature": 0} for chat in ([CHAT[1]], long)]
+    waiting = [engine.submit(read_request(asked[n]))[1] for n in (0, 1, 0)]  # two are prefilled, each by itself
     first.let_go()
-    for done in (first.done, second):
+    for done in (first.done, waiting[0], waiting[2]):
         with pytest.raises(RunError, match="sampling failed: MemoryError"):
             done.result(timeout=60)
-    assert engine.submit(asked)[1].result(timeout=60)
+    assert "pin=system holds" in str(waiting[1].exception(timeout=60))
+    assert engine.submit(read_request(asked[0]))[1].result(timeout=60)
     engine.close()
 
 

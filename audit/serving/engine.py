@@ -184,8 +184,9 @@ class Engine:
                     batch.take(some, episode)
                 batch.decode(lambda: self._may_join(batch))
             except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
-                for job in batch.jobs:
-                    job.done.set_exception(_told(error))
+                for job in (*batch.jobs, *(job for some, _ in opened for job in some)):
+                    if not job.done.done():
+                        job.done.set_exception(_told(error))
                 return
             jobs = []
             while self._may_join(batch, jobs):
