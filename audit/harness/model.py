@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -188,6 +187,9 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             prompts, roles = [one.prompt.ids for one in some], [one.prompt.roles for one in some]
             return sampler.open(prompts, [one.seed for one in some], roles=roles)
 
+        def ended(n: int, ids: Sequence[int]) -> bool:
+            return holds_stop(self._loaded.chat, ids, wanted[n].until)
+
         def heard(n: int, completion: Completion) -> bool:
             completions[n] = completion
             bar.update()
@@ -201,15 +203,11 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         arrivals = Arrivals(opened, len(wanted), self._rows)
         for episode in arrivals:
             limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
-            ended = partial(self._ended, wanted)
             episode.decode(decoding, limits, ended, heard, arrivals.pause)
         for n, one in enumerate(wanted):
             ids = completions[n].ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             yield postprocess_generated_text(text, list(one.until), None)
-
-    def _ended(self, wanted: Sequence[_Wanted], n: int, ids: Sequence[int]) -> bool:
-        return holds_stop(self._loaded.chat, ids, wanted[n].until)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> Rendered:
         """Tokens with the roles they have in the chat that the context was made from; plain text is the user's."""

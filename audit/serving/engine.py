@@ -70,7 +70,7 @@ class _Job:
     def answer(self, number: int, choice: Choice) -> None:
         """Take one answer, and hand all over once there are as many as were asked for."""
         self.answers[number] = choice
-        if len(self.answers) == self.asked.choices:
+        if len(self.answers) == self.asked.choices and not self.done.done():
             self.done.set_result([self.answers[n] for n in range(self.asked.choices)])
 
 
@@ -259,25 +259,20 @@ class _Batch:
     """The rows of requests that share a checkpoint, a policy and how tokens are drawn."""
 
     def __init__(self) -> None:
-        self._texts: list[_Text | None] = []  # of its rows, None where they are over
+        self.rows = 0  # all there ever were
+        self._texts: dict[int, _Text] = {}  # of the rows that are not over
         self._first: _Job | None = None
-        self._open = set[int]()  # the rows that are not over
         self._episode: AnyEpisode | None = None
-
-    @property
-    def rows(self) -> int:
-        """All there ever were."""
-        return len(self._texts)
 
     @property
     def goes_on(self) -> bool:
         """Whether somebody waits for an answer."""
-        return bool(self._open)
+        return bool(self._texts)
 
     @property
     def jobs(self) -> list[_Job]:
         """The requests that are not answered yet."""
-        return list({id(text.job): text.job for text in self._speaking}.values())
+        return list({id(text.job): text.job for text in self._texts.values()}.values())
 
     @property
     def key(self) -> tuple[int, str, float, float]:
@@ -288,17 +283,13 @@ class _Batch:
     @property
     def size(self) -> _Size:
         """Of the rows that are not over."""
-        return _Size(len(self._open), max((text.job.length for text in self._speaking), default=0))
-
-    @property
-    def _speaking(self) -> list[_Text]:
-        return [text for text in self._texts if text is not None]
+        return _Size(len(self._texts), max((text.job.length for text in self._texts.values()), default=0))
 
     def take(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
         """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
         self._first = self._first or jobs[0]
-        self._open |= set(range(self.rows, self.rows + episode.rows))
-        self._texts += [_Text(job, number) for job, number in _rows(jobs)]
+        self._texts |= {n: _Text(*row) for n, row in enumerate(_rows(jobs), self.rows)}
+        self.rows += episode.rows
         if self._episode is None:
             self._episode = episode
         else:
@@ -306,24 +297,19 @@ class _Batch:
 
     def decode(self, pause: Callable[[], bool]) -> None:
         """Draw for every row until all are over, or ``pause`` says that another request may join."""
-        if not self._open:
+        if not self._texts:
             return
         assert self._episode is not None
         assert self._first is not None
-        asked, limits = self._first.asked, [0 if text is None else text.job.limit for text in self._texts]
+        asked = self._first.asked
+        limits = [self._texts[n].job.limit if n in self._texts else 0 for n in range(self.rows)]
         decoding = Decoding(max(limits), asked.temperature, asked.top_p)
-        self._episode.decode(decoding, limits, lambda n, ids: self._text(n).heard(ids), self._heard, pause)
-
-    def _text(self, n: int) -> _Text:
-        text = self._texts[n]
-        assert text is not None
-        return text
+        self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].heard(ids), self._heard, pause)
 
     def _heard(self, n: int, completion: Completion) -> bool:
-        text = self._text(n)
+        text = self._texts[n]
         text.job.answer(text.number, text.choice(completion))
-        self._texts[n] = None  # a batch that others join goes on for long
-        self._open.discard(n)
+        del self._texts[n]  # a batch that others join goes on for long
         return False
 
 
@@ -366,8 +352,9 @@ class _Text:
         self._said = text
         try:
             self.job.told(self.number, text)
-        except Exception:  # who listened is gone: that is no fault of the others, and the answer is drawn all the same
+        except Exception as error:  # of this request alone: a stream that lacks its end must not look whole
             self.job.told = None
+            self.job.done.set_exception(_told(error))
 
     def _cut(self, text: str) -> int | None:
         places = [place for stop in self.job.asked.stop if (place := text.find(stop)) >= 0]

@@ -124,7 +124,7 @@ class HintRecorder:
         rank = ranked.of[codes[row, head, slot, channel].long()]
         found = torch.stack([at[row, head, slot], torch.full_like(row, part), head, channel, rank], 1).int().cpu()
         counts = row.bincount(minlength=len(x)).tolist()
-        for own, new in zip(self._found[first:], torch.split(found, counts), strict=False):
+        for own, new in zip(self._found[first : first + len(x)], torch.split(found, counts), strict=True):
             own.append(new)
 
     def of(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ class HintRecorder:
 def _pieces(given: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Tensors [B, H, K, ...] in pieces by rows and slots, each with the number of its first row.
 
-    What is made of a piece on the way stays in the processor's cache: of all at once it takes three times as long.
+    What is made of a piece on the way stays in the processor's cache, where all at once would be new memory each time.
     """
     rows, heads, slots, size = given[0].shape
     most = _HOST_PIECE if given[0].device.type == "cpu" else rows * heads * slots * size
