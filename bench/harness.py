@@ -20,9 +20,9 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from audit.harness.model import KvauditLM
-from audit.harness.tasks import write_tasks
 from audit.sampling.model import locate
+from audit.serving.harness.model import KvauditLM
+from audit.serving.harness.tasks import write_tasks
 from bench.decode import Seconds, timed
 from suites.base import SUITES
 

@@ -18,12 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-import audit
-from audit.sampling.model import load_model
+from audit.sampling.model import EMBEDDED, load_model, locate
 from audit.training.optimiser import Optimiser
 from audit.training.ranks import RankGroup
 
-EMBEDDED = Path(audit.__file__).parent / "embedded"
 STEPS, RATE = 2, 1e-3
 
 
@@ -36,7 +34,7 @@ class Held(NamedTuple):
 
 
 def main() -> None:
-    folder = os.environ.get("KVAUDIT_REAL_MODEL", str(EMBEDDED))
+    folder = os.environ.get("KVAUDIT_REAL_MODEL") or str(locate(EMBEDDED))
     print(f"{Path(folder).name}, bfloat16, {STEPS} steps", flush=True)
     for count in (1, 2):
         with tempfile.TemporaryDirectory() as place, ProcessPoolExecutor(count, get_context("spawn")) as pool:

@@ -19,20 +19,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-import audit
-
 GROUP, NEW, RATE = 8, 32, 1e-6
 GIVEN = (1, 4, 512)  # steps, prompts, tokens of a prompt
 DTYPE = "bfloat16"
 POLICY = "snapkv:budget=256,window=16,interval=16"
-EMBEDDED = Path(audit.__file__).parent / "embedded"
 WORDS = ("the", "of", "and", "to", "in", "is", "for", "on", "with", "as", "by", "from")
 
 
@@ -60,7 +56,9 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    folder = os.environ.get("KVAUDIT_REAL_MODEL", str(EMBEDDED))
+    from audit.sampling.model import EMBEDDED, locate  # here, so that the processes measured load nothing of it
+
+    folder = os.environ.get("KVAUDIT_REAL_MODEL") or str(locate(EMBEDDED))
     asked = Asked(folder, *map(int, sys.argv[1:]), *GIVEN[len(sys.argv) - 1 :])
     sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
     lengths = f"{asked.tokens} + {NEW} tokens"

@@ -19,8 +19,8 @@ from playwright.sync_api import sync_playwright
 
 from audit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
 from reports.drift.comparison import comparison_of
+from reports.page.view.folder import RunView
 from reports.records.load import load_run
-from reports.view.folder import RunView
 
 FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what is asked of so many flips
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from audit.core.errors import RunError
 from audit.core.records import Role
-from audit.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
-from audit.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
-from audit.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from audit.policies import parse_policy
 from audit.policies.draws import derive_seed
 from audit.sampling.conversations import play
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
+from audit.training.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
+from audit.training.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
+from audit.training.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from suites.base import SUITES
 
 

@@ -21,12 +21,13 @@ from audit.core.spec import RunSpec
 from audit.core.spec_file import parse_spec
 from audit.runs.names import NAMES
 from audit.sampling.given import chat_named, check_given, load_given, load_named
-from audit.sampling.model import load_model
+from audit.sampling.model import EMBEDDED as NAME
+from audit.sampling.model import load_model, locate
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
 from reports.records.panel import CellKey
 
-EMBEDDED = Path(__file__).parent.parent / "audit" / "embedded"
+EMBEDDED = locate(NAME)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from audit.core.files import write_json
 from audit.core.options import parse_named, sha256_of
 from audit.core.records import Message, Role
 from audit.core.spec_file import dump_spec, parse_spec
-from audit.guards.base import GUARDS, Guard, Passage, parse_guard, passages
-from audit.guards.classifier import Classifier
-from audit.guards.phrases import PhraseList
+from audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
+from audit.judges.guards.classifier import Classifier
+from audit.judges.guards.phrases import PhraseList
 from audit.policies import parse_policy
 from audit.runs import guard as guarding
 from audit.runs.guard import _happened_before

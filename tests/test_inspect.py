@@ -71,7 +71,7 @@ def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
 def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
     from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 
-    import audit.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
+    import audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
 
     model = get_model("kvaudit/embedded@streaming:budget=64,sink=4", memoize=False)
     asked = [ChatMessageUser(content="What is 2 + 3?")]
@@ -93,7 +93,7 @@ def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
 def test_a_policy_that_is_none_is_said_before_a_question() -> None:
     from inspect_ai.model import get_model
 
-    import audit.harness.inspect_model  # noqa: F401
+    import audit.serving.harness.inspect_model  # noqa: F401
 
     with pytest.raises(AuditError, match="no-such"):
         get_model("kvaudit/embedded@no-such", memoize=False)

@@ -29,7 +29,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @cache
 def served(policy: str | None = None, **options: Any) -> Any:
-    from audit.harness.model import KvauditLM
+    from audit.serving.harness.model import KvauditLM
 
     return KvauditLM(policy=policy, **options)
 
@@ -164,7 +164,7 @@ def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
 
 def test_on_the_command_line_what_can_be_mended_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    monkeypatch.delitem(sys.modules, "audit.harness.model", raising=False)
+    monkeypatch.delitem(sys.modules, "audit.serving.harness.model", raising=False)
     assert "pip install 'kvaudit[lm-eval]'" in refused("lm-eval", "ls", "tasks")
 
 

@@ -16,11 +16,11 @@ from test_lm_eval_model import SNAPKV, evaluated, served
 
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Item
-from audit.harness.tasks import read_rows, results, write_tasks
 from audit.policies import parse_policy
 from audit.sampling.conversations import play
 from audit.sampling.model import load_model
 from audit.sampling.sampler import Decoding, Sampler
+from audit.serving.harness.tasks import read_rows, results, write_tasks
 from suites.base import SUITES, Suite
 
 ITEMS = 12

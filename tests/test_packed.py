@@ -13,7 +13,6 @@ from torch import nn
 
 from audit.core.records import Message, Role
 from audit.core.spec_file import parse_spec
-from audit.harness import model as lm
 from audit.policies import parse_policy
 from audit.runs import evaluate
 from audit.runs.names import NAMES
@@ -22,6 +21,7 @@ from audit.sampling.model import LoadedModel, load_model
 from audit.sampling.packed import LARGE, is_able, packed
 from audit.sampling.sampler import Decoding, Sampler
 from audit.serving import engine
+from audit.serving.harness import model as lm
 from audit.serving.wire import ChatRequest
 from audit.training import rollouts
 from bench.models import Served, random_llama

@@ -20,17 +20,17 @@ from reports.drift.comparison import comparison_of
 from reports.drift.drift import drift_of
 from reports.page.formats import html
 from reports.page.story import page_of
+from reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
+from reports.page.view.folder import RunView
+from reports.page.view.shades import ItemShades, in_turn
 from reports.records.load import RunData, load_run
 from reports.records.panel import CellKey
 from reports.records.rows import SCORE
 from reports.run import decided, with_details
-from reports.view.flips import KINDS, Change, Flip, flips_of, places_of
-from reports.view.folder import RunView
-from reports.view.shades import ItemShades, in_turn
 
 SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;\u202e\u2066\x1b]0;x\x07\u2028 `${1}`"
-PAGE = Path(__file__).parent.parent / "reports" / "view" / "page"
+PAGE = Path(__file__).parent.parent / "reports" / "page" / "view" / "static"
 BYTES, FLIPS = 15_000_000, 5_000  # what a page of so many flips may weigh
 
 

@@ -14,8 +14,8 @@ from reports_synthetic import Design, build, policy
 
 from audit.core.shading import ALL, Shading, write_shadings
 from reports.drift.comparison import comparison_of
+from reports.page.view.folder import RunView
 from reports.records.load import load_run
-from reports.view.folder import RunView
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, which stands among the dev extra")
 

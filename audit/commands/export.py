@@ -17,7 +17,7 @@ def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of th
     """Write a run's records as Inspect logs, a `.eval` file for every finished unit."""
     with user_errors(f"kvaudit export {run} --out {out}"):
         try:
-            from audit.harness.inspect_log import write_logs
+            from audit.serving.harness.inspect_log import write_logs
         except ImportError:
             raise RunError("writing Inspect logs needs another package: pip install 'kvaudit[inspect]'") from None
         created = str(read_provenance(run).get("started") or "1970-01-01T00:00:00+00:00")

@@ -45,7 +45,7 @@ def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
     """Set each guard before the run's stored answers and print what it blocked; all are known before one begins."""
     from rich.console import Console
 
-    from audit.guards.base import parse_guard
+    from audit.judges.guards.base import parse_guard
     from audit.runs.guard import Guarding
 
     for text, chosen in [(text, parse_guard(text)) for text in texts]:

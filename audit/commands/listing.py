@@ -84,7 +84,7 @@ def list_guards(plugin: Plugins = None) -> None:
     """Guards: what each goes by, and its options."""
     with user_errors():
         from audit.core.options import options
-        from audit.guards.base import GUARDS
+        from audit.judges.guards.base import GUARDS
         from audit.runs.names import load_plugins
 
         load_plugins(plugin or ())

@@ -17,7 +17,7 @@ def lm_eval(context: typer.Context) -> None:
     """Run lm-eval with --model kvaudit: --model_args 'pretrained=embedded,policy=snapkv:budget=96;window=8'."""
     with user_errors():
         try:
-            import audit.harness.model  # noqa: F401 - it tells the harness its name
+            import audit.serving.harness.model  # noqa: F401 - it tells the harness its name
         except ModuleNotFoundError as error:
             raise RunError(f"this needs a package more: pip install 'kvaudit[lm-eval]' ({error})") from error
         from lm_eval.__main__ import cli_evaluate

@@ -33,10 +33,10 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.embedded.pretrain import UNFINISHED, begin, complete
-    from audit.embedded.recipes import SIZES
     from audit.runs.folder import make_folder
     from audit.runs.progress import Meter
+    from audit.training.embedded.pretrain import UNFINISHED, begin, complete
+    from audit.training.embedded.recipes import SIZES
 
     check_seed(seed)
     if size not in SIZES:

@@ -119,8 +119,8 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     from audit.commands.guard import guard_all
     from audit.commands.judge import judge_all
     from audit.commands.report import write_checked
-    from audit.guards.base import parse_guard
     from audit.judges.base import parse_judge
+    from audit.judges.guards.base import parse_guard
     from audit.runs.launchers.base import Job, parse_launcher
 
     asked = _asked(path, out, options)

@@ -25,9 +25,9 @@ def tasks(
 ) -> None:
     """Write suites of one turn as tasks for any model of lm-eval: lm_eval --include_path DIR --tasks kvaudit."""
     with user_errors():
-        from audit.harness.tasks import write_tasks
         from audit.runs.names import load_plugins
         from audit.sampling.given import chat_named
+        from audit.serving.harness.tasks import write_tasks
         from suites.base import SUITES
 
         check_seed(seed)

@@ -30,8 +30,8 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 
 def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
     from reports.drift.comparison import comparison_of
+    from reports.page.view.folder import RunView
     from reports.records.load import load_run
-    from reports.view.folder import RunView
 
     data = load_run(run)
     pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))

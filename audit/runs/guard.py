@@ -20,7 +20,7 @@ from audit.core.facets import FACETS
 from audit.core.files import read_json, write_json
 from audit.core.records import Item, Message, Record, Role
 from audit.core.remembered import Answers
-from audit.guards.base import Guard, passage_key, passages
+from audit.judges.guards.base import Guard, passage_key, passages
 from audit.runs.claims import Claim
 from audit.runs.folder import RunFolder, make_folder
 from audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units, work_on

@@ -11,8 +11,8 @@ from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec_parts import Names
 from audit.core.spec_train import TrainSpec
 from audit.core.yaml_file import reason
-from audit.guards.base import GUARDS, parse_guard
 from audit.judges.base import JUDGES, parse_judge
+from audit.judges.guards.base import GUARDS, parse_guard
 from audit.policies import POLICIES, parse_policy
 from audit.policies.remedy import check_remedies, parse_remedy
 from audit.runs.launchers.base import LAUNCHERS

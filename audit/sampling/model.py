@@ -140,7 +140,7 @@ def own_path(name_or_path: str) -> Path:
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
     """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
     if name_or_path == EMBEDDED:
-        return Path(__file__).parent.parent / EMBEDDED
+        return Path(__file__).parent.parent / "training" / EMBEDDED
     path = own_path(name_or_path)
     if path.is_dir():
         return path

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the sampler, so that any client can be run against any compression policy."""
+"""The sampler for other programs to ask, under any compression policy: an OpenAI-compatible server, and harnesses."""

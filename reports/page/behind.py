@@ -12,10 +12,10 @@ from reports.analysis.examples import Example
 from reports.drift.results import Contrast
 from reports.gate.verdict import Decision
 from reports.page.findings import Findings
+from reports.page.view.flips import KINDS, flip_key, kinds_of
 from reports.records.load import RunData
 from reports.records.panel import CellKey
 from reports.records.rows import SCORE
-from reports.view.flips import KINDS, flip_key, kinds_of
 
 VIEW = "../view/index.html#"  # from RUN/report
 COMMAND = "kvaudit view RUN"

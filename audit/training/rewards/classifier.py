@@ -9,7 +9,7 @@ from functools import cached_property
 
 from audit.core.errors import SpecError
 from audit.core.options import sha256_of
-from audit.guards.classifier import Classifier
+from audit.judges.guards.classifier import Classifier
 from audit.sampling.conversations import Played
 from audit.sampling.exchange import said_nothing
 from audit.training.rewards.base import Reward, Scores

@@ -72,7 +72,7 @@ class Guard:
         return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
 
 
-GUARDS: Registry[Guard] = Registry("guard", "audit.guards", Guard)
+GUARDS: Registry[Guard] = Registry("guard", "audit.judges.guards", Guard)
 
 
 def parse_guard(text: str) -> Guard:

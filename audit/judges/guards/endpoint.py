@@ -13,7 +13,7 @@ from audit.core.endpoint import EndpointModel
 from audit.core.errors import SpecError
 from audit.core.options import sha256_of
 from audit.core.records import Message, Role
-from audit.guards.base import Guard, Passage
+from audit.judges.guards.base import Guard, Passage
 
 _WORD_TOKENS = 16  # for one word, what a model puts around it, and the name of a rule
 _VERSION = 1  # of how a passage is put

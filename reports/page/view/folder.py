@@ -21,11 +21,11 @@ from audit.core.provenance import JUDGED
 from audit.core.shading import AnswerKey, Shadings, read_shadings
 from audit.core.text import visible
 from reports.drift.comparison import Comparison
+from reports.page.view.flips import flip_key, flips_of, places_of
+from reports.page.view.shades import ItemShades, in_turn
+from reports.page.view.texts import ItemKey, Texts, script
 from reports.records.load import RunData
 from reports.records.rows import SCORE
-from reports.view.flips import flip_key, flips_of, places_of
-from reports.view.shades import ItemShades, in_turn
-from reports.view.texts import ItemKey, Texts, script
 
 STATIC = ("view.css", "view.js", "index.html")  # the page last: where it stands the rest is there
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"
@@ -72,7 +72,7 @@ class RunView:
             write_output(out / DATA / TEXTS.format(number), f"TEXTS[{number}] = {script(table)};\n")
         self.write_shades(out)
         for name in STATIC:
-            write_output(out / name, (Path(__file__).parent / "page" / name).read_text(encoding="utf-8"))
+            write_output(out / name, (Path(__file__).parent / "static" / name).read_text(encoding="utf-8"))
 
     def write_shades(self, out: Path) -> None:
         """Write what lies beside the run of what the caches held, and the list that says where it does."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from audit.core.errors import DataError
 from audit.core.options import sha256_of
 from audit.core.yaml_file import read_text
-from audit.guards.base import Guard, Passage
+from audit.judges.guards.base import Guard, Passage
 
 _LARGEST = 1_000_000  # bytes of a list
 _VERSION = 1  # of how phrases are found

@@ -17,8 +17,8 @@ from typing import Any
 from audit.core.facets import FACETS
 from audit.core.shading import Shading
 from audit.core.text import visible
+from reports.page.view.flips import Flip
 from reports.records.rows import SCORE
-from reports.view.flips import Flip
 
 LEVELS = ascii_letters[26:] + ascii_letters[:26]  # A to Z, a to z
 _DIGITS = 3

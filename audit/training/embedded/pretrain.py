@@ -26,9 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from audit.core.errors import RunError
 from audit.core.files import PARTIAL, sync
-from audit.embedded.lessons import IGNORED, LessonBatch, Lessons
-from audit.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
-from audit.embedded.tokenizer import build_tokenizer
+from audit.training.embedded.lessons import IGNORED, LessonBatch, Lessons
+from audit.training.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
+from audit.training.embedded.tokenizer import build_tokenizer
 
 StepsDone = Callable[[int, int, Mapping[str, float]], None]
 FILES = (

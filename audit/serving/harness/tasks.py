@@ -28,7 +28,7 @@ UTILS = '''"""Written by kvaudit: the rows beside this file, graded by the suite
 
 from pathlib import Path
 
-from audit.harness.tasks import read_rows, results  # noqa: F401 - the tasks name both
+from audit.serving.harness.tasks import read_rows, results  # noqa: F401 - the tasks name both
 
 
 def documents(rows, **_):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from audit.core.records import Item, Message, Role
-from audit.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
+from audit.training.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
 from suites.agent import KINDS, Agent, errand
 from suites.math import QUESTIONS, Math, draw_terms, spoken
 from suites.refusal import REQUESTS, Refusal

@@ -225,7 +225,7 @@ function factTable(answers) {
   return element("table", { class: "facts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
 }
 
-// ---- what the cache held of the tokens before an answer (reports/view/shades.py)
+// ---- what the cache held of the tokens before an answer (reports/page/view/shades.py)
 const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 const FEW = 0.5; // below this share a token is underlined too
 const ROLES = { s: "system", u: "user", a: "assistant", t: "tool", f: "format" };

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from audit.core.errors import DataError, SpecError
 from audit.core.options import sha256_of
 from audit.core.text import clip, inline
-from audit.guards.base import Guard, Passage
+from audit.judges.guards.base import Guard, Passage
 
 if TYPE_CHECKING:
     from audit.sampling.model import LoadedClassifier
