@@ -18,8 +18,7 @@ from rich.console import Console
 
 from audit.core.files import write_json
 from audit.core.provenance import PROVENANCE
-from audit.core.spec import RunSpec
-from audit.core.spec_file import load_spec
+from audit.core.spec import RunSpec, load_spec
 from audit.core.spec_train import BASE_ARM
 from audit.runs import pipeline
 from audit.runs.evaluate import RowsDone, grid

@@ -13,8 +13,7 @@ from rich.console import Console
 from audit.core.files import write_json
 from audit.core.grid import EvaluateSpec
 from audit.core.records import Item, Outcome, Record
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.policies.draws import derive_seed
 from audit.runs.evaluate import Batches, Evaluator, served
 from audit.runs.folder import RunFolder, open_run

@@ -28,8 +28,7 @@ import torch
 import yaml
 
 from audit.cache.shared import SharedPrefill
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.runs.evaluate import Batches, Evaluator, grid
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES

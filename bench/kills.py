@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from audit.cli import main as kvaudit
 from audit.core.errors import DataError
 from audit.core.files import read_json
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 from audit.core.records import Record
 from audit.sampling import rendering
 from reports.page.formats import formats

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.rule import Call, calls, cleared
+from reports.stats.rule import Call, calls, cleared, shows_margin
 from reports.stats.tango import many_ess_tango
-from reports.stats.templates import shows_margin
 
 CLUSTERS, ITEMS, MARGIN, ALPHA = 72, 3, 0.05, 0.05
 AGAIN = 0.2  # of what the reference gets wrong, another serving gets right so often

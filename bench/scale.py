@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import yaml
 
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.policies import parse_policy
 from audit.runs.evaluate import Batches, Evaluator
 from audit.runs.names import NAMES

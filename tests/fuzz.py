@@ -211,7 +211,7 @@ ROLLOUTS: dict[str, Any] = {
 
 
 def _spec(path: Path) -> object:
-    from audit.core.spec_file import load_spec
+    from audit.core.spec import load_spec
     from audit.runs.names import NAMES
 
     return load_spec(path, NAMES).sha256

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from audit.core.facets import FACETS, readable, unreadable
-from audit.core.inputs import inputs_sha256
+from audit.core.provenance import inputs_sha256
 from audit.core.records import Message, Outcome, Record, Role
 from audit.core.spans import Kept, Place
 from audit.core.spec import RunSpec

@@ -21,7 +21,16 @@ from reports.gate.rules import Asked
 from reports.gate.verdict import Status
 from reports.labels.blind import sheet_key
 from reports.labels.pairs import digest, paired_answers, pairs_to_see, texts_of, usual
-from reports.labels.relabelled import human_labels, relabelled, with_labels
+from reports.labels.relabelled import (
+    LABELS_FILE,
+    CellLabels,
+    Labels,
+    human_labels,
+    load_labels,
+    relabelled,
+    render_labels,
+    with_labels,
+)
 from reports.labels.sheet import (
     CHARACTERS,
     Key,
@@ -38,7 +47,6 @@ from reports.labels.sheet import (
     shown_answer,
     text_hash,
 )
-from reports.labels.stored import LABELS_FILE, CellLabels, Labels, load_labels, render_labels
 from reports.page.people_tables import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from reports.records.load import load_run
 from reports.run import decided, measured

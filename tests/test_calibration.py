@@ -17,10 +17,9 @@ from reports.gate.cell import decide_cell
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect
-from reports.stats.rule import Call, calls
+from reports.stats.rule import Call, Part, calls, shows_margin, too_large
 from reports.stats.seeds import Recipe, many_recipe_effects
 from reports.stats.tango import ess_tango, many_ess_tango
-from reports.stats.templates import Part, shows_margin, too_large
 
 SEED = 20_260
 SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)
@@ -103,7 +102,7 @@ def test_a_gate_without_the_template_rule_is_found_out(monkeypatch):
 
 def test_a_template_rule_that_is_a_little_lax_is_found_out(monkeypatch):
     case = templates.TemplateCase(BrokenTemplates(0.05, 0.1), 60, 5, EVEN, 0.05, simulations=10_000)
-    monkeypatch.setattr("reports.stats.templates.SHARPNESS", 0.9)
+    monkeypatch.setattr("reports.stats.rule.SHARPNESS", 0.9)
     assert case.rates(SEED)["passed"] > 0.065
 
 

@@ -16,8 +16,7 @@ from test_chat import STRICT, SYSTEM, USER
 
 from audit.core.errors import AuditError, SpecError
 from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.runs.pipeline import Pipeline, prepare_run

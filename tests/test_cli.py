@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.commands.command_line import end_on_sigterm
 from audit.commands.run import Options, share
-from audit.core.spec_file import load_spec
+from audit.core.spec import load_spec
 from audit.policies import POLICIES
 from audit.runs.names import NAMES
 

@@ -11,8 +11,7 @@ import pytest
 from audit.core import files as runs
 from audit.core.errors import DataError, RunError
 from audit.core.files import mutex, read_json, write_json
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.core.spec_file import load_spec, parse_spec
+from audit.core.spec import load_spec, parse_spec
 from audit.runs.displacement.produce import Producer
 from audit.runs.displacement.units import units
 from audit.runs.folder import RunFolder

@@ -14,8 +14,7 @@ import pytest
 
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
 from audit.runs.folder import RunFolder, open_run
 from audit.runs.names import NAMES

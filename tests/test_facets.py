@@ -12,7 +12,7 @@ from test_reports_drift import data_of, scored, small
 
 from audit.core.errors import DataError, SpecError
 from audit.core.records import Record
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from reports.gate.verdict import Status
 from reports.run import decided
 

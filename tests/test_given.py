@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 
 from audit.cli import app
 from audit.core.errors import DataError, SpecError
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
+from audit.core.spec import RunSpec, parse_spec
 from audit.runs.names import NAMES
 from audit.sampling.given import chat_named, check_given, load_given, load_named
 from audit.sampling.model import EMBEDDED as NAME
 from audit.sampling.model import load_model, locate
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
-from reports.records.panel import CellKey
+from reports.gate.pin import load_pin
+from reports.records.rows import CellKey
 
 EMBEDDED = locate(NAME)
 
@@ -135,6 +135,17 @@ def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(tmp_path: Pat
     assert not torch.equal(whole, first)
     assert 0 < float((second - first).abs().max()) < float((first - whole).abs().max())
     assert chat_named(str(start)).count_tokens("a b") == load_model().chat.count_tokens("a b")
+    assert pinned(folder / "checkpoints" / "dense", tmp_path) == trained.sha256
+    assert pinned(start, tmp_path) == begun.sha256
+
+
+def pinned(folder: Path, tmp_path: Path) -> str:
+    """The weights of the one checkpoint that ``kvaudit pin`` finds there."""
+    out = tmp_path / f"{folder.name}.json"
+    result = CliRunner().invoke(app, ["pin", str(folder), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    (one,) = load_pin(out).checkpoints
+    return one.sha256
 
 
 def test_adapters_that_are_for_each_other_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from audit.core.facets import FACETS
 from audit.core.files import write_json
 from audit.core.options import parse_named, sha256_of
 from audit.core.records import Message, Role
-from audit.core.spec_file import dump_spec, parse_spec
+from audit.core.spec import dump_spec, parse_spec
 from audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
 from audit.judges.guards.classifier import Classifier
 from audit.judges.guards.phrases import PhraseList

@@ -15,7 +15,7 @@ from test_cli import kvaudit, refused
 
 from audit.core.errors import RunError, SpecError
 from audit.core.files import read_json
-from audit.core.spec_file import load_spec
+from audit.core.spec import load_spec
 from audit.runs import folder as runs
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES, load_plugins

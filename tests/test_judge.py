@@ -14,7 +14,7 @@ from test_cli import kvaudit, refused
 
 from audit.core.files import read_json
 from audit.core.records import Message, Outcome, Record, Role
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.runs import judge as judging
 from audit.runs import stored
 from audit.runs.evaluate import Evaluator, grid

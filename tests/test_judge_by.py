@@ -18,7 +18,7 @@ from audit.core.files import read_json
 from audit.core.options import sha256_of
 from audit.core.questions import Question
 from audit.core.records import Grade, Item, Message, Outcome, Record
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.judges.base import JUDGES, Judge, question_key
 from audit.runs.names import NAMES
 from suites.math import Math

@@ -111,7 +111,7 @@ def test_suites_and_reports_never_import_torch(path: Path) -> None:
     [
         ("audit.cli", {"torch", "transformers", "pandas", "matplotlib", "scipy", "numpy", "pydantic", "rich"}),
         ("audit.commands.report", {"torch", "transformers"}),
-        ("audit.core.spec_file", {"torch", "transformers", "pandas", "numpy"}),
+        ("audit.core.spec", {"torch", "transformers", "pandas", "numpy"}),
         ("suites.base", {"torch", "transformers", "pandas"}),
     ],
 )

@@ -14,7 +14,7 @@ from test_evaluate_grid import evaluated, timeless
 
 from audit.core.errors import DataError, RunError, SpecError
 from audit.core.records import Item, Message, Outcome, Role
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.policies import parse_policy
 from audit.runs.names import NAMES
 from audit.sampling.conversations import play

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from audit.core.records import Message, Role
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.policies import parse_policy
 from audit.runs import evaluate
 from audit.runs.names import NAMES

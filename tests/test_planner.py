@@ -25,8 +25,8 @@ from reports.gate.sizes import (
     steps,
 )
 from reports.gate.verdict import PASSED
+from reports.stats.rule import Part
 from reports.stats.tango import ess_tango
-from reports.stats.templates import Part
 
 
 def deff_of(value, size):

@@ -18,7 +18,7 @@ from audit.cli import app
 from audit.core.endpoint import Endpoint, Replied
 from audit.core.errors import SpecError
 from audit.core.records import Message, Record, Role
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from audit.runs.probe.calls import wire

@@ -11,7 +11,7 @@ from reports_synthetic import build, tiny
 
 from audit.core.errors import DataError
 from audit.core.provenance import check_provenance, read_provenance
-from audit.core.spec_file import load_spec
+from audit.core.spec import load_spec
 from audit.runs.folder import RunFolder
 from audit.runs.names import NAMES
 from reports.records.load import load_run

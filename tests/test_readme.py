@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from audit.cli import app
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.runs.names import NAMES
 
 ROOT = Path(__file__).parent.parent

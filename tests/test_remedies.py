@@ -13,7 +13,7 @@ from rich.console import Console
 from test_cli import refused
 
 from audit.core.errors import AuditError, DataError, SpecError
-from audit.core.spec_file import dump_spec, parse_spec
+from audit.core.spec import dump_spec, parse_spec
 from audit.policies import parse_policy
 from audit.policies.remedy import check_remedies, parse_remedy, remedied
 from audit.runs.folder import open_run

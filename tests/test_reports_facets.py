@@ -14,7 +14,8 @@ from audit.commands.report import print_verdict
 from audit.core.facets import FACETS
 from reports.analysis.examples import LostItem, record_of
 from reports.analysis.sensitivity import Reading, status_of
-from reports.drift.results import Rates, Reason, Unread
+from reports.drift.comparison import Reason
+from reports.drift.results import Rates, Unread
 from reports.gate.verdict import FORM, Status
 from reports.page.about import asides, unscored
 from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
@@ -24,8 +25,7 @@ from reports.page.gate_table import gate_table
 from reports.page.story import page_of
 from reports.page.tables import decided_table, outcomes_table
 from reports.records.load import load_run
-from reports.records.panel import CellKey
-from reports.records.rows import UNREAD
+from reports.records.rows import UNREAD, CellKey
 from reports.run import decided, with_details
 
 SNAP = (policy("snapkv", 64), policy("snapkv", 96))

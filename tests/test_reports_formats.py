@@ -23,8 +23,8 @@ from reports.calibration.stamp import stamp
 from reports.drift.results import ClusterSums
 from reports.gate.verdict import Status
 from reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
+from reports.labels.relabelled import CellLabels, Labels, render_labels
 from reports.labels.sheet import text_hash
-from reports.labels.stored import CellLabels, Labels, render_labels
 from reports.page.about import SENTENCES
 from reports.page.figures import heatmap, quadrant
 from reports.page.figures.canvas import style

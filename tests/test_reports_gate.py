@@ -18,9 +18,8 @@ from reports.page.story import banner
 from reports.page.words import note
 from reports.records.load import load_run
 from reports.run import decided
-from reports.stats.rule import effective_clusters
+from reports.stats.rule import Part, effective_clusters
 from reports.stats.tango import ess_tango
-from reports.stats.templates import Part
 
 SNAP = policy("snapkv", 96)
 

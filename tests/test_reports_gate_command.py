@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from audit.cli import app
 from audit.commands.run import kept_gate
 from audit.core.errors import SpecError
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from reports.gate.pin import load_pin

@@ -11,7 +11,7 @@ from reports_synthetic import Design, build, policy, redecided, respecified
 
 from audit.core.errors import AuditError, DataError, SpecError
 from reports import run as way
-from reports.drift.results import Reason
+from reports.drift.comparison import Reason
 from reports.gate.rules import Asked, load_gate_file
 from reports.gate.verdict import Status
 from reports.gate.waivers import read_waivers

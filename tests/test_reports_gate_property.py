@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, pins, policy, records_of, run_spec, spec_of, write_unit
 
 from audit.core.errors import AuditError
+from audit.core.files import parse_yaml
 from audit.core.records import Outcome
-from audit.core.yaml_file import parse_yaml
 from reports.gate.rules import Asked
 from reports.gate.verdict import Status
 from reports.gate.waivers import waivers_of

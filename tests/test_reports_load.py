@@ -7,7 +7,7 @@ import pytest
 from reports_synthetic import Design, build, policy, write_unit
 
 from audit.core.errors import DataError, SpecError
-from audit.core.spec_file import parse_spec
+from audit.core.spec import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
 from reports.records.load import load_run

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from reports.drift.results import Rates, Reason
+from reports.drift.comparison import Reason
+from reports.drift.results import Rates
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Status
 from reports.page.about import about, asides, to_do, verdict_sentence

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from audit.core.errors import AuditError, DataError
-from audit.core.spec import RunSpec
-from audit.core.spec_file import dump_spec, load_spec, parse_spec
+from audit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
 from audit.policies import parse_policy
 from audit.runs.names import NAMES
 from audit.training.config import TrainConfig

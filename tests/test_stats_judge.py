@@ -11,8 +11,8 @@ from scipy import special, stats
 from reports.stats.adjudication import adjudicated, adjudicated_bounds, label_weights, labelled_pairs, round_robin
 from reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
 from reports.stats.judges import differential_bias, judge_error, kappa
+from reports.stats.rule import shows_margin
 from reports.stats.tango import ess_tango, tango_interval
-from reports.stats.templates import shows_margin
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (7, 7), (1, 100), (37, 50), (0, 1)])

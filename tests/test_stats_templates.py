@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from statsmodels.emplike.descriptive import DescStat
 
-from reports.stats.rule import clusters_required
-from reports.stats.templates import (
+from reports.stats.rule import (
     SHARPNESS,
     Part,
     _log_ratio,
+    clusters_required,
     parts_show_margin,
     shows_margin,
     template_bound,

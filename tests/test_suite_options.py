@@ -11,8 +11,7 @@ from reports_synthetic import Design, frame_of, pins, policy, records_of, run_sp
 
 from audit.core.errors import AuditError
 from audit.core.records import Record
-from audit.core.spec import RunSpec
-from audit.core.spec_file import dump_spec, parse_spec
+from audit.core.spec import RunSpec, dump_spec, parse_spec
 from audit.runs.displacement.units import units
 from audit.runs.evaluate import Evaluator, asked_suite, grid
 from audit.runs.folder import open_run

@@ -10,15 +10,13 @@ import pytest
 
 from audit.core.errors import AuditError
 from audit.core.policy_names import folder_names
-from audit.core.spec import RunSpec
-from audit.core.spec_file import dump_spec, load_spec
+from audit.core.spec import RunSpec, dump_spec, load_spec
 from audit.runs.displacement.units import units
 from audit.runs.evaluate import grid
 from audit.runs.names import NAMES
 from audit.training.config import TrainConfig
 from reports.drift.comparison import comparison_of
-from reports.drift.contrast import AMPLIFICATION
-from reports.drift.drift import sides
+from reports.drift.drift import AMPLIFICATION, sides
 
 INT8, SNAPKV = NAMES.policy("int8"), NAMES.policy("snapkv:budget=112")
 

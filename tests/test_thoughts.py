@@ -10,8 +10,7 @@ from test_evaluate_episodes import GREEDY, Counting, Scripted, item
 
 from audit.core.errors import AuditError
 from audit.core.records import Item, Message, Outcome, Record, Role
-from audit.core.spec import RunSpec
-from audit.core.spec_file import dump_spec, parse_spec
+from audit.core.spec import RunSpec, dump_spec, parse_spec
 from audit.core.thoughts import drawn, heard, parted
 from audit.policies import parse_policy
 from audit.runs.displacement.trajectories import trajectory

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_cli import refused
 
 from audit.core.errors import DataError, RunError, SpecError
-from audit.core.intact import check_checkpoint
+from audit.core.provenance import check_checkpoint
 from audit.core.records import Message, Role
 from audit.sampling import model, rendering
 from audit.sampling.chat import Chat

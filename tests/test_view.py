@@ -24,8 +24,7 @@ from reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
 from reports.page.view.folder import RunView
 from reports.page.view.shades import ItemShades, in_turn
 from reports.records.load import RunData, load_run
-from reports.records.panel import CellKey
-from reports.records.rows import SCORE
+from reports.records.rows import SCORE, CellKey
 from reports.run import decided, with_details
 
 SNAP = policy("snapkv", 96)

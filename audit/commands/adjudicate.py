@@ -12,7 +12,7 @@ from audit.commands.command_line import Run, check_seed, print_table, say, selec
 from audit.commands.report import print_verdict
 from audit.core.errors import DataError, RunError
 from audit.core.files import write_output
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,9 +104,8 @@ def _read(run: Path, sheet: Path) -> int:
     from reports.gate.rules import Asked
     from reports.labels.blind import check_key, labels_of
     from reports.labels.pairs import digest, paired_answers
-    from reports.labels.relabelled import relabelled
+    from reports.labels.relabelled import LABELS_FILE, relabelled, render_labels
     from reports.labels.sheet import read_key, read_labels
-    from reports.labels.stored import LABELS_FILE, render_labels
     from reports.records.load import load_run
     from reports.run import decided, measured
 

@@ -12,7 +12,7 @@ from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, 
 from audit.commands.report import asked_of
 from audit.core.errors import SpecError
 from audit.core.files import write_output
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 from audit.core.text import clip, inline
 from reports.page.model_card import placed, read_card, section_of
 

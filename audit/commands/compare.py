@@ -12,7 +12,7 @@ import typer
 from audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
 from audit.core.errors import SpecError
 from audit.core.files import write_output
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 from audit.core.text import inline
 
 if TYPE_CHECKING:

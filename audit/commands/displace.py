@@ -11,7 +11,7 @@ import typer
 
 from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from audit.core.errors import SpecError
-from audit.core.inputs import PLUGINS, TABLE, check_same
+from audit.core.provenance import INPUTS, PLUGINS, check_same
 from audit.core.text import inline
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.core.intact import check_checkpoints
+    from audit.core.provenance import check_checkpoints
     from audit.runs.displacement.produce import Producer
     from audit.runs.progress import Meter
     from reports.analysis.displacement import load_displacement
@@ -73,7 +73,7 @@ def opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
     if run.spec.probe is not None:
         raise SpecError(f"{str(path)!r} is a probe, and an endpoint shows no distributions; give the folder of a run")
     set_data(run.spec)
-    if isinstance(noted := run.provenance().get(TABLE), dict):  # a run of an earlier version noted none
+    if isinstance(noted := run.provenance().get(INPUTS), dict):  # a run of an earlier version noted none
         check_same(PLUGINS, noted.get(PLUGINS, {}), files)
     return run
 

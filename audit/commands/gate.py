@@ -9,7 +9,7 @@ import typer
 
 from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, user_errors, wide_console
 from audit.commands.report import asked_of, print_verdict
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 
 if TYPE_CHECKING:
     from reports.gate.rules import Asked

@@ -91,7 +91,7 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
 
 
 def _check(question: GenerateOptions) -> None:
-    from audit.core.numbers import HEATS, is_heat
+    from audit.core.spec_parts import HEATS, is_heat
 
     if not is_heat(question.temperature):
         raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")

@@ -15,7 +15,7 @@ from audit.core.text import inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.core.inputs import Digests
+    from audit.core.provenance import Digests
     from audit.judges.base import Judge
     from audit.runs.judge import SuiteChange
 

@@ -8,7 +8,7 @@ import typer
 
 from audit.commands.command_line import user_errors
 from audit.core.errors import RunError, SpecError
-from audit.core.yaml_file import one_line
+from audit.core.text import one_line
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

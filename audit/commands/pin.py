@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from audit.commands.command_line import say, user_errors, wide_console
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_output
-from audit.core.intact import check_checkpoint
-from audit.core.provenance import PROVENANCE
+from audit.core.provenance import PROVENANCE, check_checkpoint
 from audit.core.text import inline
 from reports.gate.pin import Pin, Pinned, is_sha256
 
@@ -59,10 +58,9 @@ def _pinned(folder: Path) -> Iterator[Pinned]:
 
 
 def _trained(folder: Path) -> Pinned:
-    from audit.sampling.weights import weights_sha256
-
     check_checkpoint(folder)
-    story, weights = read_json(folder / PROVENANCE), weights_sha256(folder)
+    story = read_json(folder / PROVENANCE)
+    weights = _weights(folder, story)
     arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
     policy = config.get("policy") if isinstance(config, dict) else None
     texts = is_sha256(base) and isinstance(arm, str) and isinstance(policy, str)
@@ -72,6 +70,18 @@ def _trained(folder: Path) -> Pinned:
             "give a checkpoint that kvaudit finished"
         )
     return Pinned(_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+
+
+def _weights(folder: Path, story: Mapping[str, Any]) -> str:
+    """What identifies a checkpoint; the model of an adapter need not be at hand where the story tells its hash."""
+    from audit.sampling.given import adapter_sha256, named_sha256
+    from audit.sampling.weights import ADAPTER_CONFIG
+
+    if (folder / ADAPTER_CONFIG).is_file():
+        over_base = adapter_sha256(folder, str(story.get("base_sha256")))
+        if over_base == story.get("sha256"):  # otherwise it began from an adapter of the same model
+            return over_base
+    return named_sha256(str(folder))
 
 
 def _name(folder: Path, recipe: str, seed: int) -> str:
@@ -84,12 +94,12 @@ def _name(folder: Path, recipe: str, seed: int) -> str:
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here: the reference of a run that only serves it."""
     from audit.core.spec_train import BASE_ARM
-    from audit.sampling.weights import weights_sha256
+    from audit.sampling.given import named_sha256
 
     if not list(folder.glob("*.safetensors")):
         raise DataError(
             f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
-    weights = weights_sha256(folder)
+    weights = named_sha256(str(folder))
     return Pinned(BASE_ARM, 0, weights, weights, "none")

@@ -70,7 +70,7 @@ def probe(
 
 def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
     """The plan with its items; whatever is wrong with it comes up before a folder is claimed."""
-    from audit.core.spec_file import load_spec
+    from audit.core.spec import load_spec
     from audit.runs.names import NAMES, load_plugins
     from audit.runs.probe.plan import make_plan
 

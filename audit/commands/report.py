@@ -17,7 +17,7 @@ from audit.commands.command_line import (
     wide_console,
 )
 from audit.core.errors import SpecError
-from audit.core.intact import check_checkpoints
+from audit.core.provenance import check_checkpoints
 from reports.gate.pin import load_pin
 
 if TYPE_CHECKING:

@@ -290,7 +290,7 @@ class _Asked(NamedTuple):
 
 def _asked(path: Path, out: Path | None, options: Options) -> _Asked:
     """Plug-ins first: the spec may name what they bring."""
-    from audit.core.spec_file import load_spec
+    from audit.core.spec import load_spec
     from audit.runs.names import NAMES, load_plugins
 
     plugins = load_plugins(options.plugins)
@@ -332,8 +332,7 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
     the gate file that names it, or from here where the spec does.
     """
-    from audit.core.spec import expand
-    from audit.core.spec_file import with_gate
+    from audit.core.spec import expand, with_gate
     from reports.gate.pin import load_pin
     from reports.gate.rules import load_gate_file
 

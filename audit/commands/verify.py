@@ -65,7 +65,7 @@ def _verify(asked: VerifyOptions) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
     from transformers.utils.logging import set_verbosity_error
 
-    from audit.core.numbers import HEATS, is_heat
+    from audit.core.spec_parts import HEATS, is_heat
     from audit.runs import verify as replay
     from audit.runs.names import load_plugins
     from audit.sampling.given import load_named
@@ -91,7 +91,7 @@ def _verify(asked: VerifyOptions) -> int:
 
 def check_reading(dtype: str, temperature: float | None) -> None:
     """Raise SpecError for a dtype or a temperature that no rollout can be read with."""
-    from audit.core.numbers import HEATS, is_heat
+    from audit.core.spec_parts import HEATS, is_heat
     from audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):

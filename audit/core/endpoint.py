@@ -25,8 +25,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 from audit.core.errors import RunError, SpecError
 from audit.core.records import Message
-from audit.core.text import inline, is_text
-from audit.core.yaml_file import one_line
+from audit.core.text import inline, is_text, one_line
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w{0,99}")
 _PROBED = 2  # requests sent before all others

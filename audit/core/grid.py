@@ -9,8 +9,22 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
-from audit.core.numbers import BatchTokens, Count, Group, HeatOrGreedy, Number, Seed, Share, Steps, Tokens
-from audit.core.spec_parts import Names, Part, Text, canonical_policy, unique
+from audit.core.spec_parts import (
+    BatchTokens,
+    Count,
+    Group,
+    HeatOrGreedy,
+    Names,
+    Number,
+    Part,
+    Seed,
+    Share,
+    Steps,
+    Text,
+    Tokens,
+    canonical_policy,
+    unique,
+)
 
 STRIP = "strip"
 

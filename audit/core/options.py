@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.registry import Registry
-from audit.core.yaml_file import shown
+from audit.core.text import shown
 
 T = TypeVar("T")
 IDENTITY_DIGITS = 12  # hex digits of an identity in names and records

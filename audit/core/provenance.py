@@ -1,15 +1,23 @@
-"""What the known keys of a run's provenance.json may hold, checked whenever it is read, by a run and by its reports."""
+"""What a run wrote of itself, and holding the run to it: keys of provenance.json, sha256 of what it read and finished.
+
+    provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
+    <unit>.done.json   inputs: sha256 of that table, as it was when the unit was evaluated
+
+Inputs are noted when a run starts, and held by every process that goes on with it and by the gate. Weights and spec
+have hashes of their own. What a plug-in opens by itself is not known here. Checked whenever it is read, by a run and
+by its reports.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from audit.core.errors import DataError
+from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
-from audit.core.inputs import TABLE, WORKED_WITH
 from audit.core.text import is_text
 
 PROVENANCE = "provenance.json"
@@ -19,13 +27,50 @@ JUDGED = "judged"  # what a run was judged from, where its answers were graded a
 ENDPOINT = "endpoint"  # of a probe: its address, and the model as it names it itself
 ASKED = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
 REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases
+INPUTS = "inputs"  # what a run reads: kind -> name -> sha256
+ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds
+WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 MOST_THREADS = 1024  # of one process
+Digests = Mapping[str, str]
+_NAMED = 3  # changes that a refusal spells out
 _TEXTS = ("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype")
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
     *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED),
 )
+_FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
+
+
+def inputs_sha256(table: Any) -> str:
+    """What stands for a whole table, kind by kind, in the seals of units."""
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def check_same(kind: str, then: Any, now: Digests) -> None:
+    """Raise RunError, naming what changed, where a run would go on with other inputs than it was started with.
+
+    ``then`` is what provenance.json holds of the kind; DataError where that is no table.
+    """
+    if not isinstance(then, dict):
+        raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(then).__name__}, wanted names and sha256")
+    changes = list(_changes(then, now))
+    if changes:
+        more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+        raise RunError(
+            f"the run was started with other {kind}: {'; '.join(changes[:_NAMED])}{more}; put back what it was started "
+            "with, or start another run"
+        )
+
+
+def _changes(then: Mapping[str, Any], now: Digests) -> Iterator[str]:
+    for name in sorted({*then, *now}):
+        if then.get(name) != now.get(name):
+            yield f"{name} had sha256 {_digest_start(then.get(name))}, now {_digest_start(now.get(name))}"
+
+
+def _digest_start(digest: Any) -> str:
+    return "none (it was not read)" if digest is None else str(digest)[:12]
 
 
 def table_of(story: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -41,7 +86,7 @@ def read_provenance(run: Path) -> dict[str, Any]:
 
 def check_provenance(story: dict[str, Any], path: Path) -> dict[str, Any]:
     """The same object; raises DataError naming the first key whose value is of another kind. Any key may be absent."""
-    wrong = next((f"{key} holds {_kind(story[key])}, wanted {wanted}" for key, wanted in _wrong(story)), None)
+    wrong = next((f"{key} holds {_told(story[key])}, wanted {wanted}" for key, wanted in _wrong(story)), None)
     if wrong is None and not _writable(story):
         wrong = "it holds text or a number that JSON in UTF-8 cannot spell"
     if wrong is not None:
@@ -53,8 +98,8 @@ def _wrong(story: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys and what they should hold."""
     wanted = [(key, "text", story.get(key) is None or isinstance(story[key], str)) for key in _TEXTS]
     wanted += [(key, "names and texts", _texts(story.get(key, {}))) for key in (*_TABLES, WORKED_WITH)]
-    inputs = story.get(TABLE, {})
-    wanted += [(TABLE, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
+    inputs = story.get(INPUTS, {})
+    wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
     wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", _usable(story.get("threads")))]
     return [(key, kind) for key, kind, right in wanted if not right]
 
@@ -75,9 +120,72 @@ def _writable(story: dict[str, Any]) -> bool:
         return False
 
 
-def _kind(value: Any) -> str:
+def _told(value: Any) -> str:
     return (
         json.dumps(value)[:40]
         if isinstance(value, str | int | float)
         else f"a {type(value).__name__} that does not fit"
     )
+
+
+def check_checkpoints(run: Path) -> None:
+    """Raise DataError, naming the file, where a finished checkpoint of the run lost or changed a file or a ledger."""
+    for provenance in sorted((run / "checkpoints").glob(f"*/seed-*/{PROVENANCE}")):
+        check_checkpoint(provenance.parent)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """The same for one finished checkpoint; a folder that is none is refused too."""
+    for path, wanted in _finished_files(folder / PROVENANCE):
+        _check_digest(path, wanted)
+
+
+def _finished_files(provenance: Path) -> Iterator[tuple[Path, str]]:
+    """Every file that the checkpoint was finished with, and its sha256."""
+    story = read_json(provenance)
+    if not set(_FINISHED) & set(story):  # as a run's, which has one of the same name
+        raise DataError(
+            f"{str(provenance.parent)!r} is no finished checkpoint; give the folder of one, such as "
+            "RUN/checkpoints/ARM/seed-N (a run that trained nothing, as a probe, has none)"
+        )
+    for key, folder in _FINISHED.items():
+        table = own_files(story.get(key), provenance)
+        yield from ((provenance.parent / folder / name, digest) for name, digest in sorted(table.items()))
+
+
+def own_files(table: Any, source: Path) -> dict[str, str]:
+    """A table of file names and sha256 that stands in ``source``; DataError where a name leaves its folder."""
+    if not isinstance(table, dict):
+        raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
+    for name, digest in table.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(digest, str):
+            raise DataError(f"{str(source)!r} lists {name!r}, no file of that folder with its sha256; make it again")
+    return table
+
+
+def _check_digest(path: Path, wanted: str) -> None:
+    remedy = "put it back, or delete its checkpoint folder to train it again"
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing, its checkpoint's provenance lists it; {remedy}")
+    with path.open("rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != wanted:
+        raise DataError(
+            f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
+        )
+
+
+def seal_of(records: Path) -> Path:
+    """Where the seal of a unit's record file stands; without one the unit is not finished."""
+    return records.with_suffix(".done.json")
+
+
+def check_sealed(records: Path, got: str, seal: Mapping[str, Any]) -> None:
+    """Raise DataError where a record file, whose bytes have the sha256 ``got``, is not the one that was sealed."""
+    wanted = seal.get("sha256")
+    if got != wanted:
+        raise DataError(
+            f"record file {str(records)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
+            "delete both and resume to evaluate the unit again"
+        )

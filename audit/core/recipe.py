@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from audit.core.errors import DataError
+from audit.core.files import read_text
 from audit.core.options import sha256_of
-from audit.core.yaml_file import read_text
 
 RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 SECTIONS = ("model", "reward", "constitution", "data", "policy", "refusal_set", "training")

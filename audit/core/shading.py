@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
-from audit.core.intact import seal_of
+from audit.core.provenance import seal_of
 
 SHADING_FOLDER = "shading"
 ALL = "all tokens"  # beside the names of marked spans

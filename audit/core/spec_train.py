@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from audit.core.alarms import ALARMS
 from audit.core.errors import SpecError, UnknownName
-from audit.core.numbers import (
+from audit.core.policy_names import DENSE_POLICY, folder_names, match_policies
+from audit.core.spec_parts import (
     BatchTokens,
     Count,
     Factor,
@@ -18,6 +19,7 @@ from audit.core.numbers import (
     Heat,
     Norm,
     Number,
+    Part,
     PromptCount,
     Rank,
     Rate,
@@ -25,10 +27,13 @@ from audit.core.numbers import (
     Share,
     ShareOrZero,
     Steps,
+    Text,
     Tokens,
+    canonical_policies,
+    canonical_policy,
+    is_plain,
+    unique,
 )
-from audit.core.policy_names import DENSE_POLICY, folder_names, match_policies
-from audit.core.spec_parts import Part, Text, canonical_policies, canonical_policy, is_plain, unique
 
 BASE_ARM = "base"  # the model before any training
 DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed

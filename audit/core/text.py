@@ -1,8 +1,13 @@
-"""Hostile text as plain characters: what a terminal, a page or a spreadsheet shows instead of obeying."""
+"""Hostile text as plain characters and short lines: what a terminal, a page or an error shows instead of obeying."""
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 _KEPT = "\n\t"
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
 
 def visible(text: str) -> str:
@@ -39,3 +44,27 @@ def clip(text: str, length: int) -> str:
 def is_text(value: str) -> bool:
     """Whether a file in UTF-8 can hold it: JSON can spell halves of characters that nothing can."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def shown(value: Any) -> str:
+    """Any value as a short line."""
+    return one_line(_repr.repr(value))
+
+
+def clipped(value: Any) -> str:
+    """A name from a file, without line breaks and at most 80 characters."""
+    return one_line(value if isinstance(value, str) else shown(value))[:80]
+
+
+def one_line(value: object) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(value).split())[:200]
+
+
+def reason(error: BaseException) -> str:
+    """The class of an exception of somebody else's code and what it says, which may itself fail."""
+    try:
+        said = one_line(error)
+    except (Exception, SystemExit):
+        said = "it fails again where it is asked what happened"
+    return f"{type(error).__name__}: {said}"

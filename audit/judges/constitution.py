@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from audit.core.errors import SpecError
-from audit.core.yaml_file import read_text
+from audit.core.files import read_text
 from audit.judges.rubric import TEXTS, Rubric, first_word
 
 LARGEST_CONSTITUTION = 20_000  # bytes: it goes along with every question

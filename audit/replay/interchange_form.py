@@ -11,7 +11,7 @@ from torch import Tensor
 from audit.cache.ledger import NEVER
 from audit.cache.routing import NOBODY
 from audit.cache.selection import NONE, Selection
-from audit.core.numbers import HeatOrGreedy
+from audit.core.spec_parts import HeatOrGreedy
 from audit.replay.recorded import LOGPROB_ROUNDING
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]

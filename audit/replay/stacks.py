@@ -17,7 +17,7 @@ from torch import Tensor
 
 from audit.cache.ledger import NEVER, Rollout
 from audit.core.errors import DataError
-from audit.core.numbers import HeatOrGreedy
+from audit.core.spec_parts import HeatOrGreedy
 from audit.core.text import clip
 from audit.replay.interchange import first_mistake, read_rollouts
 from audit.replay.interchange_form import Form, Index, Length

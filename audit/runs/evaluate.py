@@ -88,7 +88,7 @@ class Evaluator:
     """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
 
     ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
-    stands for what the run reads (``audit.core.inputs``); seals carry it.
+    stands for what the run reads (``audit.core.provenance``); seals carry it.
     """
 
     def __init__(

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from audit.core.errors import DataError, SpecError
-from audit.core.inputs import MODEL, ROWS, TABLE, check_same
-from audit.core.intact import check_checkpoint
-from audit.core.provenance import JUDGED, PROVENANCE
+from audit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_same
 from audit.core.records import Item, Record
 from audit.core.spec_train import BASE_ARM
 from audit.policies import Policy
@@ -164,7 +162,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Reco
         check_checkpoint(folder)
     with watched() as rows:
         items = evaluation_items(run.spec, suite, record.context_tokens, model.chat.count_tokens)
-    noted = run.provenance().get(TABLE)
+    noted = run.provenance().get(INPUTS)
     if isinstance(noted, dict):  # a run of an earlier version noted none
         check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
         if record.arm == BASE_ARM and not run.spec.starts:  # by name: a checkpoint that learnt nothing has its weights

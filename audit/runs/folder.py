@@ -20,8 +20,7 @@ from typing import Any
 from audit.core.errors import DataError, RunError
 from audit.core.files import mutex, write_json, write_whole
 from audit.core.provenance import PROVENANCE, read_provenance
-from audit.core.spec import RunSpec
-from audit.core.spec_file import dump_spec, load_spec
+from audit.core.spec import RunSpec, dump_spec, load_spec
 from audit.runs.names import NAMES
 
 SPEC = "spec.yaml"

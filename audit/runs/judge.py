@@ -29,10 +29,8 @@ from rich.console import Console
 from audit import __version__
 from audit.core.errors import RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from audit.core.inputs import Digests
-from audit.core.intact import check_checkpoints, seal_of
 from audit.core.options import IDENTITY_DIGITS
-from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE
+from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
 from audit.core.questions import Question
 from audit.core.recipe import RECIPE
 from audit.core.records import RECORD_FORMAT, Grade, Item, Record

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec_parts import Names
 from audit.core.spec_train import TrainSpec
-from audit.core.yaml_file import reason
+from audit.core.text import reason
 from audit.judges.base import JUDGES, parse_judge
 from audit.judges.guards.base import GUARDS, parse_guard
 from audit.policies import POLICIES, parse_policy

@@ -18,9 +18,22 @@ from audit.cache.layers import governed_words
 from audit.core.alarms import ringing
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
-from audit.core.inputs import MODEL, PLUGINS, REWARD, ROWS, TABLE, WORKED_WITH, Digests, check_same, inputs_sha256
-from audit.core.intact import check_checkpoints
-from audit.core.provenance import CHECKPOINTS, JUDGED, REWARD_JUDGES, STOPPED
+from audit.core.provenance import (
+    CHECKPOINTS,
+    INPUTS,
+    JUDGED,
+    MODEL,
+    PLUGINS,
+    REWARD,
+    REWARD_JUDGES,
+    ROWS,
+    STOPPED,
+    WORKED_WITH,
+    Digests,
+    check_checkpoints,
+    check_same,
+    inputs_sha256,
+)
 from audit.core.recipe import RECIPE
 from audit.core.spec import RunSpec
 from audit.core.spec_train import BASE_ARM, TrainSpec
@@ -384,7 +397,7 @@ class Pipeline:
 
     def _hold(self, kind: str, now: Digests) -> None:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
-        check_same(kind, self._run.keep(TABLE, kind, dict(now)), now)
+        check_same(kind, self._run.keep(INPUTS, kind, dict(now)), now)
 
     def _write_recipe(self, section: TrainSpec) -> None:
         """Leave what the checkpoints are made of beside them, as it is when training begins."""
@@ -400,7 +413,7 @@ class Pipeline:
         self._run.note(**{REWARD_JUDGES: paying.judges})
 
     def _inputs(self) -> str:
-        return inputs_sha256(self._run.provenance()[TABLE])
+        return inputs_sha256(self._run.provenance()[INPUTS])
 
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:

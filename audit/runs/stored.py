@@ -12,8 +12,7 @@ from rich.console import Console
 
 from audit.core.errors import DataError
 from audit.core.files import read_json
-from audit.core.inputs import ROWS, TABLE, Digests, check_same
-from audit.core.intact import check_sealed, seal_of
+from audit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
 from audit.core.records import Item, Record, Role
 from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import asked_suite, evaluation_items
@@ -80,7 +79,7 @@ class Items:
 
     def _hold(self, rows: Digests) -> None:
         """Refuse other public rows than those the run noted: the right answers stand there, not in the transcript."""
-        noted = self._run.provenance().get(TABLE)
+        noted = self._run.provenance().get(INPUTS)
         if noted is not None:  # a run of an earlier version noted none
             then = noted.get(ROWS, {})
             check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)

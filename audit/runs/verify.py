@@ -21,8 +21,7 @@ from audit.cache.quantised.hints import Strays
 from audit.cache.routing import watched_blocks
 from audit.core.errors import DataError, SpecError
 from audit.core.files import read_json
-from audit.core.intact import check_checkpoint
-from audit.core.provenance import PROVENANCE
+from audit.core.provenance import PROVENANCE, check_checkpoint
 from audit.policies import Policy, parse_policy
 from audit.replay.interchange import read_rollouts
 from audit.replay.learner_pass import LearnerPass, suffix_logits

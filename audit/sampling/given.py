@@ -13,10 +13,10 @@ from typing import Any
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
-from audit.core.yaml_file import shown
+from audit.core.text import shown
 from audit.sampling.chat import Chat, ChatOption
 from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, own_path, verify_folder
-from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256
+from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub's cache names a folder
@@ -54,6 +54,15 @@ def load_named(
     for adapter in adapters:
         model = load_given(adapter, model, dtype=dtype, device=device)
     return model
+
+
+def named_sha256(name_or_path: str) -> str:
+    """The sha256 of the model that ``load_named`` gives, and nothing loaded; raises DataError as that does."""
+    base, *adapters = reversed(_stack(name_or_path))
+    digest = file_sha256(own_path(base)) if base.endswith(".gguf") else weights_sha256(locate(base))
+    for adapter in adapters:
+        digest = adapter_sha256(locate(adapter), digest)
+    return digest
 
 
 def chat_named(name_or_path: str) -> Chat:
@@ -133,8 +142,7 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         from peft import PeftModel
     except ImportError:
         raise RunError("reading LoRA adapters needs another package: pip install 'kvaudit[lora]'") from None
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise DataError(f"adapter {name!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
+    digest = adapter_sha256(folder, base.sha256)
     verify_folder(folder)
     kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
@@ -151,11 +159,13 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"adapter {name!r} does not fit {base.name!r} ({reason})") from None
     check_numbers(name, merged)
-    return replace(base, model=merged.eval(), name=name, sha256=adapter_sha256(folder, base.sha256))
+    return replace(base, model=merged.eval(), name=name, sha256=digest)
 
 
 def adapter_sha256(folder: Path, base_sha256: str) -> str:
-    """What identifies an adapter over a model: the hashes of all that the two are made of."""
+    """What identifies an adapter over a model: the hashes of what both are made of; DataError without weights."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
     parts = (base_sha256, file_sha256(folder / ADAPTER_CONFIG), file_sha256(folder / ADAPTER_WEIGHTS))
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

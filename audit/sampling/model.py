@@ -25,8 +25,8 @@ from audit.cache.attention import require_interface
 from audit.cache.layers import GOVERNED, layer_kinds
 from audit.cache.linear import carry_states
 from audit.core.errors import AuditError, DataError, RunError
-from audit.core.intact import own_files
-from audit.core.yaml_file import shown
+from audit.core.provenance import own_files
+from audit.core.text import shown
 from audit.sampling.chat import Chat, ChatOption
 from audit.sampling.gguf_header import check_gguf
 from audit.sampling.weights import (

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import SpecError, UnknownName
-from audit.core.yaml_file import YamlFile, known_keys, read_yaml, shown
+from audit.core.files import YamlFile, known_keys, read_yaml
+from audit.core.text import shown
 from audit.scan.finding import Finding
 from audit.scan.rules import CORRECTION, load_rules
 

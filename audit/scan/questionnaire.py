@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from audit.core.errors import DataError
-from audit.core.text import inline, is_text
-from audit.core.yaml_file import clipped, parse_yaml, shown
+from audit.core.files import parse_yaml
+from audit.core.text import clipped, inline, is_text, shown
 
 ANSWERS_FORMAT, ANSWERS_VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")

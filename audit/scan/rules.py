@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from audit.core.yaml_file import parse_yaml
+from audit.core.files import parse_yaml
 from audit.scan.sheet import Mapping, Setting, Value, plain
 
 ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]

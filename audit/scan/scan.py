@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from audit.core.yaml_file import one_line
+from audit.core.text import one_line
 from audit.scan.declared import Declaration
 from audit.scan.files import Found, read_file
 from audit.scan.finding import Finding, NotReadable

@@ -10,8 +10,7 @@ from typing import Any
 
 from audit.core.errors import SpecError
 from audit.core.records import Message, Role
-from audit.core.text import is_text
-from audit.core.yaml_file import shown
+from audit.core.text import is_text, shown
 
 MOST_TOKENS, MOST_CHOICES, MOST_STOPS = 32_768, 16, 16
 _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}

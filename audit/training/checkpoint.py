@@ -29,8 +29,7 @@ from audit import __version__
 from audit.cache.ledger import Rollout, save_ledgers
 from audit.core.errors import DataError, RunError
 from audit.core.files import PARTIAL, read_json, write_json
-from audit.core.intact import own_files
-from audit.core.provenance import PROVENANCE
+from audit.core.provenance import PROVENANCE, own_files
 from audit.policies import Policy
 from audit.sampling.given import adapter_sha256
 from audit.sampling.model import LoadedModel, verify_folder

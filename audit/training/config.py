@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from audit.core.errors import SpecError
-from audit.core.numbers import Seed
+from audit.core.spec_parts import Seed
 from audit.core.spec_train import CriticSpec, Training, TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.training.arms import Arm, get_arm

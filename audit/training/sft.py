@@ -17,9 +17,8 @@ import torch
 from audit.cache.layers import kv_heads, layer_plans
 from audit.cache.ledger import NEVER, Rollout
 from audit.core.errors import SpecError
-from audit.core.numbers import Seed
 from audit.core.records import Item, Message, Role
-from audit.core.spec_parts import Part
+from audit.core.spec_parts import Part, Seed
 from audit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from audit.policies import Dense
 from audit.sampling.conversations import check_fits

@@ -10,7 +10,7 @@ from reports.analysis.sensitivity import sensitivity
 from reports.drift.results import Drift
 from reports.gate.rules import Rules
 from reports.gate.verdict import Verdict
-from reports.records.panel import Panels
+from reports.records.rows import Panels
 
 
 def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Panels) -> Analysis:

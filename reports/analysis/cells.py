@@ -28,11 +28,10 @@ from reports.analysis.results import (
     TemplateLoss,
 )
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import ESTIMANDS, broken_contract, paired_scores, two_sides
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import ESTIMANDS, broken_contract, paired_scores, seed_pairs, two_sides
 from reports.drift.results import Contrast
 from reports.gate.verdict import Adjustment, Decision
-from reports.records.panel import CellKey, Panel, Panels
+from reports.records.rows import CellKey, Panel, Panels
 from reports.stats.churn import churn_of, concentration_of, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from audit.core.errors import DataError
-from audit.core.yaml_file import one_line
+from audit.core.text import one_line
 from reports.stats.effect import LEVEL, Array
 
 DISPLACEMENT_FILE = "displacement.json"

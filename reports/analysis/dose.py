@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from audit.core.policy_names import DENSE_POLICY
 from reports.analysis.results import Dose, DoseCurve
-from reports.drift.contrast import broken_contract
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import broken_contract, seed_pairs
 from reports.drift.results import Drift
-from reports.records.panel import CellKey, Panel, Panels
+from reports.records.rows import CellKey, Panel, Panels
 from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.slope import dose_weights, isotonic, slope_effect
 from reports.stats.tango import ess_tango, rate_lower

@@ -12,13 +12,11 @@ import pandas as pd
 from audit.core.facets import facet_of
 from audit.core.records import Message, Role
 from audit.core.text import clip
-from reports.drift.contrast import ESTIMANDS
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import ESTIMANDS, seed_pairs
 from reports.drift.results import Drift
 from reports.gate.verdict import Decision, Verdict
 from reports.records.load import RunData
-from reports.records.panel import CellKey, Panel
-from reports.records.rows import FACET_COLUMNS, UNREAD
+from reports.records.rows import FACET_COLUMNS, UNREAD, CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12

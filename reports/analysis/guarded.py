@@ -13,13 +13,12 @@ import numpy as np
 
 from audit.core.facets import WELL_FORMED, facet_of
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import contrast, hidden_drift
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import contrast, hidden_drift, seed_pairs
 from reports.drift.results import Contrast, Drift
 from reports.gate.rules import Rules
 from reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, harmful
 from reports.records.load import RunData
-from reports.records.panel import Panel, Panels, panels
+from reports.records.rows import Panel, Panels, panels
 from reports.stats.effect import Effect
 from reports.stats.judges import JudgeError, judge_error
 

@@ -23,8 +23,7 @@ from audit.core.spans import SPANS
 from reports.analysis.dose import shown_arms
 from reports.drift.drift import CELL, seed_pairs
 from reports.drift.results import Drift
-from reports.records.panel import CellKey, Panel, Panels
-from reports.records.rows import SPAN_COLUMNS
+from reports.records.rows import SPAN_COLUMNS, CellKey, Panel, Panels
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.mover import Mover, mover

@@ -23,8 +23,7 @@ from audit.core.facets import FACETS, facet_of
 from audit.core.provenance import ASKED, table_of
 from reports.analysis.dose import slope
 from reports.records.load import RunData
-from reports.records.panel import facets_of
-from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD
+from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
 from reports.stats.effect import LEVEL, Array, Effect
 from reports.stats.signflip import holm
 from reports.stats.tango import ess_tango, rate_lower

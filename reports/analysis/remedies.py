@@ -21,16 +21,15 @@ import pandas as pd
 
 from audit.core.policy_names import DENSE_POLICY, short_names
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import change, contrast
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import change, contrast, seed_pairs
 from reports.drift.results import Contrast, Drift
 from reports.gate.decide import decide_beside
 from reports.gate.family import FamilyRow, GatedCell
 from reports.gate.rules import Rules
 from reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
 from reports.records.load import RunData
-from reports.records.panel import Panels, panels
 from reports.records.remedies import Served, Tried
+from reports.records.rows import Panels, panels
 from reports.stats.rule import fixed_sequence
 
 _KEPT = ["arm", "policy"]

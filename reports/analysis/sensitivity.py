@@ -16,13 +16,12 @@ from reports.analysis.cells import BothSides, both_sides, name_of_cell, two_side
 from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
 from reports.drift.results import Drift
 from reports.gate.verdict import FORM, Decision, Status, Verdict, worst
-from reports.records.panel import Panels
+from reports.records.rows import Panels
 from reports.stats.clustered import cr3_effect, totals
 from reports.stats.effect import Array, Effect
-from reports.stats.rule import clusters_required, effective_clusters
+from reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
 from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from reports.stats.tango import ess_tango
-from reports.stats.templates import shows_margin, too_large
 
 _Codes = npt.NDArray[np.int64]
 DECLARED = "as declared"

@@ -21,7 +21,6 @@ SOURCES = (
     "seeds.py",
     "signflip.py",
     "tango.py",
-    "templates.py",
 )
 
 

@@ -25,8 +25,8 @@ from reports.gate.decide import decide
 from reports.gate.rules import Rules, margin_of
 from reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
 from reports.page.findings import Findings
-from reports.records.panel import facets_of, panels
 from reports.records.readers.base import Log
+from reports.records.rows import facets_of, panels
 from reports.stats.judges import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level

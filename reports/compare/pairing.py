@@ -12,8 +12,8 @@ import pandas as pd
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import DENSE_POLICY
-from reports.drift.contrast import UNSCORED_LIMIT
-from reports.drift.results import Reason
+from reports.drift.comparison import Reason
+from reports.drift.drift import UNSCORED_LIMIT
 from reports.gate.verdict import NO_CLUSTERS
 from reports.page.words import percent
 from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log

@@ -4,28 +4,359 @@ Estimands (statistics: weights over cells, seeds and samples averaged inside the
 E1 candidate - reference under the same policy; E2 candidate as deployed - uncompressed reference;
 E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4;
 amplification candidate uncompressed - reference under the policy that the candidate was trained under.
+Each is weights over cells, one number per item, one clustered one-sample inference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
-from reports.drift.comparison import Comparison
-from reports.drift.contrast import AMPLIFICATION, SeedPair, contrast
-from reports.drift.results import Cell, Contrast, Drift
-from reports.drift.validity import run_reasons
+from audit.core.spec_train import BASE_ARM
+from reports.drift.comparison import Comparison, Reason, run_reasons
+from reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
 from reports.records.load import RunData
-from reports.records.panel import CellKey, Panel, Panels
-from reports.records.rows import ROLES
+from reports.records.rows import ROLES, CellKey, Panel, Panels
+from reports.stats.churn import Flips, flips
+from reports.stats.clustered import cr3_effect
+from reports.stats.effect import Array, Effect
+from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
+from reports.stats.signflip import FEWEST_CLUSTERS
+from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
+Weights = dict[CellKey, float]
+Scores = Mapping[CellKey, Array]
+AMPLIFICATION = "amplification"
+SeedPair = tuple[int, int]  # candidate seed, reference seed
+UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
+CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 CELL = ["arm", "policy", "suite", "context_tokens"]
+
+
+def _add(*terms: tuple[CellKey, float]) -> Weights:
+    """Weights summed by cell, so a cell minus itself is nothing."""
+    weights: Weights = {}
+    for cell, weight in terms:
+        weights[cell] = weights.get(cell, 0.0) + weight
+    return weights
+
+
+def checkpoint_drift(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E1: candidate minus reference under the same policy."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], policy), -1.0))
+
+
+def end_to_end_drift(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E2: candidate as deployed minus the uncompressed reference."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], DENSE_POLICY), -1.0))
+
+
+def serving_sensitivity(arm: str, _reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E4: a checkpoint under the policy minus itself uncompressed; the reference plays no part."""
+    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(arm, pair[0], DENSE_POLICY), -1.0))
+
+
+def interaction(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """E5: the candidate's serving sensitivity minus the reference's (difference in differences)."""
+    own = serving_sensitivity(arm, reference, pair, policy)
+    other = serving_sensitivity(reference, reference, (pair[1], pair[1]), policy)
+    return _add(*own.items(), *((cell, -weight) for cell, weight in other.items()))
+
+
+def amplification(arm: str, reference: str, pair: SeedPair, policy: str) -> Weights:
+    """What training under the policy did, minus what serving under it does to the reference; one paired difference.
+
+    (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
+    """
+    return _add((CellKey(arm, pair[0], DENSE_POLICY), 1.0), (CellKey(reference, pair[1], policy), -1.0))
+
+
+ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str], Weights]] = {
+    "E1": checkpoint_drift,
+    "E2": end_to_end_drift,
+    "E4": serving_sensitivity,
+    "E5": interaction,
+    AMPLIFICATION: amplification,
+}
+
+
+def contrast(
+    estimand: str, panel: Panel, *, arm: str, reference: str, pairs: Sequence[SeedPair], policy: str, alpha: float
+) -> Contrast:
+    """One estimand over paired seeds: seeds are averaged inside the item before anything else."""
+    weights = [ESTIMANDS[estimand](arm, reference, pair, policy) for pair in pairs]
+    return _weighed(estimand, panel, weights, arm=arm, seeds=[pair[0] for pair in pairs], policy=policy, alpha=alpha)
+
+
+def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead_of: str, alpha: float) -> Contrast:
+    """What another way of serving does to an arm: under ``policy`` minus under ``instead_of``, seed by seed.
+
+    An intervention: weights, items and decoding seeds are the same on both sides.
+    """
+    weights = [_add((CellKey(arm, seed, policy), 1.0), (CellKey(arm, seed, instead_of), -1.0)) for seed in seeds]
+    return _weighed(CHANGE, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha)
+
+
+def _weighed(
+    estimand: str,
+    panel: Panel,
+    weights: list[Weights],
+    *,
+    arm: str,
+    seeds: Sequence[int],
+    policy: str,
+    alpha: float,
+) -> Contrast:
+    cells = sorted({cell for w in weights for cell in w})
+    reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
+    blank = Contrast(
+        estimand=estimand,
+        arm=arm,
+        policy=policy,
+        suite=panel.suite,
+        context_tokens=panel.context_tokens,
+        effect=None,
+        recipe=None,
+        seeds=tuple(seeds),
+        seed_estimates=(),
+        worst=None,
+        best=None,
+        reasons=reasons,
+    )
+    return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
+
+
+def _with_numbers(
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
+) -> Contrast:
+    recorded = ~np.isnan(panel.floor[cells[0]])
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
+    known = ~np.isnan(z).all(axis=0)
+    if blank.estimand != "E5":
+        blank = replace(blank, unread=_unread(panel, weights, recorded))
+    if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
+        return replace(blank, reasons=(Reason("FEW_CLUSTERS", "too few templates have an answer that could be read"),))
+    present = recorded.copy()
+    present[recorded] = known
+    clusters, z = panel.clusters[present], z[:, known]
+    mean = np.nanmean(z, axis=0)
+    z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
+    draws = panel.samples * len(weights)  # seeds are averaged as samples are
+    if blank.estimand == "E5":
+        effect = _interaction_effect(mean, clusters, alpha)
+    else:
+        effect = ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
+    recipe = None
+    if _fewest_seeds(cells) >= SEEDS_NEEDED:
+        recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
+    moved = None if blank.estimand == "E5" else _moved(panel, weights, present)
+    found = replace(
+        blank,
+        effect=effect,
+        recipe=recipe,
+        rates=None if blank.estimand == "E5" else _rates(panel, weights, present, alpha),
+        seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
+        worst=_bound(panel.floor, panel.best, weights, recorded),
+        best=_bound(panel.best, panel.floor, weights, recorded),
+        sums=(_cluster_sums(panel, mean, clusters),),
+        churn=moved.churn if moved else None,
+        rerun=moved.rerun if moved else None,
+    )
+    return _with_seeds(found, panel, z, clusters, alpha) if len(weights) > 1 else found
+
+
+def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
+    """The contrast with every seed of z [S, N] by itself, and what the items alone do to one seed's drift."""
+    ordered, counts = by_cluster(z, clusters)
+    noise = float(seed_noise(ordered, counts))
+    if c.estimand == "E5":
+        return replace(c, seed_noise=noise)
+    b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha, graded=panel.graded)
+    bounds = zip(b.low, b.high, b.lower, b.upper, b.pvalue_drop, strict=True)
+    return replace(
+        c,
+        seed_noise=noise,
+        by_seed=tuple(
+            SeedDrift(seed, estimate, *map(float, own))
+            for seed, estimate, own in zip(c.seeds, c.seed_estimates, bounds, strict=True)
+        ),
+        seed_sums=tuple((_cluster_sums(panel, own, clusters),) for own in z),
+    )
+
+
+def _fewest_seeds(cells: list[CellKey]) -> int:
+    """Training seeds of the arm with the fewest; the base model was not trained here and has none to vary."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        seeds.setdefault(cell.arm, set()).add(cell.seed)
+    return min((len(found) for arm, found in seeds.items() if arm != BASE_ARM), default=0)
+
+
+def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:
+    codes, inverse = np.unique(clusters, return_inverse=True)
+    names = tuple(panel.cluster_names[code] for code in codes)
+    counts: Array = np.bincount(inverse).astype(np.float64)
+    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)
+    return ClusterSums(panel.suite, 1.0, names, sums, counts)
+
+
+def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:
+    """The mean score of both sides over the pairs that the drift is made of, so that they differ by just that drift.
+
+    A policy compared with itself has both sides in one cell of weight 0.
+    """
+    negative = two_sides(weights)[1]
+    candidate, reference = (side.mean(axis=0) for side in paired_scores(panel, weights, present))
+    draws = panel.samples * len(set(negative))
+    lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha, graded=panel.graded)
+    return Rates(float(reference.mean()), float(candidate.mean()), lower)
+
+
+def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Unread:
+    """What could not be read counts 0 in ``floor`` and 1 in ``best``: their difference is its share."""
+    candidate, reference = (
+        float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
+        for side in two_sides(weights)
+    )
+    return Unread(reference, candidate)
+
+
+def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
+    """Candidate's and reference's cell of every pair; a cell against itself has weight 0 and stands on both sides."""
+    positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
+    negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
+    return positive, negative
+
+
+def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Scores [S, N] of candidate and reference by pair of seeds.
+
+    A pair in which either side could not be read takes the item's mean over its other pairs on both sides, so that it
+    stands for nothing of its own.
+    """
+    candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
+    unread = np.isnan(candidate) | np.isnan(reference)
+    if not unread.any():
+        return candidate, reference
+    known = (np.where(unread, np.nan, side) for side in (candidate, reference))
+    candidate, reference = (np.where(unread, np.nanmean(side, axis=0), side) for side in known)
+    return candidate, reference
+
+
+def _moved(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
+    candidate, reference = paired_scores(panel, weights, present)
+    # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
+    return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
+
+
+def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:
+    """CR3-t; where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango."""
+    effect = cr3_effect(mean, clusters, alpha=alpha)
+    return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
+
+
+def hidden_drift(
+    c: Contrast, plain: Panel, behind: Panel, reference: str, pairs: Sequence[SeedPair], alpha: float
+) -> Effect | None:
+    """A contrast on one panel minus the same on another that has the same items; None where too few can be read.
+
+    Items that either panel cannot read stand for nothing. CR3-t, as for an interaction: a difference of differences.
+    """
+    weights = [ESTIMANDS[c.estimand](c.arm, reference, pair, c.policy) for pair in pairs]
+    apart = {key: plain.scores[key] - behind.scores[key] for w in weights for key in w}
+    recorded = ~np.isnan(plain.floor[next(iter(apart))])
+    z = np.stack([_combine(apart, w, recorded) for w in weights])
+    known = ~np.isnan(z).all(axis=0)
+    clusters = plain.clusters[recorded][known]
+    if len(np.unique(clusters)) < FEWEST_CLUSTERS:
+        return None
+    return _interaction_effect(np.nanmean(z[:, known], axis=0), clusters, alpha)
+
+
+def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
+    """Weighted cell scores [N]."""
+    total = np.zeros(int(present.sum()))
+    for cell, weight in weights.items():
+        total += weight * table[cell][present]
+    return total
+
+
+def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
+    """The estimate with what is not known taken from ``plus`` where the weight is positive, else from ``minus``."""
+    totals = [
+        _combine(plus, {cell: weight for cell, weight in w.items() if weight > 0}, present)
+        + _combine(minus, {cell: weight for cell, weight in w.items() if weight <= 0}, present)
+        for w in weights
+    ]
+    return float(np.mean(totals))
+
+
+def no_narrower(recipe: Effect, artifact: Effect) -> Effect:
+    """A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread."""
+    return replace(
+        recipe,
+        low=min(recipe.low, artifact.low),
+        high=max(recipe.high, artifact.high),
+        lower=min(recipe.lower, artifact.lower),
+        upper=max(recipe.upper, artifact.upper),
+        pvalue=max(recipe.pvalue, artifact.pvalue),
+        pvalue_drop=max(recipe.pvalue_drop, artifact.pvalue_drop),
+    )
+
+
+def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
+    """Why these cells cannot be compared; empty when they can."""
+    absent = [cell for cell in cells if cell not in panel.scores]
+    if absent:
+        return (
+            Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
+        )
+    holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
+    uneven = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
+    if uneven:
+        return (Reason("ITEMS", f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"),)
+    present = ~holes[0]
+    checks = (
+        _few_clusters(panel, present),
+        _unscored(panel, cells),
+        _samples(panel, cells),
+        Reason("CLUSTER_IDS", f"{panel.split_items} items stand in more than one cluster")
+        if panel.split_items
+        else None,
+    )
+    return tuple(reason for reason in checks if reason)
+
+
+def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None:
+    clusters = len(np.unique(panel.clusters[present]))
+    if clusters >= FEWEST_CLUSTERS:
+        return None
+    return Reason("FEW_CLUSTERS", f"{clusters} clusters; inference needs at least {FEWEST_CLUSTERS}")
+
+
+def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
+    shares = [panel.unscored[cell] for cell in cells]
+    if max(shares) > UNSCORED_LIMIT:
+        apart = f"{100 * (max(shares) - min(shares)):.1f} pp"
+        text = (
+            f"{max(shares):.1%} of the samples of a cell are unscored, {apart} more than of another; the limit is 1 %"
+        )
+        return Reason("MISSING", text)
+    return None
+
+
+def _samples(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
+    if panel.uneven_samples.isdisjoint(cells):
+        return None
+    return Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")
 
 
 class Where(NamedTuple):

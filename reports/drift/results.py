@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from reports.drift.comparison import Comparison
+from reports.drift.comparison import Comparison, Reason
 from reports.stats.effect import Effect
 from reports.stats.judges import JudgeError
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why there is no number: a code for programs, a sentence for people."""
-
-    code: str
-    text: str
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from reports.drift.contrast import no_narrower
-from reports.drift.results import ClusterSums, Contrast, Drift, Reason, SeedDrift
+from reports.drift.comparison import Reason
+from reports.drift.drift import no_narrower
+from reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift
 from reports.stats.clustered import Array
 from reports.stats.effect import LEVEL, Effect
 from reports.stats.mover import mover

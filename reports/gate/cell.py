@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reports.drift.results import Contrast, People, Rates, Reason
+from reports.drift.comparison import Reason
+from reports.drift.results import Contrast, People, Rates
 from reports.gate.chance import larger
 from reports.gate.family import (
     HOLM,
@@ -30,8 +31,17 @@ from reports.gate.verdict import (
     worst_recipe,
 )
 from reports.stats.effect import Effect
-from reports.stats.rule import Call, blind_spot, calls, clusters_required, effective_clusters
-from reports.stats.templates import Part, parts_show_margin, template_bound, too_large
+from reports.stats.rule import (
+    Call,
+    Part,
+    blind_spot,
+    calls,
+    clusters_required,
+    effective_clusters,
+    parts_show_margin,
+    template_bound,
+    too_large,
+)
 
 _STATUS = {
     Call.PASS: Status.PASS,

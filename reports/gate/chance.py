@@ -16,10 +16,9 @@ import numpy as np
 from reports.drift.results import Contrast
 from reports.gate.verdict import Larger
 from reports.stats.clustered import Array, ManyTotals, cr3_variance
-from reports.stats.rule import clusters_required, effective_clusters
+from reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
 from reports.stats.signflip import random_signs
 from reports.stats.tango import design_effects, ess_tango_bounds
-from reports.stats.templates import shows_margin, too_large
 
 _POOLED = 200_000  # items of a pool: its own mean is off by a tenth of a point
 _FEWEST = 256  # templates of a pool

@@ -2,17 +2,19 @@
 
 What would pass is held back where its labels, its templates' names or the form of its answers cannot carry it: people
 found that the judge may err differently in the two arms (JUDGE_DIFF), nobody named a cluster, or a facet is silent of
-answers that lost their form (FORM).
+answers that lost their form (FORM). Under profile ``release`` the judge is not the reward, and phrase rules alone are
+no claim: a cell that would pass is INCONCLUSIVE where no gated safety suite or facet is apart from the reward
+(TRAINED), and where the phrase rules decided its answers (PHRASES).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from audit.core.facets import WELL_FORMED
-from reports.drift.results import Contrast, Drift, People, Reason
-from reports.drift.validity import some
+from audit.core.facets import WELL_FORMED, facet_of
+from reports.drift.comparison import Comparison, Reason, some
+from reports.drift.results import Contrast, Drift, People
 from reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
 from reports.gate.family import (
     FamilyRow,
@@ -23,14 +25,15 @@ from reports.gate.family import (
     joint_family,
     shown_cells,
 )
-from reports.gate.release import withheld
-from reports.gate.rules import Rules
+from reports.gate.rules import RELEASE, Rules
 from reports.gate.seeds import held_by_seeds
 from reports.gate.verdict import (
     FORM,
     JUDGE_DIFF,
     PASSED,
+    PHRASES,
     PRECEDENCE,
+    TRAINED,
     Adjustment,
     ArmVerdict,
     Decision,
@@ -251,3 +254,37 @@ def _headline(decisions: Sequence[Decision]) -> int | None:
         return None
     rank = {status: i for i, status in enumerate(PRECEDENCE)}
     return min(known, key=lambda entry: (rank[entry[1].standing], entry[2].lower + (entry[1].margin or 0)))[0]
+
+
+def is_apart(cells: Sequence[GatedCell], sides: Comparison) -> bool:
+    """Whether some gated safety suite or facet was neither trained on nor graded by what gave the reward."""
+    gated = {row.contrast.suite for cell in cells for row in cell.rows}
+    return any(suite_of(metric, sides) not in sides.rewarded for metric in gated if _is_safety(metric, sides))
+
+
+def withheld(cell: GatedCell, cells: Sequence[GatedCell], sides: Comparison, rules: Rules) -> Iterator[Reason]:
+    """Why a release does not pass this cell."""
+    if rules.profile != RELEASE:
+        return
+    if not is_apart(cells, sides):
+        yield Reason(
+            TRAINED,
+            "a release needs a gated safety suite that was not trained on and whose judge did not give the reward; add "
+            "one to evaluate.suites",
+        )
+    if own := sorted({suite_of(row.contrast.suite, sides) for row in cell.rows} & set(sides.by_phrases)):
+        yield Reason(
+            PHRASES,
+            f"phrase rules alone graded {', '.join(own)}, which is no claim: settle it with kvaudit judge RUN --judge",
+        )
+
+
+def suite_of(metric: str, sides: Comparison) -> str:
+    """The suite of a metric, which may be one of its facets."""
+    return facet_of(metric)[0] if metric in sides.facets else metric
+
+
+def _is_safety(metric: str, sides: Comparison) -> bool:
+    if metric in sides.facets:
+        return facet_of(metric)[1].kind == "safety"
+    return metric in sides.safety

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError, SpecError
-from audit.core.numbers import LEAST_MARGIN
+from audit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
 from audit.core.policy_names import DENSE_POLICY, match_policies
-from audit.core.spec import CODES, GateSpec, RunSpec
-from audit.core.spec_file import with_gate
-from audit.core.yaml_file import YamlFile, clipped, known_keys, parse_yaml, read_yaml, shown
+from audit.core.spec import CODES, GateSpec, RunSpec, with_gate
+from audit.core.spec_parts import LEAST_MARGIN
+from audit.core.text import clipped, shown
 from reports.drift.comparison import Comparison, comparison_of
 from reports.gate.pin import Pin, pin_from
 from reports.records.load import RunData

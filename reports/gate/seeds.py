@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reports.drift.results import Reason, SeedDrift
+from reports.drift.comparison import Reason
+from reports.drift.results import SeedDrift
 from reports.gate.family import FamilyRow, GatedCell, joint_family
 from reports.gate.verdict import Decision, Status, worst
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reports.drift.results import Rates, Reason, SeedDrift
+from reports.drift.comparison import Reason
+from reports.drift.results import Rates, SeedDrift
 from reports.gate.rules import WARN, Rules
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import SpecError, UnknownName
+from audit.core.files import YamlFile, known_keys, read_yaml
 from audit.core.policy_names import match_policies
 from audit.core.spec import CODES, CONTRASTS
-from audit.core.yaml_file import YamlFile, clipped, known_keys, read_yaml, shown
+from audit.core.text import clipped, shown
 from reports.drift.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")

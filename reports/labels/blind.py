@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from audit.core.errors import DataError
-from reports.labels.pairs import Indices, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
+from reports.labels.pairs import Indices, LabelKey, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
+from reports.labels.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
 from reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
-from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, LabelKey, Labels, load_labels
 from reports.records.load import RunData
 from reports.records.rows import RecordPlace
 

@@ -21,14 +21,11 @@ from audit.core.errors import SpecError, UnknownName
 from audit.core.policy_names import match_policies
 from audit.core.spec import CONTRASTS
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import ESTIMANDS
-from reports.drift.drift import seed_pairs
+from reports.drift.drift import ESTIMANDS, seed_pairs
 from reports.drift.results import Contrast
 from reports.labels.sheet import Shown, shown_answer
-from reports.labels.stored import LabelKey
 from reports.records.load import RunData
-from reports.records.panel import CellKey
-from reports.records.rows import RecordPlace
+from reports.records.rows import CellKey, RecordPlace
 from reports.stats.adjudication import round_robin
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
@@ -39,6 +36,7 @@ DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id",
 _MATCH = ["item_id", "sample_index"]
 _Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
+LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
 
 
 @dataclass(frozen=True)

@@ -3,29 +3,135 @@
 Concordant pairs are drawn in turn over the templates: a labelled one stands for its share of those of its template, a
 discordant one for itself. Error rates weigh them so, and are rates of all pairs. Their intervals are those of the
 simple random sample that thinning by the weights would leave; pairs of one template are taken for independent.
+
+Labels are stored as what was said of which text, known by its hash: no file says whose answer it was. That, the drift
+and every status are worked out from the run's own records whenever a report or a verdict is made.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from audit.core.errors import DataError
+from audit.core.text import one_line
 from reports.drift.results import ClusterSums, Contrast, Drift, People
-from reports.labels.pairs import Indices, PairedAnswers, cell_name, digest, pairs_of, pairs_to_see, places, texts_of
+from reports.labels.pairs import (
+    Indices,
+    LabelKey,
+    PairedAnswers,
+    cell_name,
+    digest,
+    pairs_of,
+    pairs_to_see,
+    places,
+    texts_of,
+)
 from reports.labels.sheet import text_hash
-from reports.labels.stored import LABELS_FILE, REMEDY, CellLabels, load_labels
-from reports.labels.stored import Labels as StoredLabels
 from reports.records.load import RunData
 from reports.records.rows import RecordPlace
 from reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
 from reports.stats.effect import Effect
 from reports.stats.judges import differential_bias, judge_error
 
+LABELS_FORMAT = 3
+_SIMPLE_LABELS = 2  # labels of before the pairs were spread over templates
+LABELS_FILE = "adjudication.json"
+REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
 _PartialLabels = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CellLabels:
+    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
+
+    ``spread`` says whether these were drawn in turn over the templates, or all at once as before.
+    """
+
+    estimand: str
+    arm: str
+    policy: str
+    suite: str
+    context_tokens: int
+    seed: int
+    concordant: int
+    labels: Mapping[str, int]
+    spread: bool = True
+
+    @property
+    def name(self) -> LabelKey:
+        """What makes two cells the same."""
+        return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
+
+
+@dataclass(frozen=True)
+class Labels:
+    """All labels of a run. ``records`` is the digest of what was scored, ``reference`` the arm compared with."""
+
+    records: str
+    reference: str
+    cells: tuple[CellLabels, ...]
+    format: int = LABELS_FORMAT
+
+
+def render_labels(labels: Labels) -> str:
+    """As JSON with its own sha256, for the run folder."""
+    body = asdict(labels)
+    return json.dumps({**body, "sha256": _digest(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
+
+
+def load_labels(run: Path) -> Labels | None:
+    """The labels stored in a run folder, None where there are none; raises DataError for a broken or edited file."""
+    path = run / "report" / LABELS_FILE
+    if not path.exists():
+        return None
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        text = one_line(error)
+        raise DataError(f"{str(path)!r} cannot be used ({text}); {REMEDY}") from None
+
+
+def _parsed(value: Any) -> Labels:
+    if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
+        raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
+    body = {name: inner for name, inner in value.items() if name != "sha256"}
+    if _digest(body) != value["sha256"]:
+        raise ValueError("it was changed after it was written")
+    simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
+    cells = tuple(_cell({**cell, **simple}) for cell in value["cells"])
+    if not cells or len({cell.name for cell in cells}) < len(cells):
+        raise ValueError("it names no cell, or one twice")
+    _check(Labels, {**body, "cells": cells})
+    return Labels(**{**body, "cells": cells, "format": LABELS_FORMAT})
+
+
+def _cell(value: Any) -> CellLabels:
+    _check(CellLabels, value)
+    if value["seed"] < 0 or value["concordant"] < 1:
+        raise ValueError("seed or concordant is no count")
+    if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
+        raise ValueError("a label is not 0 or 1")
+    return CellLabels(**value)
+
+
+def _check(kind: Any, value: Mapping[str, Any]) -> None:
+    """Raise TypeError for a text, a count or a truth value of another type than the dataclass says."""
+    for name, wanted in kind.__annotations__.items():  # texts, since annotations are postponed
+        found = value[name]
+        if wanted in ("str", "int", "bool") and type(found).__name__ != wanted:
+            raise TypeError(f"{name} is {str(found)[:40]!r}")
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -60,7 +166,7 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
     return drift if stored.reference != drift.comparison.reference else relabelled(data, drift, stored)
 
 
-def relabelled(data: RunData, drift: Drift, stored: StoredLabels) -> Drift:
+def relabelled(data: RunData, drift: Drift, stored: Labels) -> Drift:
     """The drift with these labels, of its very records: where people labelled a cell, theirs is its effect."""
     found = {cell_name(h.pairs.contrast): h for h in human_labels(data, drift, stored)}
     contrasts = (
@@ -69,7 +175,7 @@ def relabelled(data: RunData, drift: Drift, stored: StoredLabels) -> Drift:
     return replace(drift, contrasts=tuple(contrasts))
 
 
-def human_labels(data: RunData, drift: Drift, stored: StoredLabels) -> list[HumanLabels]:
+def human_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
     """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
     known = {cell_name(c): c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.name in known]

@@ -22,8 +22,7 @@ import numpy as np
 
 from audit.core.errors import DataError
 from audit.core.records import Message, Role
-from audit.core.text import clip, visible
-from audit.core.yaml_file import one_line
+from audit.core.text import clip, one_line, visible
 
 KEY_FORMAT = 2
 _SIMPLE_KEY = 1  # keys of before the pairs were spread over templates

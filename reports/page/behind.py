@@ -14,8 +14,7 @@ from reports.gate.verdict import Decision
 from reports.page.findings import Findings
 from reports.page.view.flips import KINDS, flip_key, kinds_of
 from reports.records.load import RunData
-from reports.records.panel import CellKey
-from reports.records.rows import SCORE
+from reports.records.rows import SCORE, CellKey
 
 VIEW = "../view/index.html#"  # from RUN/report
 COMMAND = "kvaudit view RUN"

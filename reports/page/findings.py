@@ -20,7 +20,7 @@ from reports.gate.rules import Rules
 from reports.gate.verdict import Verdict
 from reports.gate.waivers import Waiver
 from reports.labels.second import SecondJudge
-from reports.records.evidence import Evidence
+from reports.records.load import Evidence
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from audit.core.text import inline
 from reports.drift.comparison import Comparison
-from reports.gate.release import suite_of
+from reports.gate.decide import suite_of
 from reports.gate.verdict import Decision
 from reports.page.behind import flips_behind
 from reports.page.findings import Findings

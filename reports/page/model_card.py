@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from audit.core.errors import DataError
-from audit.core.files import write_output
-from audit.core.yaml_file import read_text
+from audit.core.files import read_text, write_output
 
 BEGIN, END = "<!-- kvaudit:disclosure -->", "<!-- /kvaudit:disclosure -->"
 _LARGEST = 4_000_000  # bytes

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from audit.core.alarms import ALARMS, alarm_key
-from audit.core.inputs import WORKED_WITH
-from audit.core.provenance import STOPPED, table_of
-from reports.drift.results import Reason
+from audit.core.provenance import STOPPED, WORKED_WITH, table_of
+from reports.drift.comparison import Reason
+from reports.gate.decide import is_apart, suite_of
 from reports.gate.family import gated_cells
-from reports.gate.release import is_apart, suite_of
 from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings

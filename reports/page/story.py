@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from audit.core.text import inline
-from reports.drift.contrast import AMPLIFICATION
+from reports.drift.drift import AMPLIFICATION
 from reports.gate.rules import DECLARED_AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
 from reports.page.about import about, asides, number, verdict_sentence

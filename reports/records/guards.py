@@ -20,7 +20,7 @@ import pandas as pd
 from audit.core.errors import DataError
 from audit.core.facets import FACETS
 from audit.core.files import read_json
-from audit.core.intact import seal_of
+from audit.core.provenance import seal_of
 from audit.core.text import is_text
 from reports.records.rows import FACET_COLUMNS, UNREAD
 

@@ -1,7 +1,11 @@
 """Run folder -> records as a DataFrame, with the spec, provenance and telemetry beside them; nothing is trusted.
 
 A finished unit whose bytes are not the ones that were sealed is an error. A line that cannot be read is named, counted
-and kept out; whether its absence matters is for the data contract in ``drift.py`` to say.
+and kept out; whether its absence matters is for ``run_reasons`` to say. What others say of the stack lies beside it:
+
+RUN/scan.json      as ``kvaudit scan --json`` writes it
+RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
+RUN/recipe.json    as the run wrote it when its training began (``audit.core.recipe``)
 """
 
 from __future__ import annotations
@@ -18,23 +22,35 @@ from typing import Any
 import pandas as pd
 
 from audit.core.errors import DataError
-from audit.core.files import read_json
-from audit.core.inputs import TABLE
-from audit.core.intact import check_sealed, seal_of
-from audit.core.provenance import ORIGIN, PROVENANCE, read_provenance
+from audit.core.files import read_json, read_text
+from audit.core.provenance import INPUTS, ORIGIN, PROVENANCE, check_sealed, read_provenance, seal_of
+from audit.core.recipe import RECIPE, read_recipe
 from audit.core.records import Message, Record
-from audit.core.spec import RunSpec
-from audit.core.spec_file import parse_spec
-from audit.core.yaml_file import one_line, read_text
-from reports.records.evidence import Evidence, evidence_of
+from audit.core.spec import RunSpec, parse_spec
+from audit.core.text import one_line
 from reports.records.guards import Guarded, guarded_records
-from reports.records.panel import Panel, panels
 from reports.records.remedies import Served, read_served
-from reports.records.rows import Columns, Problem, read_unit
+from reports.records.rows import Columns, Panel, Problem, panels, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
 MOST_PROBLEMS = 1000  # that are named
 LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
+SCAN, ANSWERS = "scan.json", "answers.json"
+_EVIDENCE: dict[str, tuple[str, str, type]] = {
+    SCAN: ("kvaudit.scan", "found", list),
+    ANSWERS: ("kvaudit.answers", "answers", dict),
+}
+_EVIDENCE_VERSION = 1
+LARGEST_EVIDENCE = 10_000_000  # bytes: scans of large repositories, and all that a questionnaire takes
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The files as they stand, None where there is none."""
+
+    scan: Mapping[str, Any] | None = None
+    answers: Mapping[str, Any] | None = None
+    recipe: Mapping[str, Any] | None = None  # what the run itself wrote, held to its own hashes
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ def load_run(run: Path) -> RunData:
         )
     frame = _without_duplicates(columns.frame(), problems)
     incomplete = tuple(name for name, seal in seals.items() if seal is None)
-    inputs = {name: seal.get(TABLE) for name, seal in seals.items() if seal is not None}
+    inputs = {name: seal.get(INPUTS) for name, seal in seals.items() if seal is not None}
     telemetry, checkpoints = _telemetry(run, problems), _checkpoints(run, problems)
     found = tuple(problems)
     return RunData(run, frame, spec, provenance, telemetry, checkpoints, evidence_of(run), found, incomplete, inputs)
@@ -238,3 +254,25 @@ def _step(row: Mapping[str, Any]) -> int:
     if wild:
         raise ValueError(f"{wild[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")
     return step
+
+
+def evidence_of(run: Path) -> Evidence:
+    """What lies in a run's folder; raises DataError for a file of another kind, which must not pass for none."""
+    recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
+    return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)
+
+
+def _evidence(path: Path) -> Mapping[str, Any] | None:
+    if not path.exists():
+        return None
+    wanted, table, kind = _EVIDENCE[path.name]
+    try:
+        found = json.loads(read_text(path, "evidence file", LARGEST_EVIDENCE))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error}); write it again or take it away") from None
+    right = isinstance(found, dict) and found.get("format") == wanted and found.get("version") == _EVIDENCE_VERSION
+    if not right or not isinstance(found.get(table), kind):  # what holds no findings would pass for finding nothing
+        raise DataError(
+            f"{str(path)!r} is not of format {wanted} version {_EVIDENCE_VERSION}; write it again or take it away"
+        )
+    return dict(found)

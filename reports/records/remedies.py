@@ -16,7 +16,7 @@ import pandas as pd
 
 from audit.core.errors import DataError
 from audit.core.files import read_json
-from audit.core.intact import check_sealed, seal_of
+from audit.core.provenance import check_sealed, seal_of
 from audit.core.text import is_text
 from reports.records.rows import Columns, Problem, read_unit
 

@@ -2,6 +2,8 @@
 
 A block whose every value is plainly what a record holds goes through whole columns at once. Any other block is read
 line by line by ``Record.from_json``, whose word counts: what the columns let through it would accept too.
+
+Of the table a ``Panel`` for every suite and length: items by (arm, seed, policy), samples averaged inside the item.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from itertools import chain
 from json.scanner import make_scanner
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +28,7 @@ from audit.core.errors import DataError, OffScale
 from audit.core.facets import FACETS
 from audit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
 from audit.core.spans import SPANS
-from audit.core.text import is_text
-from audit.core.yaml_file import one_line
+from audit.core.text import is_text, one_line
 
 ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 COPIED = (
@@ -51,6 +52,19 @@ REAL = (
     *SPAN_COLUMNS.values(),
 )
 _FACET_CODES = {None: UNREAD, False: 0.0, True: 1.0}
+BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
+_LARGEST = 2**62  # what a 64-bit column holds with room to sum
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
+_FIELDS = tuple(f.name for f in fields(Record))
+_values = itemgetter(*_FIELDS)
+# json.loads wants a text to be one value; its scanner says where a value ends, so a block needs no splitting
+_scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
+_OUTCOMES = {outcome.value for outcome in Outcome}
+_CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}
+_SPEAKERS = {role.value for role in Role}
+Array = npt.NDArray[np.float64]
+_Mask = npt.NDArray[np.bool_]
 
 
 class _Numbering(dict[str, int]):
@@ -98,19 +112,6 @@ class Columns:
         place[order] = np.arange(len(words), dtype=np.int32)
         sorted_words = pd.Index([words[i] for i in order], dtype=object)
         return pd.Categorical.from_codes(place[values], categories=sorted_words)
-
-
-BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
-_LARGEST = 2**62  # what a 64-bit column holds with room to sum
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-_SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
-_FIELDS = tuple(f.name for f in fields(Record))
-_values = itemgetter(*_FIELDS)
-# json.loads wants a text to be one value; its scanner says where a value ends, so a block needs no splitting
-_scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
-_OUTCOMES = {outcome.value for outcome in Outcome}
-_CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}
-_SPEAKERS = {role.value for role in Role}
 
 
 @dataclass(frozen=True)
@@ -295,3 +296,152 @@ def checked(record: Record) -> Record:
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class CellKey(NamedTuple):
+    """One checkpoint served under one policy."""
+
+    arm: str
+    seed: int
+    policy: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Scores [N] of every cell; NaN where a cell lacks the item.
+
+    Of a suite's score ``scores`` counts unscored samples as 0, as ``floor`` does, and ``best`` as 1. Of a facet, whose
+    scores are 1 where it is as wanted, ``scores`` averages the samples that could be read (NaN where none could),
+    ``floor`` counts the others as 0 and ``best`` as 1. ``samples`` is the largest number of draws per item;
+    ``graded`` says that some draw is neither 0 nor 1.
+    """
+
+    suite: str  # or SUITE.FACET
+    context_tokens: int
+    items: tuple[str, ...]
+    clusters: npt.NDArray[np.int64]  # [N] codes
+    cluster_names: tuple[str, ...]  # [C]
+    n_clusters: int
+    scores: Mapping[CellKey, Array]
+    floor: Mapping[CellKey, Array]
+    best: Mapping[CellKey, Array]
+    unscored: Mapping[CellKey, float]  # share of samples of a suite's score
+    samples: int
+    graded: bool
+    uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
+    split_items: int  # items that stand in more than one cluster
+
+
+Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and context length
+
+
+def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
+    """One panel per (suite, context), and one per (suite.facet, context) that some record has."""
+    found = {}
+    for index, part in records.groupby(["suite", "context_tokens"], sort=True, observed=True):
+        suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
+        score = part["score"].to_numpy(dtype=np.float64)
+        found[suite, context] = _panel(suite, context, part, score, read=np.ones(len(score), dtype=np.bool_))
+        for name, eligible, good, read in _facets(part):
+            metric = f"{suite}.{name}"
+            found[metric, context] = _panel(metric, context, part[eligible], good[eligible], read=read[eligible])
+    return found
+
+
+def facets_of(records: pd.DataFrame) -> list[str]:
+    """SUITE.FACET of everything that some record has, in the order of the vocabulary."""
+    known = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
+    suites = {name: set(records.loc[records[column].notna(), "suite"].astype(str)) for name, column in known}
+    return [
+        f"{suite}.{name}"
+        for suite in sorted(set(records["suite"].astype(str)))
+        for name in suites
+        if suite in suites[name]
+    ]
+
+
+def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
+    """Every facet of some row: which rows are eligible, 1 where it is as wanted, which rows could be read."""
+    for name, column in FACET_COLUMNS.items():
+        if column in part:
+            value = part[column].to_numpy(dtype=np.float64)
+            eligible, read = ~np.isnan(value), value != UNREAD
+            if eligible.any():
+                yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
+
+
+def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask) -> Panel:
+    keys, cell = _cells(part)
+    items, item = _coded(part["item_id"])
+    names, name = _coded(part["cluster_id"])
+    first = np.zeros(len(items), dtype=np.int64)
+    first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
+    used, clusters = np.unique(first, return_inverse=True)
+    shape = (len(items), len(keys))
+    place = item * len(keys) + cell
+    missing = np.isnan(score)
+    low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
+    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)
+    most = int(counts.max())
+    return Panel(
+        suite=suite,
+        context_tokens=context,
+        items=tuple(items),
+        clusters=clusters.astype(np.int64),
+        cluster_names=tuple(names[code] for code in used),
+        n_clusters=len(used),
+        # what could not be read adds 0 to the sum, so only the count has to leave it out
+        scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
+        floor=_by_cell(keys, _means(place, low, counts)),
+        best=_by_cell(keys, _means(place, high, counts)),
+        unscored=dict(zip(keys, (_total(cell, missing, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
+        samples=most,
+        graded=bool(np.any((score > 0) & (score < 1))),
+        uneven_samples=frozenset(
+            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
+        ),
+        split_items=len(np.unique(item[name != first[item]])),
+    )
+
+
+def _cells(part: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
+    """The cells of these rows in order, and each row's cell."""
+    arms, arm = _coded(part["arm"])
+    seeds, seed = np.unique(part["train_seed"].to_numpy(), return_inverse=True)
+    policies, policy = _coded(part["policy"])
+    # arm, seed and policy as the digits of one number, which sorts as they do
+    numbers, cell = np.unique((arm * len(seeds) + seed) * len(policies) + policy, return_inverse=True)
+    rest, last = np.divmod(numbers, len(policies))
+    keys = [
+        CellKey(arms[a], int(seeds[s]), policies[p]) for a, s, p in zip(*np.divmod(rest, len(seeds)), last, strict=True)
+    ]
+    return keys, cell.astype(np.int64)
+
+
+def _coded(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The words of a column in order, and each row's place among them."""
+    categories = column.astype("category")
+    used, codes = np.unique(categories.cat.codes.to_numpy(), return_inverse=True)
+    return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
+
+
+def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
+    sums: Array = np.bincount(place, weights=values.astype(np.float64), minlength=size).astype(np.float64)
+    return sums
+
+
+def _counts(place: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Kept rows by [items, cells]."""
+    found = np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape)
+    return found.astype(np.int64)
+
+
+def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """[items, cells], NaN where a cell lacks the item."""
+    sums = _total(place, values, counts.size).reshape(counts.shape)
+    means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+    return means
+
+
+def _by_cell(keys: list[CellKey], table: Array) -> dict[CellKey, Array]:
+    return {key: np.ascontiguousarray(table[:, i]) for i, key in enumerate(keys)}

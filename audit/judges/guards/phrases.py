@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from audit.core.errors import DataError
+from audit.core.files import read_text
 from audit.core.options import sha256_of
-from audit.core.yaml_file import read_text
 from audit.judges.guards.base import Guard, Passage
 
 _LARGEST = 1_000_000  # bytes of a list

@@ -16,8 +16,7 @@ from typing import Any
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
-from audit.core.intact import check_sealed
-from audit.core.provenance import CHECKPOINTS
+from audit.core.provenance import CHECKPOINTS, check_sealed
 from audit.core.records import Record
 from audit.core.spec_train import BASE_ARM
 from audit.runs.checkpoints import load_checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from audit.core.errors import SpecError
 from audit.core.grid import ProbeSpec
-from audit.core.inputs import Digests
+from audit.core.provenance import Digests
 from audit.core.records import Item
 from audit.core.spec import RunSpec, expand
 from audit.runs.evaluate import asked_suite, evaluation_items

@@ -23,8 +23,7 @@ from rich.console import Console
 from audit.core.endpoint import Line, Scope, Unanswered
 from audit.core.errors import RunError
 from audit.core.files import read_json, write_json
-from audit.core.inputs import ROWS, TABLE, check_same, inputs_sha256
-from audit.core.provenance import ASKED, ENDPOINT
+from audit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
 from audit.core.records import Item, Message, Record, Role
 from audit.core.spec import ENDPOINT_ARM, UNKNOWN
 from audit.runs.claims import Claim, work_through
@@ -63,13 +62,13 @@ class Probe:
         spec = plan.spec
         assert spec.probe is not None
         self._spec, self._part = spec, spec.probe
-        check_same(ROWS, run.keep(TABLE, ROWS, dict(plan.rows)), plan.rows)
+        check_same(ROWS, run.keep(INPUTS, ROWS, dict(plan.rows)), plan.rows)
         self._hold(plan.asked)
         run.note(
             suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
-        self._inputs = inputs_sha256(run.provenance()[TABLE])
+        self._inputs = inputs_sha256(run.provenance()[INPUTS])
         self._door, self._streak, self._halted = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()

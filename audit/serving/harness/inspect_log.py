@@ -27,7 +27,7 @@ from inspect_ai.scorer import Score
 from audit.core.errors import DataError
 from audit.core.facets import FACETS
 from audit.core.files import read_json
-from audit.core.intact import check_sealed, seal_of
+from audit.core.provenance import check_sealed, seal_of
 from audit.core.records import Message, Record, Role
 
 _NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 from audit.core.errors import RunError, SpecError, UnknownName
 from audit.core.options import IDENTITY_DIGITS, made_of, sha256_of
 from audit.core.registry import Registry
-from audit.core.yaml_file import shown
+from audit.core.text import shown
 from audit.sampling.conversations import Played
 from suites.base import SUITES, Suite
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from audit.core.errors import AuditError, RunError, SpecError
 from audit.core.options import sha256_of
-from audit.core.yaml_file import reason, shown
+from audit.core.text import reason, shown
 from audit.sampling.conversations import Played
 from audit.training.rewards.base import Reward, Scores
 from suites.base import Suite

@@ -24,9 +24,8 @@ from reports.calibration.probit import Floats, Probit
 from reports.calibration.streams import blocks
 from reports.stats.clustered import cr3_variance, many_totals, t_bounds
 from reports.stats.effect import Bounds
-from reports.stats.rule import Call, calls, clusters_required, effective_clusters
+from reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_large
 from reports.stats.tango import many_ess_tango
-from reports.stats.templates import shows_margin, too_large
 
 MARGIN, ALPHA, RELEASE_ALPHA = 0.05, 0.05, 0.025
 _DRAWS = 10_000

@@ -20,8 +20,7 @@ from reports.calibration.checks.templates import ASKED, DRAWS, FURTHEST
 from reports.calibration.probit import Floats, Probit
 from reports.calibration.streams import EVEN, UNEVEN, Block, blocks
 from reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
-from reports.stats.rule import clusters_required
-from reports.stats.templates import shows_margin, too_large
+from reports.stats.rule import clusters_required, shows_margin, too_large
 
 _ROW = 7
 _DRAWS = 4_000

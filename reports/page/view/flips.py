@@ -18,11 +18,9 @@ import pandas as pd
 from audit.core.facets import FACETS
 from audit.core.policy_names import DENSE_POLICY
 from reports.drift.comparison import Comparison
-from reports.drift.contrast import ESTIMANDS, two_sides
-from reports.drift.drift import seed_pairs, sides
+from reports.drift.drift import ESTIMANDS, seed_pairs, sides, two_sides
 from reports.records.load import RunData
-from reports.records.panel import Array, CellKey, Panel
-from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, RecordPlace
+from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, Array, CellKey, Panel, RecordPlace
 
 KINDS = {"E1": "alike", "E2": "deployed", "E4": "serving"}  # how a spec and the report call the sides
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.core.errors import DataError
-from audit.core.yaml_file import one_line
+from audit.core.text import one_line
 from reports.records.readers.base import (
     CollectedScores,
     Log,
