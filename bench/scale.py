@@ -68,17 +68,27 @@ def workers(asked: argparse.Namespace) -> None:
         path = Path(place) / "spec.yaml"
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
         for turn in range(asked.turns):
-            seconds = {}
+            seconds, spent = {}, {}
             for count in (1, 2) if turn % 2 == 0 else (2, 1):
                 out = Path(place) / f"{turn}-{count}"
                 command = [sys.executable, "-m", "audit.cli", "run", path, "--out", out]
                 command += ["--workers", count, "--threads", 1]
-                started = time.perf_counter()
+                started, before = time.perf_counter(), children_seconds()
                 subprocess.run([str(word) for word in command], check=True, capture_output=True)
-                seconds[count] = time.perf_counter() - started
+                seconds[count], spent[count] = time.perf_counter() - started, children_seconds() - before
             ratios.append(seconds[1] / seconds[2])
-            print(f"turn {turn + 1}: {seconds[1]:.1f} s by one, {seconds[2]:.1f} s by two", flush=True)
+            by = [
+                f"{seconds[count]:.1f} s ({spent[count]:.1f} of CPU) by {word}"
+                for count, word in ((1, "one"), (2, "two"))
+            ]
+            print(f"turn {turn + 1}: {', '.join(by)}", flush=True)
     print(f"two workers: {median(ratios):.2f} times as fast as one (median of {asked.turns})", flush=True)
+
+
+def children_seconds() -> float:
+    """CPU seconds of all processes that ended under this one, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # --- cells ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from audit.cache.quantised.hints import pack_hints
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary, require_steady, steady_positions
 from audit.cache.routing import RecordedRoutes
-from audit.cache.rows import Pins, RowKeys, Times
+from audit.cache.rows import Pins, RowKeys, Times, join_parts
 from audit.cache.schedule import Cut, Schedule
 from audit.cache.selection import RecordedChoices, Selection
 from audit.core.errors import RunError
@@ -266,14 +266,8 @@ class EvictingCache:
         for layer in self.layers:
             layer.join(other.layers.pop(0))  # what is joined is freed before the next layer is copied
         self._row_keys.join(other._row_keys)
-        if self._pins and other._pins:
-            self._pins.join(other._pins)
-        if self._times and other._times:
-            self._times.join(other._times)
-        if self._choices and other._choices:
-            self._choices.join(other._choices)
-        if self.routes and other.routes:
-            self.routes.join(other.routes)
+        pairs = (self._pins, other._pins), (self._times, other._times), (self._choices, other._choices)
+        join_parts((*pairs, (self.routes, other.routes)))
         self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     # --- the record -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from audit.cache.linear import States
 from audit.cache.quantised.codes import Scratch
 from audit.cache.quantised.store import QuantisedStore
 from audit.cache.rotary import Rotary
-from audit.cache.rows import Pins, RowKeys
+from audit.cache.rows import Pins, RowKeys, join_parts
 from audit.cache.schedule import Counts, Cut, Schedule, Victims
 from audit.cache.selection import units_seen
 from audit.cache.store import Entries, Store
@@ -241,12 +241,7 @@ class CachedLayer:
         if self._sinks and other._sinks:
             self._sinks.join(other._sinks, (self.store, other.store))
         self.store.join(other.store)
-        if self._last and other._last:
-            self._last.join(other._last)
-        if self._moments and other._moments:
-            self._moments.join(other._moments)
-        if self._centres and other._centres:
-            self._centres.join(other._centres)
+        join_parts([(self._last, other._last), (self._moments, other._moments), (self._centres, other._centres)])
         if self.states is not None and other.states is not None:
             self.states = self.states.with_rows(other.states)
         self.held = self.schedule.left

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from audit.cache.ledger import NEVER
 from audit.cache.schedule import Counts, counts_of
 from audit.core.errors import SpecError
 from audit.policies import Evictor, Quantiser
+
+
+def join_parts(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Have parts of one cache take in the rows of their like in another; both have a part, or neither has."""
+    for own, other in pairs:
+        assert (own is None) == (other is None), (own, other)
+        if own is not None:
+            own.join(other)
 
 
 class RowKeys:
