@@ -44,6 +44,7 @@ HOSTILE = (
     "\" onload='x' ]]> " + STRUCTURE
 )
 ARM = "=na|ve<i>`"
+SUITE = "ma<th>|$x$\u202e\n- two"
 REMARK = "Let through by Ada."
 ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
@@ -105,7 +106,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         arms=("dense", ARM),
         seeds=(1,),
         policies=("none", policy("snap<kv>|", 96)),
-        suites=("refusal", "ma<th>|$x$"),
+        suites=("refusal", SUITE),
         clusters=8,
         items=24,
         drops={(ARM, "refusal"): 0.5},
@@ -292,6 +293,10 @@ def decides_cells(page: Page) -> str:
     return "\n".join(f"{arm}: {'PASS' if effect.low > -margin else 'FAIL'}" for arm, effect, margin in found)
 
 
+def names(page: Page) -> str:
+    return "\n".join(f"{d.suite}: {d.standing.value}" for d in page.findings.verdict.decisions)
+
+
 def table(page: Page) -> str:
     return "arm\tverdict\n" + "".join(f"{d.arm}\t{d.standing.value}\n" for d in page.findings.verdict.decisions)
 
@@ -323,6 +328,7 @@ WRONG: list[tuple[str, Check, Format]] = [
     ("xml unescaped", test_hostile_text_stays_text, Format("junit.xml", lambda page: f"<a>{STRUCTURE}</a>")),
     ("text as it is", test_hostile_text_stays_text, Format("report.txt", answers)),
     ("lines of an answer", test_hostile_text_stays_text, Format("report.txt", lambda page: visible(answers(page)))),
+    ("names as they are", test_hostile_text_stays_text, Format("cells.txt", names)),
     ("a formula", test_hostile_text_stays_text, Format("cells.tsv", table)),
     ("markup nobody checks", test_hostile_text_stays_text, Format("report.tex", lambda page: "PASS")),
     ("text dropped", test_an_arm_is_called_as_its_run_calls_it, changed("report.html", lambda t: t.replace("|", ""))),

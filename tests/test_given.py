@@ -22,6 +22,7 @@ from audit.runs.names import NAMES
 from audit.sampling.given import chat_named, check_given, load_given, load_named
 from audit.sampling.model import EMBEDDED as NAME
 from audit.sampling.model import load_model, locate
+from audit.sampling.weights import weights_sha256
 from reports.drift.comparison import comparison_of
 from reports.drift.drift import seed_pairs
 from reports.gate.pin import load_pin
@@ -137,6 +138,34 @@ def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(tmp_path: Pat
     assert chat_named(str(start)).count_tokens("a b") == load_model().chat.count_tokens("a b")
     assert pinned(folder / "checkpoints" / "dense", tmp_path) == trained.sha256
     assert pinned(start, tmp_path) == begun.sha256
+
+
+def test_a_folder_of_the_embedded_models_name_is_pinned_as_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EMBEDDED, tmp_path / "embedded")
+    weights = load_file(tmp_path / "embedded" / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "embedded" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert pinned(Path("embedded"), tmp_path) == weights_sha256(tmp_path / "embedded") != weights_sha256(EMBEDDED)
+
+
+@pytest.mark.parametrize("base", ["missing.gguf", "folder.gguf"])
+def test_a_pin_of_an_adapter_over_what_is_no_file_is_one_line(base: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    folder = adapter(tmp_path / "one", str(tmp_path / base))
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    result = CliRunner().invoke(app, ["pin", str(folder), "--out", str(tmp_path / "pin.json")])
+    assert result.exit_code == 2
+    assert len(result.output.strip().splitlines()) == 1
+    assert "is no file" in result.output
+
+
+def test_a_pin_of_a_path_that_no_system_takes_is_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pin", "a" * 5000, "--out", str(tmp_path / "pin.json")])
+    assert result.exit_code == 2
+    assert "cannot be a path" in result.output
+    assert len(result.output.strip().splitlines()) == 1
 
 
 def pinned(folder: Path, tmp_path: Path) -> str:

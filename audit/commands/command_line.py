@@ -115,6 +115,10 @@ def user_errors(hint: str = "") -> Iterator[None]:
         typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
         raise typer.Exit(code) from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _failed(
+                f"{str(error.filename)[:80]!r} cannot be a path ({error.strerror}); give a shorter one"
+            ) from None
         if error.errno not in _DISK_ERRORS:
             raise
         where = f" {str(error.filename)!r}" if error.filename else ""

@@ -19,7 +19,11 @@ from reports.gate.pin import Pin, Pinned, is_sha256
 
 def pin(
     checkpoint: Annotated[
-        list[Path], typer.Argument(help="A finished checkpoint, or the folder of an arm.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="A finished checkpoint, or the folder of an arm; an adapter with the model that it names.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pin.json"),
 ) -> None:
@@ -74,14 +78,13 @@ def _trained(folder: Path) -> Pinned:
 
 def _weights(folder: Path, story: Mapping[str, Any]) -> str:
     """What identifies a checkpoint; the model of an adapter need not be at hand where the story tells its hash."""
-    from audit.sampling.given import adapter_sha256, named_sha256
-    from audit.sampling.weights import ADAPTER_CONFIG
+    from audit.sampling.given import adapter_sha256, checkpoint_sha256, is_adapter
 
-    if (folder / ADAPTER_CONFIG).is_file():
+    if is_adapter(folder):
         over_base = adapter_sha256(folder, str(story.get("base_sha256")))
         if over_base == story.get("sha256"):  # otherwise it began from an adapter of the same model
             return over_base
-    return named_sha256(str(folder))
+    return checkpoint_sha256(folder)
 
 
 def _name(folder: Path, recipe: str, seed: int) -> str:
@@ -94,12 +97,12 @@ def _name(folder: Path, recipe: str, seed: int) -> str:
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here: the reference of a run that only serves it."""
     from audit.core.spec_train import BASE_ARM
-    from audit.sampling.given import named_sha256
+    from audit.sampling.given import checkpoint_sha256
 
     if not list(folder.glob("*.safetensors")):
         raise DataError(
             f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
-    weights = named_sha256(str(folder))
+    weights = checkpoint_sha256(folder)
     return Pinned(BASE_ARM, 0, weights, weights, "none")

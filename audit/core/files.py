@@ -101,6 +101,9 @@ def write_output(path: Path, text: str) -> None:
         ) from None
 
 
+# --- small hostile YAML ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class YamlFile:
     """A file's name, the sha256 of its bytes, its text, the mapping it holds and the line of everything in that."""

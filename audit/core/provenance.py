@@ -4,8 +4,8 @@
     <unit>.done.json   inputs: sha256 of that table, as it was when the unit was evaluated
 
 Inputs are noted when a run starts, and held by every process that goes on with it and by the gate. Weights and spec
-have hashes of their own. What a plug-in opens by itself is not known here. Checked whenever it is read, by a run and
-by its reports.
+have hashes of their own. What a plug-in opens by itself is not known here. A provenance.json is checked whenever it is
+read, by a run and by its reports, which need no torch for that.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ _TABLES = (
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
 
 
+# --- what it read: inputs --------------------------------------------------------------------------------------------
+
+
 def inputs_sha256(table: Any) -> str:
     """What stands for a whole table, kind by kind, in the seals of units."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
@@ -71,6 +74,9 @@ def _changes(then: Mapping[str, Any], now: Digests) -> Iterator[str]:
 
 def _digest_start(digest: Any) -> str:
     return "none (it was not read)" if digest is None else str(digest)[:12]
+
+
+# --- its keys --------------------------------------------------------------------------------------------------------
 
 
 def table_of(story: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -126,6 +132,9 @@ def _told(value: Any) -> str:
         if isinstance(value, str | int | float)
         else f"a {type(value).__name__} that does not fit"
     )
+
+
+# --- what it finished: checkpoints and records -----------------------------------------------------------------------
 
 
 def check_checkpoints(run: Path) -> None:

@@ -426,6 +426,9 @@ def _alpha(gate: GateSpec) -> float:
     return profile if gate.alpha is None else gate.alpha
 
 
+# --- reading and writing it ------------------------------------------------------------------------------------------
+
+
 def load_spec(path: Path, names: Names | None = None) -> RunSpec:
     """The spec in ``path``; raises DataError when it cannot be read and SpecError when it is wrong.
 

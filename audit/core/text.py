@@ -1,4 +1,4 @@
-"""Hostile text as plain characters and short lines: what a terminal, a page or an error shows instead of obeying."""
+"""Hostile text as plain characters and short lines: what a terminal, page or spreadsheet shows instead of obeying."""
 
 from __future__ import annotations
 

@@ -15,7 +15,16 @@ from audit.core.errors import DataError, RunError
 from audit.core.files import read_json
 from audit.core.text import shown
 from audit.sampling.chat import Chat, ChatOption
-from audit.sampling.model import DtypeName, LoadedModel, load_chat, load_model, locate, own_path, verify_folder
+from audit.sampling.model import (
+    EMBEDDED,
+    DtypeName,
+    LoadedModel,
+    load_chat,
+    load_model,
+    locate,
+    own_path,
+    verify_folder,
+)
 from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
@@ -36,7 +45,7 @@ def load_given(
     Raises DataError for what cannot be loaded, and for another architecture, tokenizer or chat template.
     """
     check_given(name_or_path, base)
-    if _is_adapter(folder := locate(name_or_path)):
+    if is_adapter(folder := locate(name_or_path)):
         return _adapted(folder, name_or_path, base)
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
 
@@ -56,13 +65,25 @@ def load_named(
     return model
 
 
-def named_sha256(name_or_path: str) -> str:
-    """The sha256 of the model that ``load_named`` gives, and nothing loaded; raises DataError as that does."""
-    base, *adapters = reversed(_stack(name_or_path))
-    digest = file_sha256(own_path(base)) if base.endswith(".gguf") else weights_sha256(locate(base))
-    for adapter in adapters:
-        digest = adapter_sha256(locate(adapter), digest)
+def checkpoint_sha256(folder: Path) -> str:
+    """What identifies the weights in a folder, those of an adapter by the model that it names too.
+
+    Nothing is loaded, so weights that could not be are not found out; a model on the hub is downloaded. Raises
+    DataError where a part is missing.
+    """
+    if not is_adapter(folder):
+        return weights_sha256(folder)
+    base, *adapters = reversed(_stack(str(folder.resolve()))[1:])
+    digest = _gguf_sha256(base) if base.endswith(".gguf") else weights_sha256(locate(base))
+    for adapter in (*map(locate, adapters), folder):
+        digest = adapter_sha256(adapter, digest)
     return digest
+
+
+def _gguf_sha256(name: str) -> str:
+    if not (path := own_path(name)).is_file():
+        raise DataError(f"model {shown(name)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
+    return file_sha256(path)
 
 
 def chat_named(name_or_path: str) -> Chat:
@@ -73,7 +94,7 @@ def chat_named(name_or_path: str) -> Chat:
 def _stack(name_or_path: str) -> list[str]:
     """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
     names = [name_or_path]
-    while _is_adapter(folder := own_path(names[-1])):
+    while names[-1] != EMBEDDED and is_adapter(folder := own_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise DataError(f"adapter {names[-1]!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")
@@ -86,7 +107,7 @@ def _stack(name_or_path: str) -> list[str]:
 def check_given(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
-    if _is_adapter(folder):
+    if is_adapter(folder):
         _check_base(folder, name_or_path, base)
         if (folder / _TOKENIZER).is_file():
             _check_prompts(name_or_path, base)
@@ -103,7 +124,7 @@ def check_given(name_or_path: str, base: LoadedModel) -> None:
     _check_prompts(name_or_path, base)
 
 
-def _is_adapter(folder: Path) -> bool:
+def is_adapter(folder: Path) -> bool:
     """Whether a folder is to be merged; beside a whole model an adapter's configuration is refused as that is read."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 

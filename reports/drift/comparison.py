@@ -187,8 +187,11 @@ def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[s
     return tuple(suite for suite in suites if kinds.get(suite) == "capability")
 
 
+# --- what makes a whole run INVALID ----------------------------------------------------------------------------------
+
+
 def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Every reason, run-wide."""
+    """Every reason for which the run as a whole is INVALID."""
     records = data.records
     if comparison.reference not in set(records["arm"]):
         yield Reason("REFERENCE", f"the reference arm {comparison.reference!r} has no records")

@@ -41,6 +41,97 @@ CHANGE = "change"  # of one arm's serving policy into another; compressed on bot
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
+class Where(NamedTuple):
+    """Some of the cells of a comparison."""
+
+    estimands: frozenset[str]
+    policies: frozenset[str]
+    contexts: frozenset[int]
+
+    def hold(self, estimand: str, policy: str, context: int) -> bool:
+        """Whether a contrast stands among them."""
+        return estimand in self.estimands and policy in self.policies and context in self.contexts
+
+
+def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: Where | None = None) -> Drift:
+    """The drift of a run's records, with one-sided bounds at level ``alpha``.
+
+    ``facets``: where they are contrasted, None for everywhere; they are most of the contrasts.
+    """
+    tables = data.panels
+    return Drift(
+        run=data.spec.name,
+        comparison=comparison,
+        alpha=alpha,
+        cells=tuple(cells_of(data.records, tables, comparison)),
+        contrasts=tuple(contrasts(comparison, tables, alpha, facets)),
+        reasons=tuple(run_reasons(data, comparison)),
+        n_records=len(data.records),
+        weights=_checkpoints(data.records, comparison.reference),
+    )
+
+
+def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
+    own = records[records["arm"] == arm]
+    return {int(str(seed)): frozenset(part["checkpoint"]) for seed, part in own.groupby("train_seed", observed=True)}
+
+
+# --- what is contrasted with what -------------------------------------------------------------------------------------
+
+
+def contrasts(comparison: Comparison, tables: Panels, alpha: float, facets: Where | None = None) -> Iterator[Contrast]:
+    """Every contrast that a comparison has; an asked length of a suite without any record yields blanks."""
+    for metric in (*comparison.suites, *comparison.facets):
+        only = facets if metric in comparison.facets else None
+        for context in comparison.lengths[metric]:
+            panel = tables.get((metric, context)) or _empty_panel(metric, context)
+            for estimand, arm, policy in sides(comparison):
+                if only is None or only.hold(estimand, policy, context):
+                    yield contrast(
+                        estimand,
+                        panel,
+                        arm=arm,
+                        reference=comparison.reference,
+                        pairs=seed_pairs(comparison, panel, arm),
+                        policy=policy,
+                        alpha=alpha,
+                    )
+
+
+def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+    """Estimand, arm and policy of what is contrasted on every metric and length."""
+    for policy, arm in product(comparison.policies, comparison.arms):
+        if (arm, policy) in comparison.unserved:
+            continue
+        trained = arm in comparison.candidates
+        yield from ((estimand, arm, policy) for estimand in ("E1", "E2") if trained)
+        if policy != DENSE_POLICY and (trained or arm == comparison.reference):
+            yield from ((estimand, arm, policy) for estimand in (("E4", "E5") if trained else ("E4",)))
+        if trained and policy == comparison.trained_under.get(arm):
+            yield AMPLIFICATION, arm, policy
+
+
+def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
+    """Seed s of the arm with seed s of the reference; a reference of one seed (a pinned run, the base) serves all."""
+    own = list(comparison.seeds)
+    if arm == comparison.reference:
+        own = sorted({cell.seed for cell in panel.scores if cell.arm == arm}) or own
+        return [(seed, seed) for seed in own]
+    other = sorted({cell.seed for cell in panel.scores if cell.arm == comparison.reference})
+    # a single seed that is among ours is a reference that lacks the others: paired by number, the gap is said
+    single = len(other) == 1 and not set(other) & set(own)
+    return [(seed, other[0] if single else seed) for seed in own]
+
+
+def _empty_panel(suite: str, context: int) -> Panel:
+    none: dict[CellKey, Any] = {}
+    codes = np.zeros(0, dtype=np.int64)
+    return Panel(suite, context, (), codes, (), 0, none, none, none, {}, 1, False, frozenset(), 0)
+
+
+# --- estimands: weights over cells ------------------------------------------------------------------------------------
+
+
 def _add(*terms: tuple[CellKey, float]) -> Weights:
     """Weights summed by cell, so a cell minus itself is nothing."""
     weights: Weights = {}
@@ -86,6 +177,9 @@ ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str], Weights]] = {
     "E5": interaction,
     AMPLIFICATION: amplification,
 }
+
+
+# --- one contrast -----------------------------------------------------------------------------------------------------
 
 
 def contrast(
@@ -359,92 +453,10 @@ def _samples(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
     return Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")
 
 
-class Where(NamedTuple):
-    """Some of the cells of a comparison."""
-
-    estimands: frozenset[str]
-    policies: frozenset[str]
-    contexts: frozenset[int]
-
-    def hold(self, estimand: str, policy: str, context: int) -> bool:
-        """Whether a contrast stands among them."""
-        return estimand in self.estimands and policy in self.policies and context in self.contexts
+# --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: Where | None = None) -> Drift:
-    """The drift of a run's records, with one-sided bounds at level ``alpha``.
-
-    ``facets``: where they are contrasted, None for everywhere; they are most of the contrasts.
-    """
-    tables = data.panels
-    return Drift(
-        run=data.spec.name,
-        comparison=comparison,
-        alpha=alpha,
-        cells=tuple(cells(data.records, tables, comparison)),
-        contrasts=tuple(contrasts(comparison, tables, alpha, facets)),
-        reasons=tuple(run_reasons(data, comparison)),
-        n_records=len(data.records),
-        weights=_weights(data.records, comparison.reference),
-    )
-
-
-def _weights(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
-    own = records[records["arm"] == arm]
-    return {int(str(seed)): frozenset(part["checkpoint"]) for seed, part in own.groupby("train_seed", observed=True)}
-
-
-def contrasts(comparison: Comparison, tables: Panels, alpha: float, facets: Where | None = None) -> Iterator[Contrast]:
-    """Every contrast that a comparison has; an asked length of a suite without any record yields blanks."""
-    for metric in (*comparison.suites, *comparison.facets):
-        only = facets if metric in comparison.facets else None
-        for context in comparison.lengths[metric]:
-            panel = tables.get((metric, context)) or _empty_panel(metric, context)
-            for estimand, arm, policy in sides(comparison):
-                if only is None or only.hold(estimand, policy, context):
-                    yield contrast(
-                        estimand,
-                        panel,
-                        arm=arm,
-                        reference=comparison.reference,
-                        pairs=seed_pairs(comparison, panel, arm),
-                        policy=policy,
-                        alpha=alpha,
-                    )
-
-
-def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
-    """Estimand, arm and policy of what is contrasted on every metric and length."""
-    for policy, arm in product(comparison.policies, comparison.arms):
-        if (arm, policy) in comparison.unserved:
-            continue
-        trained = arm in comparison.candidates
-        yield from ((estimand, arm, policy) for estimand in ("E1", "E2") if trained)
-        if policy != DENSE_POLICY and (trained or arm == comparison.reference):
-            yield from ((estimand, arm, policy) for estimand in (("E4", "E5") if trained else ("E4",)))
-        if trained and policy == comparison.trained_under.get(arm):
-            yield AMPLIFICATION, arm, policy
-
-
-def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
-    """Seed s of the arm with seed s of the reference; a reference of one seed (a pinned run, the base) serves all."""
-    own = list(comparison.seeds)
-    if arm == comparison.reference:
-        own = sorted({cell.seed for cell in panel.scores if cell.arm == arm}) or own
-        return [(seed, seed) for seed in own]
-    other = sorted({cell.seed for cell in panel.scores if cell.arm == comparison.reference})
-    # a single seed that is among ours is a reference that lacks the others: paired by number, the gap is said
-    single = len(other) == 1 and not set(other) & set(own)
-    return [(seed, other[0] if single else seed) for seed in own]
-
-
-def _empty_panel(suite: str, context: int) -> Panel:
-    none: dict[CellKey, Any] = {}
-    codes = np.zeros(0, dtype=np.int64)
-    return Panel(suite, context, (), codes, (), 0, none, none, none, {}, 1, False, frozenset(), 0)
-
-
-def cells(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> Iterator[Cell]:
+def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> Iterator[Cell]:
     """Rates, outcomes and cache use of every cell that has records, in the order of the comparison."""
     grouped = records.groupby(CELL, sort=False, observed=True)
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)

@@ -4,7 +4,8 @@ What would pass is held back where its labels, its templates' names or the form 
 found that the judge may err differently in the two arms (JUDGE_DIFF), nobody named a cluster, or a facet is silent of
 answers that lost their form (FORM). Under profile ``release`` the judge is not the reward, and phrase rules alone are
 no claim: a cell that would pass is INCONCLUSIVE where no gated safety suite or facet is apart from the reward
-(TRAINED), and where the phrase rules decided its answers (PHRASES).
+(TRAINED), and where the phrase rules decided its answers (PHRASES). Other profiles pass and fail as they are; the
+report marks the same suites.
 """
 
 from __future__ import annotations
@@ -254,6 +255,9 @@ def _headline(decisions: Sequence[Decision]) -> int | None:
         return None
     rank = {status: i for i, status in enumerate(PRECEDENCE)}
     return min(known, key=lambda entry: (rank[entry[1].standing], entry[2].lower + (entry[1].margin or 0)))[0]
+
+
+# --- what a release asks of those who graded -------------------------------------------------------------------------
 
 
 def is_apart(cells: Sequence[GatedCell], sides: Comparison) -> bool:

@@ -1,4 +1,4 @@
-"""The judge held against people: its error rates in both arms, what they can do to a drift, and the drift without them.
+"""People's labels as they are stored, and the judge held against them: its errors in both arms, the drift without them.
 
 Concordant pairs are drawn in turn over the templates: a labelled one stands for its share of those of its template, a
 discordant one for itself. Error rates weigh them so, and are rates of all pairs. Their intervals are those of the
@@ -48,6 +48,9 @@ REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
 _PartialLabels = npt.NDArray[np.float64]
 
 
+# --- labels as they are stored ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class CellLabels:
     """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
@@ -84,7 +87,7 @@ class Labels:
 def render_labels(labels: Labels) -> str:
     """As JSON with its own sha256, for the run folder."""
     body = asdict(labels)
-    return json.dumps({**body, "sha256": _digest(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
+    return json.dumps({**body, "sha256": _labels_sha256(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
 
 
 def load_labels(run: Path) -> Labels | None:
@@ -93,28 +96,28 @@ def load_labels(run: Path) -> Labels | None:
     if not path.exists():
         return None
     try:
-        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+        return _parsed_labels(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         text = one_line(error)
         raise DataError(f"{str(path)!r} cannot be used ({text}); {REMEDY}") from None
 
 
-def _parsed(value: Any) -> Labels:
+def _parsed_labels(value: Any) -> Labels:
     if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
         raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
     body = {name: inner for name, inner in value.items() if name != "sha256"}
-    if _digest(body) != value["sha256"]:
+    if _labels_sha256(body) != value["sha256"]:
         raise ValueError("it was changed after it was written")
     simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
-    cells = tuple(_cell({**cell, **simple}) for cell in value["cells"])
+    cells = tuple(_stored_cell({**cell, **simple}) for cell in value["cells"])
     if not cells or len({cell.name for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
-    _check(Labels, {**body, "cells": cells})
+    _check_types(Labels, {**body, "cells": cells})
     return Labels(**{**body, "cells": cells, "format": LABELS_FORMAT})
 
 
-def _cell(value: Any) -> CellLabels:
-    _check(CellLabels, value)
+def _stored_cell(value: Any) -> CellLabels:
+    _check_types(CellLabels, value)
     if value["seed"] < 0 or value["concordant"] < 1:
         raise ValueError("seed or concordant is no count")
     if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
@@ -122,7 +125,7 @@ def _cell(value: Any) -> CellLabels:
     return CellLabels(**value)
 
 
-def _check(kind: Any, value: Mapping[str, Any]) -> None:
+def _check_types(kind: Any, value: Mapping[str, Any]) -> None:
     """Raise TypeError for a text, a count or a truth value of another type than the dataclass says."""
     for name, wanted in kind.__annotations__.items():  # texts, since annotations are postponed
         found = value[name]
@@ -130,8 +133,11 @@ def _check(kind: Any, value: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} is {str(found)[:40]!r}")
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _labels_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+# --- the drift that follows from them --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ class Table:
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table of clipped, visible text on one line."""
-    clean = tuple(tuple(inline(clip(cell, 300)) for cell in row) for row in rows)
-    assert all(len(row) == len(headers) for row in clean), headers
-    return Table(tuple(headers), clean, words)
+    """A table of clipped, visible text on one line, headers too: a suite's name may stand there."""
+    first, *clean = (tuple(inline(clip(cell, 300)) for cell in row) for row in (headers, *rows))
+    assert all(len(row) == len(first) for row in clean), headers
+    return Table(first, tuple(clean), words)
 
 
 def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:

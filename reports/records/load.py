@@ -1,7 +1,7 @@
 """Run folder -> records as a DataFrame, with the spec, provenance and telemetry beside them; nothing is trusted.
 
 A finished unit whose bytes are not the ones that were sealed is an error. A line that cannot be read is named, counted
-and kept out; whether its absence matters is for ``run_reasons`` to say. What others say of the stack lies beside it:
+and kept out; whether its absence matters is for ``run_reasons`` to say. Beside it lies what others declare:
 
 RUN/scan.json      as ``kvaudit scan --json`` writes it
 RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
@@ -254,6 +254,9 @@ def _step(row: Mapping[str, Any]) -> int:
     if wild:
         raise ValueError(f"{wild[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")
     return step
+
+
+# --- what lies beside the records ------------------------------------------------------------------------------------
 
 
 def evidence_of(run: Path) -> Evidence:

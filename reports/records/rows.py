@@ -298,6 +298,9 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+# --- panels: the table of one suite at one length --------------------------------------------------------------------
+
+
 class CellKey(NamedTuple):
     """One checkpoint served under one policy."""
 

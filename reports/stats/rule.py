@@ -1,4 +1,4 @@
-"""When a cell passes: the three-valued rule, the templates a PASS takes, and a sequence of doses.
+"""When a cell passes: the three-valued rule, how many templates a PASS takes, what they must show, a sequence of doses.
 
 Non-inferiority within a declared margin is PASS, FAIL or INCONCLUSIVE (Piaggio et al. 2012, JAMA 308:2594); the
 calibration simulates what the gate decides, by the same functions. If a share D of templates breaks totally, C
@@ -113,6 +113,9 @@ class Part(NamedTuple):
     weight: float
     sums: Array  # [C]
     counts: Array  # [C] items
+
+
+# --- the template rule -----------------------------------------------------------------------------------------------
 
 
 def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
