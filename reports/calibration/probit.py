@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)
 
@@ -30,6 +30,8 @@ def both_below(h: float, k: float, correlation: float) -> float:
 def correlation_for(h: float, k: float, both: float) -> float:
     """The correlation in [0, 1) at which P(X < h, Y < k) is ``both``; a value out of reach is an error."""
     assert both_below(h, k, 0.0) <= both <= both_below(h, k, 0.999999), (h, k, both)
+    from scipy import optimize  # slow to import, and a report asks for no rate of ours
+
     return float(optimize.brentq(lambda r: both_below(h, k, r) - both, 0.0, 0.999999, xtol=1e-12))
 
 
