@@ -92,9 +92,11 @@ class HintRecorder:
         """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``."""
         if x.dtype not in HINTED:
             return
-        if x.shape[2] > 1:
-            some = leaving.any(0).any(0)
+        if x.shape[2] > 1 and not (some := leaving.any(0).any(0)).all():
             x, codes, parameters, leaving, at = (t[:, :, some] for t in (x, codes, parameters, leaving, at))
+        if x.shape[2] >= _WAIT:  # a prompt
+            self._look_at(part, (x, codes, parameters, leaving, at))
+            return
         # copies: a view would hold all of what was exact until it is looked at
         self._waiting.append((part, (x.clone(), codes, parameters, leaving, at.clone())))
         self._slots += x.shape[2]
@@ -105,9 +107,12 @@ class HintRecorder:
         for part in (KEYS, VALUES):
             waiting = [tensors for kind, tensors in self._waiting if kind == part]
             if waiting:
-                for first, piece in _pieces([torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)]):
-                    self._enter(part, first, *piece)
+                self._look_at(part, [torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)])
         self._waiting, self._slots = [], 0
+
+    def _look_at(self, part: int, given: Sequence[Tensor]) -> None:
+        for first, piece in _pieces(given):
+            self._enter(part, first, *piece)
 
     def _enter(
         self, part: int, first: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor
