@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_cli import refused
 
 from audit.core.errors import DataError, RunError, SpecError
+from audit.core.files import write_output
 from audit.core.provenance import check_checkpoint
 from audit.core.records import Message, Role
 from audit.sampling import model, rendering
@@ -366,3 +367,10 @@ def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pyte
         chat.opening([Message(Role.USER, "One.")])
     monkeypatch.undo()
     assert chat.opening([Message(Role.USER, "Two.")]) == wanted
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "pin.json").mkdir()
+    with pytest.raises(RunError, match="Is a directory"):
+        write_output(tmp_path / "pin.json", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["pin.json"]

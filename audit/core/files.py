@@ -78,7 +78,11 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        os.replace(partial, path)
+    except OSError:  # a folder of that name, say
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
