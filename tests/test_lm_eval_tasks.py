@@ -124,3 +124,9 @@ def test_rows_of_another_version_are_refused(tasks: Path) -> None:
     assert results(row, [row["gold"]])["score"] == 1.0
     with pytest.raises(DataError, match=r"rows of suite refusal are of version 0, this kvaudit has"):
         results({**row, "suite_version": "0"}, [row["gold"]])
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_tasks_that_have_no_folder_are_one_line(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be a folder" in refused("tasks", tmp_path / place, "--items=2", "--context-tokens=160")

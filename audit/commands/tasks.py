@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
-from audit.core.errors import AuditError
+from audit.core.errors import DataError, SpecError
 
 
 def tasks(
@@ -39,7 +39,7 @@ def tasks(
             suite = SUITES.get(name)()
             try:
                 written = write_tasks(folder, suite, suite.items("eval", items, seed, context_tokens, count))
-            except AuditError as error:
+            except (SpecError, DataError) as error:
                 if named:
                     raise
                 say(console, f"left out: {error}")

@@ -132,9 +132,9 @@ def read_text(path: Path, what: str, largest: int = LARGEST_FILE) -> str:
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DataError(f"{what} {str(path)!r} cannot be read ({reason}); give the path of a {what}") from None
+        raise DataError(f"{what} {str(path)!r} cannot be read ({reason}); give the path of the {what}") from None
     if len(raw) > largest:
-        raise DataError(f"{what} {str(path)!r} is larger than {largest} bytes; give the path of a {what}")
+        raise DataError(f"{what} {str(path)!r} is larger than {largest} bytes; give the path of the {what}")
     return text
 
 

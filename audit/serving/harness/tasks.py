@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError, RunError, SpecError
 from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.files import write_whole
 from audit.core.records import Item, Message, Role
@@ -47,13 +47,19 @@ class Written(NamedTuple):
 
 
 def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[Written]:
-    """Write a suite's items as a task, or as two where some give options; raises SpecError where none can be."""
+    """Write a suite's items as a task, or as two where some give options; raises SpecError where none can be.
+
+    RunError where the folder cannot be made.
+    """
     one_turn = [item for item in items if suite.max_turns == 1 or suite.options(item)]
     fit = [item for item in one_turn if tuple(message.role for message in item.messages) in _OPENINGS]
     if not fit:
         why = "opens in the middle of a dialogue" if one_turn else f"takes {suite.max_turns} turns"
         raise SpecError(f"suite {suite.name} {why}, and a task of the harness is one question and one answer")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{str(folder)!r} cannot be a folder ({error.strerror}); give another DIR") from None
     write_whole(folder / "utils.py", UTILS)
     kinds = {False: f"kvaudit_{suite.name}", True: f"kvaudit_{suite.name}_choice"}
     written = []
