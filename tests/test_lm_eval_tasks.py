@@ -129,4 +129,4 @@ def test_rows_of_another_version_are_refused(tasks: Path) -> None:
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_tasks_that_have_no_folder_are_one_line(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot be a folder" in refused("tasks", tmp_path / place, "--items=2", "--context-tokens=160")
+    assert "give another path" in refused("tasks", tmp_path / place, "--items=2", "--context-tokens=160")

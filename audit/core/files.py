@@ -101,7 +101,8 @@ def write_output(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise RunError(
-            f"cannot write {str(path)!r} ({error.strerror}); free the disk or make the folder writable"
+            f"cannot write {str(path)!r} ({error.strerror}); free the disk, make the folder writable or give "
+            "another path"
         ) from None
 
 

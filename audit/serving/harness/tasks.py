@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.core.errors import DataError, RunError, SpecError
+from audit.core.errors import DataError, SpecError
 from audit.core.facets import FACETS, WELL_FORMED
-from audit.core.files import write_whole
+from audit.core.files import write_output
 from audit.core.records import Item, Message, Role
 from audit.sampling.exchange import graded
 from suites.base import SUITES, Suite
@@ -49,27 +49,23 @@ class Written(NamedTuple):
 def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[Written]:
     """Write a suite's items as a task, or as two where some give options; raises SpecError where none can be.
 
-    RunError where the folder cannot be made.
+    RunError where they cannot be written.
     """
     one_turn = [item for item in items if suite.max_turns == 1 or suite.options(item)]
     fit = [item for item in one_turn if tuple(message.role for message in item.messages) in _OPENINGS]
     if not fit:
         why = "opens in the middle of a dialogue" if one_turn else f"takes {suite.max_turns} turns"
         raise SpecError(f"suite {suite.name} {why}, and a task of the harness is one question and one answer")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{str(folder)!r} cannot be a folder ({error.strerror}); give another DIR") from None
-    write_whole(folder / "utils.py", UTILS)
+    write_output(folder / "utils.py", UTILS)
     kinds = {False: f"kvaudit_{suite.name}", True: f"kvaudit_{suite.name}_choice"}
     written = []
     for chooses, name in kinds.items():
         own = [item for item in fit if bool(suite.options(item)) is chooses]
         if own:
             rows = "".join(json.dumps(_row(suite, item), ensure_ascii=False) + "\n" for item in own)
-            write_whole(folder / f"{name}.jsonl", rows)
+            write_output(folder / f"{name}.jsonl", rows)
             text = yaml.safe_dump(_config(name, suite, own, chooses=chooses), sort_keys=False) + _FUNCTIONS
-            write_whole(folder / f"{name}.yaml", text)
+            write_output(folder / f"{name}.yaml", text)
             written.append(Written(name, len(own), 0))
     return [written[0]._replace(left_out=len(items) - len(fit)), *written[1:]]
 
