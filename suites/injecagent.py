@@ -67,9 +67,11 @@ class InjecAgent(Published):
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
         users, attacks, tools = cases(*(data_file(self.name, name) for name in (USERS, ATTACKS, TOOLS)))
-        threats = own_part(attacks, split)
+        asking, threats = own_part(users, split, every=4, first=3), own_part(attacks, split)
+        if not asking or not threats:
+            raise DataError(f"{USERS} and {ATTACKS} hold no {'attacker' if asking else 'user'} for {split}")
         found = list[list[Made]]()
-        for number, user in enumerate(own_part(users, split, every=4, first=3)):
+        for number, user in enumerate(asking):
             order = random.Random(f"{split}-{seed}-{user.name}").sample(threats, len(threats))
             asked = (
                 (group, attack, twin) for group, attack in enumerate(order) for twin in rotated(SLOT_TWINS, number)

@@ -26,7 +26,6 @@ from suite_world import (
     FIRST_ITEMS,
     IN_CONTEXTS,
     SEED,
-    TOKENS,
     Asked,
     ask,
     digest,

@@ -88,7 +88,8 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
 class EvaluateSpec(Part):
     """The grid: every checkpoint under every policy, on every suite, at every context length.
 
-    ``context_tokens`` are the lengths of suites that are made to one; public rows as published have none (0). With ``own_policy_only`` what was trained under a policy is served under that one and none.
+    ``context_tokens`` are the lengths of suites that are made to one; public rows as published have none (0). With
+    ``own_policy_only`` what was trained under a policy is served under that one and none.
     """
 
     policies: tuple[str, ...] = Field(min_length=1)

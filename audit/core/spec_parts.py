@@ -81,8 +81,8 @@ class Names:
 
     ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind and
     ``placements`` where its items may put what matters, and ``lengths`` whether they are made to a length (given, none,
-    any); ``bare`` is the suite whose rows a suite in a context asks; ``check_training`` knows the arms, the loss, the suites and
-    whether the policy can be replayed; ``loss_defaults`` are values of the section that a loss would rather have;
+    any); ``bare`` is the suite whose rows a suite in a context asks; ``check_training`` knows the arms, the loss, the
+    suites and whether the policy can be replayed; ``loss_defaults`` are values that a loss would rather have;
     ``check_guard`` and ``check_judge`` know a guard and a judge, and their options; ``remedy`` gives the text of a
     remedy, and ``check_remedies`` knows whether remedies have a hold on gated policies.
     """
