@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from audit.core.errors import AuditError, DataError
+from audit.core.errors import AuditError, DataError, SpecError
 from audit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
 from audit.policies import parse_policy
 from audit.runs.names import NAMES
@@ -134,7 +134,7 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("[none, ", "[", "evaluate.policies lacks 'none'"),
         ("[none, ", "[none, none, ", "evaluate.policies names none twice"),
         ("suites: [refusal, math]\n  c", "suites: [refusl]\n  c", "unknown suite 'refusl'. Did you mean 'refusal'?"),
-        ("[192]", "[0]", "line 11: evaluate.context_tokens.0 is 0, wanted greater than or equal to 1"),
+        ("[192]", "[0]", "evaluate.suites.refusal.context_tokens is missing: the suite's items are made to a length"),
         ("[192]", "192", "evaluate.context_tokens is 192, wanted a list"),
         ("[192]", "[192]\n  samples: 4", "evaluate.samples is 4 at temperature 0"),
         ("format: 1", "gate: {reference: smd}", "unknown gate.reference 'smd'. Known: dense, naive"),
@@ -156,7 +156,7 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("name: quick", "name: [", "q.yaml line 4: not a usable spec: expected"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  group: 1\nevaluate", "'group' is 1, wanted 2 or more"),
         ("[refusal, math]\nevaluate", "[refusal, math]\n  loss: grp\nevaluate", "unknown loss 'grp'"),
-        ("[192]", "[]", "evaluate.context_tokens is [], wanted at least one entry"),
+        ("[192]", "[]", "evaluate.suites.refusal.context_tokens is missing"),
         ("suites: [refusal, math]\n  c", "suites: {math: 3}\n  c", "evaluate.suites.math is 3, wanted a mapping"),
         ("suites: [refusal, math]\n  c", "suites: [[math]]\n  c", "evaluate.suites is [['math']], wanted a mapping"),
         ("[192]", "[192]\n  base: maybe", "evaluate.base is 'maybe', wanted true or false"),
@@ -284,3 +284,58 @@ def test_contrasts_are_written_by_name_and_read_by_name_or_code() -> None:
     assert by_code == by_name
     assert by_code.sha256 == by_name.sha256
     assert "estimands:\n  - alike\n  - deployed\n  - worst" in dump_spec(by_name)
+
+
+def asked(part: str, more: str = "") -> dict[str, tuple[int, ...]]:
+    """The lengths of every suite of a grid, as a run that is to be made reads them."""
+    text = f"format: 1\nname: q\nevaluate:\n  policies: [none]\n  suites: {part}\n{more}"
+    grid = parse_spec(text, "q.yaml", NAMES).evaluate
+    return {suite: grid.contexts_of(suite) for suite in grid.suites}
+
+
+def test_public_rows_are_asked_as_published_beside_suites_that_have_lengths() -> None:
+    assert asked("[xstest, gsm8k]") == {"xstest": (0,), "gsm8k": (0,)}
+    assert asked("[refusal, xstest]", "  context_tokens: [192, 384]\n") == {"refusal": (192, 384), "xstest": (0,)}
+    assert asked("{xstest: {context_tokens: published}}") == {"xstest": (0,)}
+
+
+def test_a_context_is_a_suite_of_its_own_beside_the_bare_rows() -> None:
+    part = "{xstest: {items: 8, context: [published, brief, book], context_tokens: [512, 1024]}}"
+    assert asked(part) == {"xstest": (0,), "xstest@brief": (0,), "xstest@book": (512, 1024)}
+    assert asked("{xstest: {}, xstest@book: {}}", "  context_tokens: [512]\n") == {
+        "xstest": (0,),
+        "xstest@book": (512,),
+    }
+
+
+def test_a_spec_that_was_written_reads_back_with_its_contexts() -> None:
+    text = "format: 1\nname: q\nevaluate:\n  policies: [none]\n  suites: {xstest: {context: [published, brief]}}\n"
+    spec = parse_spec(text, "q.yaml", NAMES)
+    again = parse_spec(dump_spec(spec), "q.yaml")
+    assert (again, again.sha256) == (spec, spec.sha256)
+    assert again.evaluate.contexts_of("xstest@brief") == (0,)
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "told"),
+    [
+        ("{xstest: {context_tokens: 512}}", "", "context_tokens is 512, but its rows are asked as published; put them"),
+        ("[xstest]", "  context_tokens: [512]\n", "is 512, but every suite asks its rows as published; leave it out"),
+        ("{xstest@book: {context_tokens: 512}}", "", "holds xstest@book without xstest: what a context does to the"),
+        ("{xstest: {context: [published, book]}}", "", "xstest@book.context_tokens is missing: the suite's items are"),
+        ("{xstest: {context: [published, bok]}}", "", "unknown context of suite xstest 'bok'. Did you mean 'book'"),
+        ("{xstest: {context: []}}", "", "evaluate.suites.xstest.context is [], wanted published or names of contexts"),
+        ("{xstest: {context: 3}}", "", "evaluate.suites.xstest.context is 3, wanted published or names of contexts"),
+        ("{xstest: {context: [book, book]}}", "", "evaluate.suites.xstest.context names book twice; give each once"),
+        (
+            "{refusal: {context: book}}",
+            "",
+            "refusal makes contexts of its own; only suites of public rows stand in one",
+        ),
+    ],
+)
+def test_a_context_that_cannot_be_is_one_line(part: str, more: str, told: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        asked(part, more)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

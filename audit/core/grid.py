@@ -12,10 +12,10 @@ from audit.core.errors import SpecError, UnknownName
 from audit.core.spec_parts import (
     PUBLISHED,
     BatchTokens,
+    ContextLength,
     Count,
     Group,
     HeatOrGreedy,
-    Length,
     Names,
     Number,
     Part,
@@ -47,7 +47,7 @@ class SuiteSpec(Part):
     items: Count = 128
     max_new_tokens: Count | None = None
     samples: Group | None = None
-    context_tokens: Annotated[tuple[Length, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
+    context_tokens: Annotated[tuple[ContextLength, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
     placement: Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
 
     def written(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class EvaluateSpec(Part):
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
-    context_tokens: tuple[Length, ...] = ()
+    context_tokens: tuple[ContextLength, ...] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
     temperature: HeatOrGreedy = 0.0

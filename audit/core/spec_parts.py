@@ -30,7 +30,7 @@ def _length(value: Any) -> Any:
     return 0 if value == PUBLISHED else value
 
 
-Length = Annotated[int, BeforeValidator(_length), Field(strict=True, ge=0, le=10_000_000)]  # of one context
+ContextLength = Annotated[int, BeforeValidator(_length), Field(strict=True, ge=0, le=10_000_000)]  # of one context
 BatchTokens = Annotated[int, Field(strict=True, ge=1, le=1_000_000_000)]
 Group = Annotated[int, Field(strict=True, ge=1, le=1024)]  # rows of one prompt
 Rank = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of an adapter
