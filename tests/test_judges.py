@@ -20,7 +20,7 @@ from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, la
 from audit.core.endpoint import _retry_after, over_http
 from audit.core.errors import DataError, RunError, SpecError
 from audit.core.options import sha256_of
-from audit.core.questions import Question
+from audit.core.questions import Question, Reading
 from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
 from audit.judges.card import card_lines
 from audit.judges.labels import BESIDE, sources
@@ -413,18 +413,18 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert Remembered(judge, tmp_path).refused([*ASKED[:2], ASKED[0]]) == [False, None, False]
-        assert Remembered(judge, tmp_path).refused(ASKED[:2]) == [False, True]
+        assert Remembered(judge, tmp_path).read([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
+        assert Remembered(judge, tmp_path).read(ASKED[:2]) == [Reading(False), Reading(True)]
     assert len(server.asked) == 3
 
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
     judge = parse_judge("phrases")
-    Remembered(judge, tmp_path).refused(ASKED)
+    Remembered(judge, tmp_path).read(ASKED)
     (kept,) = tmp_path.glob("answers-*")
     assert kept.name == f"answers-phrases-{judge.identity[:12]}.jsonl"
     kept.write_bytes(kept.read_bytes()[:-9] + b'\n[]\n{"question": 1}\n')
-    assert Remembered(judge, tmp_path).refused(ASKED) == judge.refused(ASKED)
+    assert Remembered(judge, tmp_path).read(ASKED) == judge.read(ASKED)
 
 
 def test_made_up_answers_are_told_apart_by_the_phrase_rules() -> None:

@@ -115,7 +115,9 @@ def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str,
 def _print(changes: Sequence[SuiteChange]) -> None:
     from rich.table import Table
 
-    table = Table("suite", "version", "answers", "scores changed", "outcomes changed", "judged", "judge failed")
+    table = Table(
+        "suite", "version", "answers", "scores changed", "outcomes changed", "judged", "unsure", "judge failed"
+    )
     for change in changes:
         table.add_row(inline(change.suite), inline(change.versions), *map(str, change[2:]))
     wide_console().print(table, markup=False)
