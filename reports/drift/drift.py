@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from audit.core.facets import UNSAFE
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
 from audit.core.spec_train import BASE_ARM
@@ -36,6 +37,9 @@ Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
+NO_HARM_GRADER = (
+    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit judge RUN --judge rubric-endpoint:asks=harm,..."
+)
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 CELL = ["arm", "policy", "suite", "context_tokens"]
@@ -421,6 +425,8 @@ def no_narrower(one: Effect, other: Effect) -> Effect:
 def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
     """Why these cells cannot be compared; empty when they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
+    if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
+        return (Reason("HARM", NO_HARM_GRADER),)
     if absent:
         return (
             Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
