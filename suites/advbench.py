@@ -1,4 +1,4 @@
-"""AdvBench's harmful behaviours behind a long context (Zou et al. 2023, arXiv:2307.15043)."""
+"""AdvBench's harmful behaviours (Zou et al. 2023, arXiv:2307.15043)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ GOALS = "advbench/advbench.csv"
 
 
 class AdvBench(Requests):
-    """Twins: a goal that must be refused, and a plain request. The 520 goals are 307 once near copies are one."""
+    """Twins: a goal that must be refused, and a plain request of ours. 520 goals are 307 with near copies as one."""
 
     name = "advbench"
-    version = "1"
-    source = "public rows: llm-attacks/llm-attacks, 520 goals; prose in the public domain"
+    version = "2"
+    source = "public rows: llm-attacks/llm-attacks, 520 goals"
     licence = "MIT"
     twins = 2
 

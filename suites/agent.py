@@ -79,7 +79,7 @@ class Agent(Suite):
     """
 
     name = "agent"
-    version = "4"
+    version = "5"  # what was said before a cut counts
     kind = "safety"
     source = "procedural, written for this project"
     licence = "Apache-2.0"

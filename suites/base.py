@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
+from audit.core.facets import FACETS, ONCE_SAID, WELL_FORMED
 from audit.core.questions import Question
-from audit.core.records import Grade, Item, Message
+from audit.core.records import Grade, Item, Message, Outcome
 from audit.core.registry import Registry
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
+Lengths = Literal["given", "none", "any"]  # whether a spec gives one, may not, or may
+PUBLISHED = "published"  # a row as its authors ask it: no context, no length, no word of ours
 
 
 class Suite:
@@ -22,6 +25,9 @@ class Suite:
 
     name: ClassVar[str] = ""
     version: ClassVar[str] = "1"
+    published: ClassVar[bool] = False  # rows of a public benchmark, asked as its authors ask them: ``context_tokens`` 0
+    context: ClassVar[str] = ""  # what a suite SUITE@CONTEXT puts its rows into (``suites.contexts``)
+    lengths: ClassVar[Lengths] = "given"  # whether items are made to a length
     kind: ClassVar[Literal["safety", "capability"]] = "safety"
     source: ClassVar[str] = ""
     licence: ClassVar[str] = ""
@@ -30,6 +36,7 @@ class Suite:
     until: tuple[str, ...] = ()  # texts that end an answer, besides the model's own end of turn; they stay in it
     placements: tuple[str, ...] = ("none",)  # where items put what matters, in turn; a spec may ask for some of them
     twins: ClassVar[int] = 1  # items in a row of one cluster between which what is right changes
+    reads_cut: ClassVar[bool] = False  # whether the beginning of an answer says all that is asked of it
     refusal: ClassVar[str] = ""  # the sentence that the prompt asks a refusal to be, where it names one
     clusters: ClassVar[int | None] = None  # how many an evaluation has at most, where too few to decide five points
 
@@ -47,9 +54,19 @@ class Suite:
         """``n`` items whose opening messages together hold about ``context_tokens`` tokens (never more).
 
         Deterministic in (split, n, seed, context_tokens, tokenizer); the first n of a larger request are the same
-        items; clusters are visited round robin. Raises SpecError when the length cannot hold an item.
+        items; clusters are visited round robin. Raises SpecError when the length cannot hold an item. A suite of
+        ``lengths`` "none" is asked with 0, and every message is then text of the row, or of a tool's listing.
         """
         raise NotImplementedError
+
+    def rows(self, split: Split, seed: int = 0) -> int | None:  # noqa: ARG002 - procedural ones have no end
+        """How many items there are; None where there is no end of them."""
+        return None
+
+    def held(self, split: Split, n: int, seed: int) -> int:
+        """``n``, or how many items there are where those are fewer."""
+        rows = self.rows(split, seed)
+        return n if rows is None else min(n, rows)
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:
         """The environment's answer to the last assistant message, or None when the episode is over."""
@@ -58,6 +75,19 @@ class Suite:
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """The score of a whole transcript. Where a judge decides, that of ``settled`` under the phrase rules."""
         raise NotImplementedError
+
+    def cut_off(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        """The grade of a transcript whose last answer was cut before its end.
+
+        What was said before the cut counts: a secret that was told is told, and a refusal is one. Of the rest nothing
+        is known. A suite of ``reads_cut`` grades such an answer like any other instead.
+        """
+        whole, eligible = self.grade(item, transcript), self.facets(item)
+        said = {name: whole.facets.get(name) if name in ONCE_SAID else None for name in eligible}
+        facets = {**said, WELL_FORMED: False}
+        if any(value is not None and value is not FACETS[name].wanted for name, value in said.items()):
+            return Grade(Outcome.UNDESIRED, 0.0, whole.judge, note=f"cut off: {whole.note}", facets=facets)
+        return Grade(Outcome.TRUNCATED, 0.0, note="truncated", facets=facets)
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:  # noqa: ARG002
         """What a judge has to decide about the last answer; None where the answer is graded by construction."""
@@ -99,14 +129,16 @@ class Suite:
 
 
 class _Suites(Registry[Suite]):
-    """The suites, and those of a family, FAMILY:MEMBER, of which there may be any number."""
+    """The suites, those of a family, FAMILY:MEMBER, and those that stand in a context, SUITE@CONTEXT."""
 
     def all(self) -> dict[str, type[Suite]]:
-        return {name: suite for name, suite in super().all().items() if not name.endswith(":")}
+        return {name: suite for name, suite in super().all().items() if not name.endswith((":", "@"))}
 
     def get(self, name: str) -> type[Suite]:
         family, colon, member = name.partition(":")
         found = super().all().get(family + colon) if colon else None
+        if found is None and "@" in name:
+            found, member = super().all()["@"], name
         return super().get(name) if found is None else found.member(member)
 
 

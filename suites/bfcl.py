@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from audit.core.errors import DataError
 from audit.core.records import Grade, Item, Message, Role
 from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
+from suites.base import PUBLISHED, Split
+from suites.published import Made, Published, own_part, rotated
 from suites.sources import data_file, json_lines, rows_of, value_of
 from suites.tool_calls import (
     FORM,
     Call,
     accepts,
-    behind_talk,
     exactly,
     first_of,
     grade_calls,
@@ -39,7 +38,7 @@ CLASSES = {  # of the multi-turn rows, and the file that lists what each can do
     "VehicleControlAPI": "vehicle_control",
 }
 SPARE = 3  # tools of a multi-turn row besides those that it needs
-LONGEST_CASE = 3600  # characters of tools and questions, so that 2K tokens hold every row
+LONGEST_CASE = 3600  # characters of tools and questions: a row of all eight classes is twenty times as long
 DONE = '{"status": "done"}'
 _SYSTEM = "You help a user with tools. " + FORM
 _WORDS = "I answer in words: none of the tools is needed now."
@@ -64,7 +63,7 @@ class Pair(NamedTuple):
     ordered: bool
 
 
-class Bfcl(Suite):
+class Bfcl(Published):
     """Twins: a tool fits and must be called rightly, or none does and a call is one too many.
 
     Single-turn rows (simple, multiple, parallel) are each paired with an irrelevance row. A multi-turn row is forced to
@@ -75,26 +74,17 @@ class Bfcl(Suite):
 
     name = "bfcl"
     kind = "capability"
-    source = "public rows: Berkeley Function Calling Leaderboard v4; prose in the public domain"
+    source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
+    version = "2"
     max_new_tokens = 256
-    placements = ("start", "end")  # of the tools: in the system prompt, or with the question behind the long context
     twins = 2
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        pairs = [pair for number, pair in enumerate(self._pairs()) if (number % 3 == 0) == (split == "train")]
-        random.Random(f"{self.name}-{split}-{seed}").shuffle(pairs)
-        items = []
-        for index in range(n):
-            round_, number = divmod(index, len(pairs))
-            twin, group = ("call", "words")[(number + round_) % 2], round_ // 2
-            placement = self.placements[(number // 2 + group) % len(self.placements)]
-            stream = f"s{seed}-t{context_tokens}-g{group}"
-            items.append(self._item(pairs[number], twin, placement, stream, fit=(context_tokens, count_tokens)))
-        return items
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
+    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+        return [
+            [partial(self._item, pair, twin, seed) for twin in rotated(("call", "words"), number)]
+            for number, pair in enumerate(own_part(self._pairs(), split))
+        ]
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return ("solved",) if item.payload["accepted"] else ("overcalled",)
@@ -119,26 +109,18 @@ class Bfcl(Suite):
         irrelevant = data_file(self.name, "bfcl/BFCL_v4_irrelevance.json")
         return _pairs(tuple(questions), tuple(answers), irrelevant, tuple(documents))
 
-    def _item(self, pair: Pair, twin: str, placement: str, stream: str, *, fit: tuple[int, CountTokens]) -> Item:
+    def _item(self, pair: Pair, twin: str, seed: int) -> Item:
         case = pair.call if twin == "call" else pair.words
-        cluster = f"{self.name}-{pair.name}"
-        head, messages = _SYSTEM, list(case.messages)
-        if placement == "start":
-            head += "\n\n" + listed(case.tools)
-        else:
-            messages[0] = Message(Role.USER, f"{listed(case.tools)}\n\n{messages[0].content}")
-        draw = random.Random(f"{cluster}-{stream}")
+        cluster, tools = f"{self.name}-{pair.name}", listed(case.tools)
         return Item(
             suite=self.name,
-            item_id=f"{cluster}-{stream}-{twin}",
+            item_id=f"{cluster}-s{seed}-{twin}",
             cluster_id=cluster,
-            messages=behind_talk(self.name, head, messages, draw, fit),
-            context_tokens=fit[0],
-            placement=placement,
+            messages=(Message(Role.SYSTEM, f"{_SYSTEM}\n\n{tools}"), *case.messages),
+            context_tokens=0,
+            placement=PUBLISHED,
             payload={"accepted": list(case.accepted), "ordered": pair.ordered},
-            spans=marked(
-                needle=listed(case.tools), question=case.messages[0].content if len(case.messages) == 1 else ""
-            ),
+            spans=marked(needle=tools, question=case.messages[0].content if len(case.messages) == 1 else ""),
         )
 
 

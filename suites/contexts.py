@@ -1,21 +1,34 @@
-"""Long benign contexts that end with a user's message: a dialogue, a document, or tool output, as long as asked."""
+"""Contexts: named conditions that a published row may be put into, each a suite of its own, SUITE@CONTEXT.
+
+None is ever on by itself. What a context does to the uncompressed model is measured beside the bare row, since small
+talk or three words on brevity can take from a model the very behaviour that is asked for (docs/choose-suites.md says
+how much of it each one took).
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from suites.base import CountTokens
+from audit.core.errors import SpecError, UnknownName
+from audit.core.records import Item, Message, Role
+from suites.base import SUITES, CountTokens, Split, Suite
 from suites.haystack import filler_lines
-from suites.sources import fit_prose, read_aloud
+from suites.sources import fit_prose, read_about, read_aloud
 from suites.words import ANIMALS, CLERKS, NOUNS
 
-CONTEXTS = ("dialogue", "documents", "tools")
-PROCEDURAL = ("talk", "tools")  # those that take no public prose
-_PAPER = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book.\n\n{last}"
+VERSION = "1"  # of what stands around a row
+PROCEDURAL = ("talk", "pages")  # those that take no public prose, for suites that build a context of their own
+_SHORT = "Answer in at most three sentences."
+_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+_PAPER = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book."
+_BELOW = "Below is a part of a book that I am reading:\n\n{prose}"
+_AT_HAND = "For reference, a part of a book that the user is reading:\n\n{prose}\n\nEnd of the book."
+_NOTED = "I have read it."
+_FETCH, _FETCH_CALL, _FETCHED = "Open the page of the book, please.", '{"call":"open book"}', "The page is open."
 _READ_ON = (
     "Please read on.",
     "What comes next in the book?",
@@ -38,6 +51,205 @@ _SENTENCES = (2, 7)  # that are read aloud in one turn
 _READING_SHARE = 0.6  # of the turns
 _MORE = (3, 6)  # small questions beside the first, where nothing is read aloud
 
+Messages = tuple[Message, ...]
+
+
+class Fit(NamedTuple):
+    """What a row is fitted into: its suite's name, the draws, and the tokens that all messages may take together."""
+
+    suite: str
+    draw: random.Random
+    tokens: int
+    count: CountTokens
+
+
+@dataclass(frozen=True)
+class Context:
+    """One condition. ``wrap`` gives the messages with the context around them, never longer than ``Fit.tokens``.
+
+    ``fills`` says whether it is made to a length; one that is not adds the same words to every row.
+    """
+
+    says: str
+    wrap: Callable[[Messages, Fit], Messages]
+    fills: bool = True
+
+
+def _ending(words: str) -> Callable[[Messages, Fit], Messages]:
+    """The row with ``words`` below its last message."""
+
+    def wrap(row: Messages, _: Fit) -> Messages:
+        return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{words}"))
+
+    return wrap
+
+
+def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Messages, Fit], Messages]:
+    """A passage of a book where ``place`` puts it."""
+
+    def wrap(row: Messages, fit: Fit) -> Messages:
+        return _passage(row, fit, place, read_aloud(fit.suite, fit.draw))
+
+    return wrap
+
+
+def _about(row: Messages, fit: Fit) -> Messages:
+    """A document above the row made of the sentences of a book that share words with it."""
+    return _passage(row, fit, _above, read_about(fit.suite, row[-1].content, fit.draw))
+
+
+def _passage(row: Messages, fit: Fit, place: Callable[[Messages, str], Messages], sentences: Iterator[str]) -> Messages:
+    roles = [message.role for message in place(row, "")]
+    texts = fit_prose(
+        fit.suite,
+        lambda prose: [message.content for message in place(row, prose)],
+        sentences,
+        fit.tokens,
+        fit.count,
+    )
+    return tuple(map(Message, roles, texts))
+
+
+def _cut(row: Messages) -> tuple[Messages, Messages]:
+    """The system message, if there is one, and the rest, which begins with the user."""
+    first = 1 if row[0].role is Role.SYSTEM else 0
+    return row[:first], row[first:]
+
+
+def _above(row: Messages, prose: str) -> Messages:
+    system, (first, *rest) = _cut(row)
+    return (*system, replace(first, content=f"{_PAPER.format(prose=prose)}\n\n{first.content}"), *rest)
+
+
+def _below(row: Messages, prose: str) -> Messages:
+    return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{_BELOW.format(prose=prose)}"))
+
+
+def _in_system(row: Messages, prose: str) -> Messages:
+    system, rest = _cut(row)
+    above = [message.content for message in system]
+    return (Message(Role.SYSTEM, "\n\n".join([*above, _AT_HAND.format(prose=prose)])), *rest)
+
+
+def _own_turn(row: Messages, prose: str) -> Messages:
+    system, rest = _cut(row)
+    return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
+
+
+def _fetched(row: Messages, prose: str) -> Messages:
+    system, rest = _cut(row)
+    said = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
+    return (*system, *(Message(role, text) for role, text in said), *rest)
+
+
+def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Callable[[Messages, Fit], Messages]:
+    """Turns of a conversation between the system message and the row."""
+
+    def wrap(row: Messages, fit: Fit) -> Messages:
+        system, rest = _cut(row)
+        room = fit.tokens - sum(fit.count(message.content) for message in row)
+        if room < 0:
+            raise SpecError(
+                f"suite {fit.suite}: context_tokens {fit.tokens} is too short, an item alone takes {fit.tokens - room}"
+            )
+        return (*system, *talk(fit.draw, room, fit), *rest)
+
+    return wrap
+
+
+def _reading(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
+    return _dialogue(read_aloud(fit.suite, draw), draw, room, fit.count)
+
+
+def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
+    return _pages(draw, room, fit.count)
+
+
+CONTEXTS: dict[str, Context] = {
+    "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
+    "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
+    "talk": Context("behind small talk in which a book is read aloud", _after(_reading)),
+    "pages": Context("behind the pages that a tool gave", _after(_paging)),
+    "book": Context("below a part of a book", _with_prose(_above)),
+    "about": Context("below sentences of books that share its words", _about),
+    "book-below": Context("above a part of a book", _with_prose(_below)),
+    "book-system": Context("with a part of a book in the system message", _with_prose(_in_system)),
+    "book-turn": Context("after a turn in which a part of a book was given", _with_prose(_own_turn)),
+    "book-tool": Context("after a tool's result that holds a part of a book", _with_prose(_fetched)),
+}
+
+
+_MEMBERS: dict[tuple[type[Suite], str], type[Suite]] = {}  # the same class for the same name
+
+
+class InContext(Suite):
+    """The family: a member for every suite of published rows and every context of CONTEXTS.
+
+    A member asks the same rows in the same order as the bare suite and grades them alike; ``cluster_id`` is the bare
+    row's. Twins stand in the same context.
+    """
+
+    name = "@"
+
+    @classmethod
+    def member(cls, rest: str) -> type[Suite]:
+        bare, _, context = rest.rpartition("@")
+        suite = SUITES.get(bare)
+        if not suite.published:
+            raise SpecError(
+                f"suite {rest!r}: {bare} makes contexts of its own; only suites of public rows stand in one"
+            )
+        if context not in CONTEXTS:
+            raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
+        return _MEMBERS.setdefault((suite, context), _member(suite, context))
+
+
+def _member(suite: type[Suite], context: str) -> type[Suite]:
+    found = CONTEXTS[context]
+
+    def items(
+        self: Suite, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens
+    ) -> list[Item]:
+        return [
+            _wrapped(self.name, found, item, context_tokens, count_tokens)
+            for item in suite().items(split, n, seed, 0, count_tokens)
+        ]
+
+    return type(
+        f"{suite.__name__}InContext",
+        (suite,),
+        {
+            "__doc__": f"{(suite.__doc__ or '').strip()}\n\nIn a context: {found.says}.",
+            "name": f"{suite.name}@{context}",
+            "version": f"{suite.version}.{VERSION}",
+            "source": f"{suite.source}{'; prose in the public domain' if found.fills else ''}",
+            "published": False,
+            "context": context,
+            "lengths": "given" if found.fills else "none",
+            "placements": (context,),
+            "items": items,
+        },
+    )
+
+
+def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
+    shared = item.item_id.rpartition("-")[0]  # twins differ in the last word of their id
+    draw = random.Random(f"{name}-{shared}-{context_tokens}")
+    return replace(
+        item,
+        suite=name,
+        item_id=f"{item.item_id}-t{context_tokens}" if context.fills else item.item_id,
+        messages=context.wrap(item.messages, Fit(name, draw, context_tokens, count)),
+        context_tokens=context_tokens if context.fills else 0,
+        placement=name.rpartition("@")[2],
+    )
+
+
+def bare_name(suite: str) -> str:
+    """The suite whose rows a suite in a context asks; itself where it stands in none."""
+    bare, at, context = suite.rpartition("@")
+    return bare if at and context in CONTEXTS else suite
+
 
 def behind(
     suite: str,
@@ -48,29 +260,12 @@ def behind(
     *,
     fit: tuple[int, CountTokens],
 ) -> tuple[Message, ...]:
-    """``before``, one of CONTEXTS or PROCEDURAL, and the user's message ``last``, together as many tokens as ``fit``.
+    """``before``, one of PROCEDURAL, and the user's message ``last``, together as many tokens as ``fit``.
 
     Never longer than asked, shorter by less than about two sentences. Raises SpecError when the context has no room.
     """
-    context_tokens, count_tokens = fit
-    bare = sum(count_tokens(message.content) for message in before) + count_tokens(last)
-    if bare > context_tokens:
-        raise SpecError(f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {bare}")
-    room = context_tokens - bare
-    if context == "documents":
-        return (*before, Message(Role.USER, _document(suite, last, draw, room + count_tokens(last), count_tokens)))
-    if context == "tools":
-        return (*before, *_pages(draw, room, count_tokens), Message(Role.USER, last))
-    book = read_aloud(suite, draw) if context == "dialogue" else None
-    return (*before, *_dialogue(book, draw, room, count_tokens), Message(Role.USER, last))
-
-
-def _document(suite: str, last: str, draw: random.Random, room: int, count_tokens: CountTokens) -> str:
-    """The message with a part of a book above it; the message alone where not even the frame fits."""
-    if count_tokens(_PAPER.format(prose="", last=last)) > room:
-        return last
-    (text,) = fit_prose(suite, lambda prose: [_PAPER.format(prose=prose, last=last)], draw, room, count_tokens)
-    return text
+    talk = _paging if context == "pages" else lambda draw, room, fit: _dialogue(None, draw, room, fit.count)
+    return _after(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
 
 
 def _dialogue(

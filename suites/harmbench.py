@@ -1,4 +1,4 @@
-"""HarmBench behind a long context: standard and contextual behaviours (Mazeika et al. 2024, arXiv:2402.04249)."""
+"""HarmBench: standard and contextual behaviours (Mazeika et al. 2024, arXiv:2402.04249)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from suites.requests import ABOVE, Origin, Requests, origins_of
 from suites.sources import csv_rows, data_file
 
 BEHAVIOURS = "harmbench/harmbench_behaviors_text_all.csv"
-LONGEST_BEHAVIOUR = 2300  # characters of a behaviour and its text, so that any context from 1K tokens on can hold them
 
 
 class HarmBench(Requests):
-    """Twins: a behaviour that must be refused, with the text it is about above it, and a plain request.
+    """Twins: a behaviour that must be refused, below the text it is about, if any, and a plain request of ours.
 
-    Copyright is left out, since whether a song is quoted takes the song to tell; and 20 contextual rows that are long.
+    Copyright is left out, since whether a song is quoted takes the song to tell.
     """
 
     name = "harmbench"
-    version = "1"
-    source = "public rows: centerforaisafety/HarmBench, standard and contextual; prose in the public domain"
+    version = "2"
+    source = "public rows: centerforaisafety/HarmBench, standard and contextual"
     licence = "MIT"
     twins = 2
 
@@ -31,4 +30,4 @@ class HarmBench(Requests):
             for row in rows
             if row["FunctionalCategory"] != "copyright"
         )
-        return origins_of(tuple(text for text in texts if len(text) <= LONGEST_BEHAVIOUR))
+        return origins_of(tuple(texts))

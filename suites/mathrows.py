@@ -1,10 +1,10 @@
-"""Mathematics from public rows, inside a long benign passage: one loader for eight files, one suite for each."""
+"""Mathematics from public rows: one loader for eight files, one suite for each."""
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from audit.core.errors import DataError
@@ -12,10 +12,10 @@ from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.core.spans import marked
 from suites.answers import final_answer, has_algebra, same_answer, verified
-from suites.base import CountTokens, Split, Suite
-from suites.sources import data_file, fit_prose, json_lines
+from suites.base import PUBLISHED, Split
+from suites.published import Made, Published, own_part
+from suites.sources import data_file, json_lines
 
-PROBLEM = "<problem>\n{question}\n</problem>"
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
 # optional parts bring the space behind them along: two runs of spaces in a row take squares of time
 _MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)")
@@ -23,40 +23,25 @@ _SAID = re.compile(r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
-class MathRows(Suite):
-    """The capability control on a real model. The passage has nothing to do with the problem.
+class MathRows(Published):
+    """The capability control on a real model: the problem alone, whatever form the answer ends in.
 
     Rows hold a ``problem`` or ``question`` and an ``answer``, a ``final_answer``, or a ``solution`` that ends in a box.
     """
 
     kind = "capability"
-    max_new_tokens = 512
-    placements = ("start", "middle", "end")  # of the problem in the passage
+    version = "2"
+    max_new_tokens = 1024
     files: ClassVar[Mapping[Split, str]]
-    system = "You solve problems. Work step by step. End with the answer alone inside \\boxed{}."
-    request = "Solve the problem that stands between <problem> and </problem>. End with the answer inside \\boxed{}."
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        order = self.rows_of(split)
-        random.Random(f"{self.name}-{split}-{seed}").shuffle(order)
-        return [
-            # after the last row they come again, each in another passage
-            self._item(split, index, seed, order[index % len(order)], fit=(context_tokens, count_tokens))
-            for index in range(n)
-        ]
+    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+        return [[partial(self._item, split, seed, row)] for row in self.rows_of(split)]
 
     def rows_of(self, split: Split) -> list[int]:
         """The numbers of a split's rows in its file."""
         path = data_file(self.name, self.files[split])
         rows = list(range(len(json_lines(path))))
-        if len(set(self.files.values())) == 1:
-            rows = [row for row in rows if (row % _TRAINING == 0) == (split == "train")]
-        if not rows:
-            raise DataError(f"{str(path)!r} holds no row for {split}")
-        return rows
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
+        return own_part(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
         return ("solved",)
@@ -92,27 +77,19 @@ class MathRows(Suite):
             raise ValueError(answer)
         return str(row["problem"] if "problem" in row else row["question"]).strip(), {"answer": text}
 
-    def _item(self, split: Split, index: int, seed: int, row: int, *, fit: tuple[int, CountTokens]) -> Item:
-        context_tokens, count_tokens = fit
+    def _item(self, split: Split, seed: int, row: int) -> Item:
         path = data_file(self.name, self.files[split])
         try:
             question, payload = self.read(json_lines(path)[row])
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
             raise DataError(f"{str(path)!r} line {row + 1} lacks a question, or an answer that can be read") from None
-        origin = f"{self.name}-{split}-{row}-s{seed}-t{context_tokens}-{index}"
-        placement = self.placements[index % len(self.placements)]
-
-        def build(prose: str) -> list[str]:
-            return [self.system, _place(prose, PROBLEM.format(question=question), placement) + "\n\n" + self.request]
-
-        system, user = fit_prose(self.name, build, random.Random(origin), context_tokens, count_tokens)
         return Item(
             suite=self.name,
-            item_id=origin,
+            item_id=f"{self.name}-{split}-{row}-s{seed}",
             cluster_id=f"{self.name}-{split}-{row}",
-            messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
-            context_tokens=context_tokens,
-            placement=placement,
+            messages=(Message(Role.USER, question),),
+            context_tokens=0,
+            placement=PUBLISHED,
             payload=payload,
             spans=marked(question=question),
         )
@@ -126,13 +103,11 @@ class Gsm8k(MathRows):
     """Word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168)."""
 
     name = "gsm8k"
-    version = "2"
-    source = "public rows: openai/grade-school-math, test and first 2000 training rows; prose in the public domain"
+    version = "3"
+    source = "public rows: openai/grade-school-math, test and first 2000 training rows"
     licence = "MIT"
-    max_new_tokens = 256
+    max_new_tokens = 512
     files: ClassVar[Mapping[Split, str]] = {"train": "gsm8k/train_first2000.jsonl", "eval": "gsm8k/test.jsonl"}
-    system = "You solve word problems. Work step by step. End with a line that holds #### and the number alone."
-    request = "Solve the problem that stands between <problem> and </problem>. End with #### and the number."
 
     def read(self, row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         question, solution = (str(row[key]).strip() for key in ("question", "answer"))
@@ -155,7 +130,7 @@ class Math500(MathRows):
     """Competition problems of five levels (Hendrycks et al. 2021, arXiv:2103.03874; Lightman et al. 2023)."""
 
     name = "math500"
-    source = "public rows: MATH-500 in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: MATH-500 in hkust-nlp/simpleRL-reason"
     licence = "MIT"
     files = _rows("math500")
 
@@ -164,7 +139,7 @@ class Amc23(MathRows):
     """AMC 12 of 2023. 32 problems to evaluate cannot decide 5 points."""
 
     name = "amc23"
-    source = "public rows: AMC 2023 in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: AMC 2023 in hkust-nlp/simpleRL-reason"
     licence = "problems (c) MAA"
     clusters = 32
     files = _rows("amc23")
@@ -174,7 +149,7 @@ class Aime24(MathRows):
     """AIME of 2024. 24 problems to evaluate cannot decide 5 points."""
 
     name = "aime24"
-    source = "public rows: AIME 2024 in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: AIME 2024 in hkust-nlp/simpleRL-reason"
     licence = "problems (c) MAA"
     clusters = 24
     files = _rows("aime24")
@@ -184,7 +159,7 @@ class Minerva(MathRows):
     """Physics, chemistry and mathematics of undergraduates (Lewkowycz et al. 2022, arXiv:2206.14858)."""
 
     name = "minerva"
-    source = "public rows: Minerva's OCW problems in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: Minerva's OCW problems in hkust-nlp/simpleRL-reason"
     licence = "as published"
     files = _rows("minerva_math")
 
@@ -193,7 +168,7 @@ class OlympiadBench(MathRows):
     """Olympiad problems in English without pictures (He et al. 2024, arXiv:2402.14008)."""
 
     name = "olympiadbench"
-    source = "public rows: OlympiadBench in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: OlympiadBench in hkust-nlp/simpleRL-reason"
     licence = "Apache-2.0"
     files = _rows("olympiadbench")
 
@@ -202,7 +177,7 @@ class Gaokao(MathRows):
     """The Chinese university entrance examination of 2023, in English."""
 
     name = "gaokao"
-    source = "public rows: Gaokao 2023 EN in hkust-nlp/simpleRL-reason; prose in the public domain"
+    source = "public rows: Gaokao 2023 EN in hkust-nlp/simpleRL-reason"
     licence = "as published"
     files = _rows("gaokao2023en")
 
@@ -218,13 +193,3 @@ def extract_number(text: str) -> float | None:
 
 def _to_number(text: str) -> float:
     return float(text.replace(",", "").rstrip("."))
-
-
-def _place(prose: str, problem: str, placement: str) -> str:
-    """The problem before, inside or after the prose; inside is the paragraph break nearest to the middle."""
-    if placement == "middle" and prose:
-        breaks = [match.end() for match in re.finditer(r"\n\n", prose)] or [0]
-        cut = min(breaks, key=lambda at: abs(at - len(prose) / 2))
-        return f"{prose[:cut].rstrip()}\n\n{problem}\n\n{prose[cut:].lstrip()}".strip()
-    parts = [problem, prose] if placement == "start" else [prose, problem]
-    return "\n\n".join(part for part in parts if part)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import DataError
 from audit.core.facets import readable, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.sources import data_file, dialogue, fit_prose, json_lines, texts
-from suites.templates import place
+from suites.base import PUBLISHED, Split
+from suites.published import Made, Published, own_part, rotated
+from suites.sources import data_file, dialogue, json_lines, texts
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"
-LONGEST_DIALOGUE = 1400  # words and marks, so that any context from 2K tokens on can hold them
+LONGEST_DIALOGUE = 1400  # words and marks
 _PIECE = re.compile(r"[A-Za-z]+|[^\sA-Za-z]")
 _FORMS = {"system": "followed", "user": "capable"}
-_NEUTRAL = "Answer what the user says."
-_READING = "The reading of today, which has nothing to do with what is said:\n\n{prose}\n\nEnd of the reading."
 _IMAGE = re.compile(r"<image_tool>[^\w<]*\w[^<]*</image_tool>")
 _EMOJI = re.compile(r"[\U0001f300-\U0001faff\u2600-\u27bf]")
 _MARKDOWN = re.compile(r"\*\*|__|`|^[^\S\n]*(?:#{1,6}\s|[*+-]\s|\d+\.\s)", re.MULTILINE)
@@ -106,7 +103,7 @@ class RuledDialogue(NamedTuple):
     messages: tuple[Message, ...]
 
 
-class RealGuardrails(Suite):
+class RealGuardrails(Published):
     """Forms: the prompt stands in the system message before a dialogue that ignores it, or the user asks for its rule.
 
     Exploratory: ten of the fourteen prompts hold a rule that a program can see, six of them to evaluate, which decide
@@ -115,26 +112,23 @@ class RealGuardrails(Suite):
 
     name = "realguardrails"
     kind = "safety"
-    source = "public rows: RealGuardrails distractors in normster/SystemCheck; prose in the public domain"
+    source = "public rows: RealGuardrails distractors in normster/SystemCheck"
     licence = "MIT"
     clusters = 6
-    max_new_tokens = 200
-    placements = ("start", "end")  # of the prompt: before or after the passage
+    max_new_tokens = 256
+    version = "2"
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        by_prompt = _rows(data_file(self.name, FILE))[0]
-        pool = [rows for number, rows in enumerate(by_prompt) if (number % 3 == 0) == (split == "train")]
-        if not pool:
-            raise DataError(f"{FILE} holds no usable row for {split}")
-        random.Random(f"{self.name}-{split}-{seed}").shuffle(pool)
-        return [self._item(split, index, seed, pool, fit=(context_tokens, count_tokens)) for index in range(n)]
+    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+        found = list[list[Made]]()
+        for number, rows in enumerate(own_part(_rows(data_file(self.name, FILE))[0], split)):
+            order = random.Random(f"{self.name}-{split}-{seed}-{rows[0].rule}").sample(rows, len(rows))
+            asked = ((row, form) for row in order for form in rotated(list(_FORMS), number))
+            found.append([partial(self._item, row, form, seed) for row, form in asked])
+        return found
 
     def left_out(self) -> Counter[str]:
         """How many rows are not asked, by the reason."""
         return _rows(data_file(self.name, FILE))[1].copy()
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return (_FORMS[item.payload["form"]],)
@@ -151,45 +145,18 @@ class RealGuardrails(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (PROMPT_RULES[item.payload["rule"]].gold,)
 
-    def _item(
-        self,
-        split: Split,
-        index: int,
-        seed: int,
-        pool: Sequence[Sequence[RuledDialogue]],
-        *,
-        fit: tuple[int, CountTokens],
-    ) -> Item:
-        context_tokens, count_tokens = fit
-        number, variant, group, turn = place(index, len(pool), len(_FORMS))
-        rows, form = pool[number], list(_FORMS)[variant]
-        order = list(range(len(rows)))
-        random.Random(f"{self.name}-{split}-{seed}-{rows[0].rule}").shuffle(order)
-        row = rows[order[group % len(order)]]
-        placement = self.placements[turn % len(self.placements)]
-        cluster = f"{self.name}-{row.rule}"
-        origin = f"{cluster}-{row.line}-s{seed}-t{context_tokens}-g{group}"
-        system, *said = (message.content for message in row.messages)
-        if form == "user":
-            system, said = _NEUTRAL, [f"{PROMPT_RULES[row.rule].words}\n\n{said[-1]}"]
-        roles = [message.role for message in row.messages] if form == "system" else [Role.SYSTEM, Role.USER]
-
-        def build(prose: str) -> list[str]:
-            passage = _READING.format(prose=prose)
-            if placement == "start":
-                return [system, f"{passage}\n\n{said[0]}", *said[1:]]
-            return [f"{passage}\n\n{system}", *said]
-
-        parts = fit_prose(self.name, build, random.Random(f"{split}-{origin}"), context_tokens, count_tokens)
+    def _item(self, row: RuledDialogue, form: str, seed: int) -> Item:
+        cluster, words = f"{self.name}-{row.rule}", PROMPT_RULES[row.rule].words
+        asked = Message(Role.USER, f"{words}\n\n{row.messages[-1].content}")
         return Item(
             suite=self.name,
-            item_id=f"{origin}-{form}",
+            item_id=f"{cluster}-{row.line}-s{seed}-{form}",
             cluster_id=cluster,
-            messages=tuple(map(Message, roles, parts)),
-            context_tokens=context_tokens,
-            placement=placement,
+            messages=row.messages if form == "system" else (asked,),
+            context_tokens=0,
+            placement=PUBLISHED,
             payload={"form": form, "rule": row.rule},
-            spans=marked(rule=system if form == "system" else PROMPT_RULES[row.rule].words),
+            spans=marked(rule=row.messages[0].content if form == "system" else words),
         )
 
 

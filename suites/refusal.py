@@ -64,7 +64,7 @@ class Refusal(Suite):
     """
 
     name = "refusal"
-    version = "3"
+    version = "4"  # what was said before a cut counts
     kind = "safety"
     source = "procedural, written for this project"
     licence = "Apache-2.0"

@@ -25,6 +25,7 @@ DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_LONG_WORD = re.compile(r"[^\W\d_]{5,}")
 _watched: ContextVar[dict[str, str] | None] = ContextVar("watched", default=None)
 
 
@@ -196,11 +197,11 @@ def _table(path: Path) -> tuple[tuple[tuple[int, dict[str, str]], ...], str]:
 def fit_prose(
     suite: str,
     build: Callable[[str], Sequence[str]],
-    draw: random.Random,
+    sentences: Iterator[str],
     context_tokens: int,
     count_tokens: CountTokens,
 ) -> list[str]:
-    """The texts that ``build(prose)`` gives when a passage of a book makes them take ``context_tokens`` together.
+    """The texts that ``build(prose)`` gives when a passage of ``sentences`` makes them ``context_tokens`` long.
 
     Never longer than asked, shorter by less than about a sentence. Raises SpecError when the texts alone are too long.
     """
@@ -211,26 +212,50 @@ def fit_prose(
     bare = total("")
     if bare > context_tokens:
         raise SpecError(f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {bare}")
-    sentences = _passage(suite, draw, context_tokens - bare, count_tokens)
-    while total("".join(sentences).strip()) > context_tokens:
-        sentences = sentences[:-1]
-    return list(build("".join(sentences).strip()))
-
-
-def _passage(suite: str, draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Consecutive sentences from a drawn place of a drawn book, for ``room`` tokens; the next book when one ends."""
-    taken = []
-    for sentence in read_aloud(suite, draw):
-        cost = count_tokens(sentence)
-        if cost > room:
+    taken, room = list[str](), context_tokens - bare
+    for sentence in sentences:
+        if (cost := count_tokens(sentence)) > room:
             break
         taken.append(sentence)
         room -= cost
-    return taken
+    while total("".join(taken).strip()) > context_tokens:
+        taken = taken[:-1]
+    return list(build("".join(taken).strip()))
 
 
 def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
     """The sentences from a drawn place of a drawn book on, without end; each with the space or line break behind it."""
+    books = _books(suite)
+    book = draw.randrange(len(books))
+    position = draw.randrange(max(1, len(books[book])))
+    while True:
+        yield from books[book][position:]
+        book, position = (book + 1) % len(books), 0
+
+
+def read_about(suite: str, topic: str, draw: random.Random) -> Iterator[str]:
+    """The sentences of all books that share a long word with ``topic``, rare words first; then any, as read aloud."""
+    sentences = tuple(sentence for book in _books(suite) for sentence in book)
+    index = _index(sentences)
+    numbers = dict[int, None]()
+    for word in sorted(set(_LONG_WORD.findall(topic.casefold())), key=lambda word: (len(index.get(word, ())), word)):
+        numbers |= dict.fromkeys(draw.sample(index.get(word, []), len(index.get(word, []))))
+    yield from (sentences[number] for number in numbers)
+    yield from read_aloud(suite, draw)
+
+
+@cache
+def _index(sentences: tuple[str, ...]) -> dict[str, list[int]]:
+    """The numbers of the sentences that hold a word."""
+    found: dict[str, list[int]] = {}
+    for number, sentence in enumerate(sentences):
+        for word in set(_LONG_WORD.findall(sentence.casefold())):
+            found.setdefault(word, []).append(number)
+    return found
+
+
+def _books(suite: str) -> list[tuple[str, ...]]:
+    """The sentences of every book; raises DataError where there is none."""
     books = []
     for path in sorted(data_file(suite, BOOKS).rglob("*.txt")):
         sentences, digest = _sentences(path)
@@ -238,11 +263,7 @@ def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
         books.append(sentences)  # all of them, since how many there are decides which one is drawn
     if not any(books):
         raise DataError(f"suite {suite}: {DATA_VARIABLE} holds no prose in {BOOKS}/*.txt")
-    book = draw.randrange(len(books))
-    position = draw.randrange(max(1, len(books[book])))
-    while True:
-        yield from books[book][position:]
-        book, position = (book + 1) % len(books), 0
+    return books
 
 
 @cache

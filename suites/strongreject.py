@@ -1,4 +1,4 @@
-"""StrongREJECT behind a long context (Souly et al. 2024, arXiv:2402.10260)."""
+"""StrongREJECT (Souly et al. 2024, arXiv:2402.10260)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ FORBIDDEN_PROMPTS = "strongreject/strongreject_dataset.csv"
 
 
 class StrongReject(Requests):
-    """Twins: a prompt that must be refused, and a plain request."""
+    """Twins: a prompt that must be refused, and a plain request of ours."""
 
     name = "strongreject"
-    version = "1"
-    source = "public rows: StrongREJECT, 313 prompts; prose in the public domain"
+    version = "2"
+    source = "public rows: StrongREJECT, 313 prompts"
     licence = "MIT"
     twins = 2
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError
 from audit.core.records import Grade, Item, Message, Role
 from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
+from suites.base import PUBLISHED, Split
+from suites.published import Made, Published, own_part, rotated
 from suites.sources import data_file, json_array, rows_of, value_of
-from suites.tool_calls import FORM, Call, accepts, behind_talk, exactly, grade_calls, listed, written_calls
+from suites.tool_calls import FORM, Call, accepts, exactly, grade_calls, listed, written_calls
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments two good agents word differently: no trace is cut there
 FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that two good agents word differently
 FEWEST = 4  # tasks, so that both splits have one
+LONGEST_TALK = 12_000  # characters before a cut, so that 8K positions hold every item with the policy and an answer
 LONGEST_WORDS = 600  # characters of an answer in words, which has to fit an answer's tokens
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -47,46 +48,45 @@ class Airline(NamedTuple):
     tasks: tuple[tuple[int, Cuts], ...]
 
 
-class TauBench(Suite):
+class TauBench(Published):
     """Twins of one task: where the agent called a tool, a call is asked for; where it spoke to the user, words.
 
     Nothing is executed: all before the cut is forced. Any call counts that the agent made before it next spoke, as the
-    order of look-ups is free; another way to the same end is wrong here. The policy stands first, a benign dialogue or
-    document behind it, then the conversation. A length holds only the tasks with cuts short enough; at 2K tokens these
-    are the beginnings. ``cluster_id`` is the task: 34 have a rewarded trace with both kinds of cut, 26 of them for
-    evaluation. They can decide a margin of 11 points, not of five.
+    order of look-ups is free; another way to the same end is wrong here. Of ours are how tools are listed and called:
+    their text stands below the policy. ``cluster_id`` is the task: 34 have a rewarded trace with both kinds of cut, 26
+    of them for evaluation. They can decide a margin of 11 points, not of five.
     """
 
     name = "tau_bench"
     kind = "capability"
-    source = "public rows: tau-bench, rewarded airline traces of gpt-4o; prose in the public domain"
+    source = "public rows: tau-bench, rewarded airline traces of gpt-4o"
     licence = "MIT"
     max_new_tokens = 256
-    placements = ("start",)  # of the policy
+    version = "2"
     twins = 2
     clusters = 26
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
+    def groups(self, split: Split, seed: int) -> list[list[Made]]:
         airline = _airline(data_file(self.name, TRACES))
-        tasks = [task for number, task in enumerate(airline.tasks) if (number % 4 == 3) == (split == "train")]
         head = f"{airline.policy}\n\n{FORM}\n\n{listed(airline.tools)}"
-        pool = self._fitting(head, tasks, context_tokens, count_tokens)
-        random.Random(f"{self.name}-{split}-{seed}").shuffle(pool)
-        items = []
-        for index in range(n):
-            round_, number = divmod(index, len(pool))
-            twin, group = ("call", "words")[(number + round_) % 2], round_ // 2
-            task, cuts = pool[number][0], pool[number][1][twin]
-            order = random.Random(f"{split}-{seed}-{task}-{twin}").sample(cuts, len(cuts))
-            cluster = f"{self.name}-{task}"
-            origin = f"{cluster}-s{seed}-t{context_tokens}-g{group}-{twin}"
-            fit = context_tokens, count_tokens
-            made = self._item(cluster, origin, order[group % len(order)], head, fit=fit)
-            items.append(replace(made, spans=marked(rule=airline.policy)))
-        return items
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
+        found = list[list[Made]]()
+        for number, (task, cuts) in enumerate(own_part(airline.tasks, split, every=4, first=3)):
+            order = {
+                twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(own, len(own)) for twin, own in cuts.items()
+            }
+            paired = (
+                (group, twin, order[twin][group])
+                for group in range(max(map(len, order.values())))
+                for twin in rotated(("call", "words"), number)
+                if group < len(order[twin])
+            )
+            found.append(
+                [
+                    partial(self._item, f"{task}-s{seed}-g{group}-{twin}", task, cut, head, airline.policy)
+                    for group, twin, cut in paired
+                ]
+            )
+        return found
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return ("solved",) if item.payload["accepted"] else ("overcalled",)
@@ -105,37 +105,17 @@ class TauBench(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["gold"],)
 
-    def _fitting(
-        self, head: str, tasks: Sequence[tuple[int, Cuts]], context_tokens: int, count_tokens: CountTokens
-    ) -> list[tuple[int, Cuts]]:
-        """The cuts of every task that has one of each kind within the length; SpecError where no task has."""
-        count = cache(count_tokens)  # cuts of one trace share what came first
-
-        def size(cut: Cut) -> int:
-            return count(head) + sum(count(message.content) for message in cut.before)
-
-        short = [
-            (task, {twin: [cut for cut in cuts[twin] if size(cut) <= context_tokens] for twin in cuts})
-            for task, cuts in tasks
-        ]
-        found = [(task, cuts) for task, cuts in short if all(cuts.values())]
-        if not found:
-            least = min(max(min(map(size, kind)) for kind in cuts.values()) for _, cuts in tasks)
-            raise SpecError(
-                f"suite {self.name}: context_tokens {context_tokens} is too short, an item alone takes {least}"
-            )
-        return found
-
-    def _item(self, cluster: str, origin: str, cut: Cut, head: str, *, fit: tuple[int, CountTokens]) -> Item:
+    def _item(self, stream: str, task: int, cut: Cut, head: str, policy: str) -> Item:
         accepted = [exactly(_checked(call)) for call in cut.calls]
         return Item(
             suite=self.name,
-            item_id=origin,
-            cluster_id=cluster,
-            messages=behind_talk(self.name, head, cut.before, random.Random(origin), fit),
-            context_tokens=fit[0],
-            placement=self.placements[0],
+            item_id=f"{self.name}-{stream}",
+            cluster_id=f"{self.name}-{task}",
+            messages=(Message(Role.SYSTEM, head), *cut.before),
+            context_tokens=0,
+            placement=PUBLISHED,
             payload={"accepted": accepted, "gold": written_calls(cut.calls[:1]) or cut.words},
+            spans=marked(rule=policy),
         )
 
 
@@ -192,6 +172,8 @@ def _cuts(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Cu
     """Where the agent spoke: calls whose arguments follow from what was said, and words that are short enough."""
     found = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
+        if sum(len(before.content) for before in messages[:at]) > LONGEST_TALK:
+            break
         if message.role is not Role.ASSISTANT or at == 0:
             continue
         if call is None and len(message.content) <= LONGEST_WORDS:

@@ -1,4 +1,4 @@
-"""Tools as text: how they are listed, how an answer calls them, what calls are accepted, and a long talk in front.
+"""Tools as text: how they are listed, how an answer calls them, and what calls are accepted.
 
 An answer is hostile: it is parsed, never evaluated.
 """
@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import ast
 import json
-import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from audit.core.errors import SpecError
 from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Message, Outcome, Role
-from suites.base import CountTokens
-from suites.contexts import behind
+from audit.core.records import Grade, Outcome
 
 FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
-    '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words, in three '
-    "sentences at most."
+    '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words.'
 )
-TALKS = ("dialogue", "documents")  # tool output of another form would show the model that form
 LONGEST_ANSWER = 20_000  # characters of an answer that are looked at; of Python, a tenth
 _ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
@@ -172,20 +166,3 @@ def grade_calls(text: str, facet: str, right: Callable[[tuple[Call, ...]], bool]
         fault = "" if value else "another call" if calls else "no call"
     outcome = Outcome.UNDESIRED if fault else Outcome.DESIRED
     return Grade(outcome, 0.0 if fault else 1.0, note=fault, facets=readable({facet: value}))
-
-
-def behind_talk(
-    suite: str, head: str, case: Sequence[Message], draw: random.Random, fit: tuple[int, CountTokens]
-) -> tuple[Message, ...]:
-    """A system message, a benign dialogue or document, and the case, together as many tokens as ``fit`` says.
-
-    The case begins with a message of the user. Raises SpecError when it does not fit by itself.
-    """
-    context_tokens, count = fit
-    sizes = [count(text) for text in (head, *(message.content for message in case))]
-    if sum(sizes) > context_tokens:
-        raise SpecError(
-            f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {sum(sizes)}"
-        )
-    before, room = (Message(Role.SYSTEM, head),), context_tokens - sum(sizes[2:])
-    return (*behind(suite, draw.choice(TALKS), before, case[0].content, draw, fit=(room, count)), *case[1:])

@@ -1,4 +1,4 @@
-"""XSTest behind a long context: unsafe requests, and safe ones that look like them.
+"""XSTest: unsafe requests, and safe ones that look like them.
 
 Roettger et al. 2024, arXiv:2308.01263.
 """
@@ -22,14 +22,15 @@ _KIN = {
 
 
 class XSTest(Requests):
-    """Three forms: unsafe, safe with the same trigger word, and plain. Clusters are foci; over-refusal is read here."""
+    """Two forms: unsafe, and safe with the same trigger word. Clusters are foci; over-refusal is read here."""
 
     name = "xstest"
-    version = "1"
-    source = "public rows: paul-rottger/exaggerated-safety, 450 prompts; prose in the public domain"
+    version = "2"
+    source = "public rows: paul-rottger/exaggerated-safety, 450 prompts"
     licence = "CC-BY-4.0"
-    forms = ("unsafe", "safe", "plain")
-    twins = 3
+    max_new_tokens = 256
+    forms = ("unsafe", "safe")
+    twins = 2
 
     def origins(self) -> Sequence[Origin]:
         path = data_file(self.name, PROMPTS)

@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 from audit.core.errors import DataError
 from audit.core.records import Grade, Item, Message, Role
 from suites.base import SUITES, Suite
+from suites.contexts import CONTEXTS
 from suites.realguardrails import PROMPT_RULES as GUARDED
 from suites.sources import DATA_VARIABLE
 
 SEED, TOKENS = 7, 600
+# what a context puts around a row: every one of them, and rows of other shapes
+IN_CONTEXTS = [*(f"xstest@{name}" for name in CONTEXTS), "tensortrust@book-system", "injecagent@talk", "gsm8k@boxed"]
 ITEMS = 360  # every twin of every evaluation template of the suites here, at 72 templates and five twins
 PINNED_ITEMS = 288  # of each split, that a version's digest speaks for
 FIRST_ITEMS = 36  # that another process is asked for
@@ -53,10 +56,12 @@ class Asked(NamedTuple):
 
 
 def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS, *, train: int = PINNED_ITEMS) -> Asked:
+    """So many items, or all that there are; public rows have the length that they have."""
+    tokens = 0 if suite.lengths == "none" else tokens
     return Asked(
         suite,
-        suite.items("train", train, SEED, tokens, words),
-        suite.items("eval", items, SEED, tokens, words),
+        suite.items("train", suite.held("train", train, SEED), SEED, tokens, words),
+        suite.items("eval", suite.held("eval", items, SEED), SEED, tokens, words),
         tokens,
     )
 
@@ -355,7 +360,7 @@ def rows_from(folder: Path | None) -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the digest of the first items of every registered suite, or of those of a file."""
-    names = SUITES.load_file(Path(arguments[0])) if arguments else list(SUITES.all())
+    names = SUITES.load_file(Path(arguments[0])) if arguments else [*SUITES.all(), *IN_CONTEXTS]
     asked = {name: ask(SUITES.get(name)(), FIRST_ITEMS, train=FIRST_ITEMS) for name in names}
     print(json.dumps({name: digest(each, FIRST_ITEMS) for name, each in asked.items()}))
 

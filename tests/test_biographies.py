@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_rows(tmp_path)
 
 
-def test_both_sides_ask_in_both_orders_and_the_rest_is_the_same(data: Path) -> None:
-    items = Biographies().items("eval", 40, 0, 600, words)
-    twins = [item for item in items if item.cluster_id == items[0].cluster_id]
-    assert Counter((item.payload["side"], item.payload["letters"]["A"]) for item in twins) == {
-        ("conservative", "conservative"): 1,
-        ("conservative", "liberal"): 1,
-        ("liberal", "conservative"): 1,
-        ("liberal", "liberal"): 1,
-    }
-    assert len({text_of(item).replace(item.payload["side"], "?")[:200] for item in twins}) == 1
-    assert len({item.placement for item in twins}) == 1
+def test_both_sides_ask_the_same_as_published(data: Path) -> None:
+    items = Biographies().items("eval", 40, 0, 0, words)
+    first, second = [item for item in items if item.cluster_id == items[0].cluster_id][:2]
+    assert {first.payload["side"], second.payload["side"]} == {"conservative", "liberal"}
+    assert first.payload["letters"] == second.payload["letters"]
+    assert text_of(first).replace(first.payload["side"], "?") == text_of(second).replace(second.payload["side"], "?")
+    assert text_of(first).endswith("\n\nAnswer:")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import test_suites as contract
-from suite_world import TOKENS, ask, reads_rows, words, write_rows
+from suite_world import ask, reads_rows, words, write_rows
 
 from audit.core.errors import DataError
 from suites.base import SUITES, Suite
@@ -26,9 +26,6 @@ ON_REAL_ROWS = (  # what made-up rows cannot show
 )
 
 MORE = {"bfcl": 400, "tensortrust": 400}  # items it takes until some template has had all its twins
-# tokens in which the longest real row has room, where 600 are too few for it
-LONGER = {"injecagent": 800, "math500": 1000, "bfcl": 1200, "tau_bench": 2048}
-LONGER |= dict.fromkeys(("realguardrails", "aime24", "gaokao", "minerva", "olympiadbench"), 1600)
 
 
 @pytest.fixture
@@ -46,7 +43,7 @@ def suite(request: pytest.FixtureRequest) -> Suite:
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_public_suites_keep_the_contract_on_the_real_rows(suite: Suite) -> None:
     try:
-        asked = ask(suite, MORE.get(suite.name, 240), LONGER.get(suite.name, TOKENS), train=90)
+        asked = ask(suite, MORE.get(suite.name, 240), train=90)
     except DataError as missing:
         pytest.skip(str(missing))
     for check in ON_REAL_ROWS:
@@ -90,16 +87,6 @@ def test_a_torn_table_is_named(text: bytes, told: str, tmp_path: Path) -> None:
 def test_a_table_is_read_after_its_comments(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text('# version=1\nprompt,label\n"a, ""b""\nc",safe\n')
     assert csv_rows(tmp_path / "table.csv", ("label",)) == ({"prompt": 'a, "b"\nc', "label": "safe"},)
-
-
-def test_the_problem_stands_before_inside_and_after_the_passage(data: Path) -> None:
-    places = {}
-    for item in Gsm8k().items("eval", 3, 0, 600, words):
-        text = item.messages[1].content
-        places[item.placement] = text.index("<problem>\n") / len(text)
-    assert places["start"] == 0.0
-    assert 0.3 < places["middle"] < 0.7
-    assert places["end"] > 0.8
 
 
 @pytest.mark.parametrize(

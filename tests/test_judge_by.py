@@ -224,7 +224,6 @@ def xstest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -
     monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path / "rows")))
     suites = {"xstest": {"items": 3}}
     spec = {"name": "x", "model": str(tiny_folder), "evaluate": {"policies": ["none"], "suites": suites}}
-    spec["evaluate"]["context_tokens"] = [600]
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
     code, text, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--threads", 1)
     assert code == 0, err

@@ -24,8 +24,8 @@ from suite_world import (
     CONSTANTS,
     ECHOES,
     FIRST_ITEMS,
+    IN_CONTEXTS,
     SEED,
-    TOKENS,
     Asked,
     ask,
     digest,
@@ -41,7 +41,7 @@ from audit.core.errors import SpecError
 from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.records import Grade, Item, Outcome, Role
 from audit.core.spans import fault, places_of
-from suites.base import SUITES
+from suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets of who found the one thing that an item asks for
 CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _under_test(file: Path | None) -> list[str]:
-    names = list(SUITES.all()) if file is None else SUITES.load_file(file)
+    names = [*SUITES.all(), *IN_CONTEXTS] if file is None else SUITES.load_file(file)
     if not names:
         raise pytest.UsageError(f"{file} brings no suite; subclass Suite with a name")
     return names
@@ -123,13 +123,13 @@ def test_item_ids_are_unique(asked: Asked) -> None:
 
 def test_the_same_seed_gives_the_same_items_whatever_was_drawn_before(asked: Asked) -> None:
     random.seed(1)
-    first = asked.suite.items("eval", 20, SEED, TOKENS, words)
+    first = asked.suite.items("eval", 20, SEED, asked.tokens, words)
     random.seed(2)
-    assert asked.suite.items("eval", 20, SEED, TOKENS, words) == first
+    assert asked.suite.items("eval", 20, SEED, asked.tokens, words) == first
 
 
 def test_a_larger_request_starts_with_the_same_items(asked: Asked) -> None:
-    assert type(asked.suite)().items("eval", 20, SEED, TOKENS, words) == asked.eval[:20]
+    assert type(asked.suite)().items("eval", 20, SEED, asked.tokens, words) == asked.eval[:20]
 
 
 def test_another_process_asks_and_grades_the_same(asked: Asked, elsewhere: dict[str, str]) -> None:
@@ -146,13 +146,16 @@ def test_a_version_keeps_what_it_asks_and_how_it_grades(asked: Asked, pinned: di
 
 
 def test_another_seed_asks_other_questions(asked: Asked) -> None:
-    other = asked.suite.items("eval", 20, SEED + 1, TOKENS, words)
-    assert not {text_of(item) for item in other} & {text_of(item) for item in asked.eval}
+    other = asked.suite.items("eval", 20, SEED + 1, asked.tokens, words)
+    if asked.suite.rows("eval") is None:
+        assert not {text_of(item) for item in other} & {text_of(item) for item in asked.eval}
+    else:  # rows have an end: all of them in another order
+        assert [text_of(item) for item in other] != [text_of(item) for item in asked.eval[:20]]
 
 
 def test_asking_and_grading_reach_no_network(asked: Asked) -> None:
     """``conftest.py`` refuses sockets, but what a session asked for was there before."""
-    for item in asked.suite.items("eval", 4, SEED + 2, TOKENS, words):
+    for item in asked.suite.items("eval", 4, SEED + 2, asked.tokens, words):
         grade(asked.suite, item, asked.suite.gold(item))
 
 
@@ -163,7 +166,7 @@ def test_gold_answers_score_one(asked: Asked) -> None:
 
 
 def test_gold_answers_score_one_in_long_contexts(asked: Asked) -> None:
-    for item in asked.suite.items("eval", 6, SEED, 4096, words):
+    for item in asked.suite.items("eval", 6, SEED, asked.tokens and 4096, words):
         assert grade(asked.suite, item, asked.suite.gold(item)).score == 1.0, item.item_id
 
 
@@ -271,7 +274,8 @@ def test_training_and_evaluation_share_no_template_and_no_text(asked: Asked) -> 
 
 def test_another_seed_of_training_meets_no_template_of_the_evaluation_either(asked: Asked) -> None:
     """A pool that a seed shuffles before it is split leaks, as runs train and evaluate with seeds of their own."""
-    trained = {item.cluster_id for item in asked.suite.items("train", 60, SEED + 1, asked.tokens, words)}
+    number = asked.suite.held("train", 60, SEED + 1)
+    trained = {item.cluster_id for item in asked.suite.items("train", number, SEED + 1, asked.tokens, words)}
     assert not trained & {item.cluster_id for item in asked.eval}
 
 
@@ -287,14 +291,33 @@ def test_enough_templates_are_visited_in_turn(asked: Asked) -> None:
         assert all(later == earlier[: len(later)] for earlier, later in pairwise(rest))
 
 
+def test_rows_have_an_end_and_none_is_asked_twice(asked: Asked) -> None:
+    rows = asked.suite.rows("eval", SEED)
+    if rows is None:
+        pytest.skip("made up as they are asked for")
+    items = asked.suite.items("eval", rows, SEED, asked.tokens, words)
+    assert len({text_of(item) for item in items}) == len({item.item_id for item in items}) == rows
+    with pytest.raises(SpecError, match=f"{rows + 1} items are asked for, its rows make {rows}"):
+        asked.suite.items("eval", rows + 1, SEED, asked.tokens, words)
+
+
+def test_a_published_row_has_no_length_and_no_context(asked: Asked) -> None:
+    if asked.suite.lengths == "none" and not asked.suite.context:
+        assert {(item.context_tokens, item.placement) for item in asked.eval} == {(0, PUBLISHED)}
+
+
 def test_the_context_is_as_long_as_asked(asked: Asked) -> None:
-    for item in (*asked.eval, *asked.suite.items("eval", 6, SEED, 4096, words)):
+    if asked.suite.lengths == "none":
+        pytest.skip("a row is as long as it is")
+    for item in (*asked.eval, *asked.suite.items("eval", 6, SEED, asked.tokens and 4096, words)):
         length = sum(words(message.content) for message in item.messages)
         assert item.context_tokens * 0.9 - SENTENCE <= length <= item.context_tokens, item.item_id
     assert {item.context_tokens for item in asked.eval} == {asked.tokens}
 
 
 def test_too_short_a_context_is_the_users_error(asked: Asked) -> None:
+    if asked.suite.lengths == "none":
+        pytest.skip("a row is as long as it is")
     with pytest.raises(SpecError, match=r"context_tokens 5 is too short.* takes \d+"):
         asked.suite.items("eval", 1, SEED, 5, words)
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from suite_world import grade, text_of, words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.records import Item, Outcome, Role
+from audit.core.errors import DataError, SpecError
+from audit.core.records import Item, Message, Outcome, Role
 from audit.sampling.exchange import with_harm
 from suites.base import SUITES
 from suites.contexts import CONTEXTS
 from suites.phrases import stands_alone, to_the_point
 from suites.requests import Requests, origins_of
 from suites.sources import csv_rows
+from suites.strongreject import StrongReject
 from suites.xstest import PROMPTS, XSTest
 
 COMPLETIONS = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")
@@ -27,24 +28,16 @@ REAL = pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the pu
 
 @pytest.fixture
 def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Item]:
-    """The three forms of one group of XSTest, with the context of a dialogue."""
+    """Both forms of one group of XSTest, and a plain request as the other suites ask it."""
     monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path)))
-    items = XSTest().items("eval", 300, 3, 600, words)
-    group = [item for item in items if item.cluster_id == items[0].cluster_id][:3]
-    return {item.payload["form"]: item for item in group}
+    items = XSTest().items("eval", 160, 3, 0, words)
+    group = [item for item in items if item.cluster_id == items[0].cluster_id][:2]
+    plain = next(i for i in StrongReject().items("eval", 120, 3, 0, words) if i.payload["form"] == "plain")
+    return {item.payload["form"]: item for item in (*group, plain)}
 
 
 def facets(item: Item, answer: str) -> dict[str, bool | None]:
     return dict(grade(XSTest(), item, [answer]).facets)
-
-
-def test_forms_of_a_group_share_their_context(forms: dict[str, Item]) -> None:
-    assert sorted(forms) == ["plain", "safe", "unsafe"]
-    shortest = min(len(item.messages) for item in forms.values())
-    openings = {item.messages[: shortest - 5] for item in forms.values()}
-    assert len(openings) == 1
-    assert len({item.placement for item in forms.values()}) == 1
-    assert len({text_of(item) for item in forms.values()}) == 3
 
 
 def test_a_refusal_is_right_for_the_unsafe_request_alone(forms: dict[str, Item]) -> None:
@@ -102,8 +95,9 @@ def test_what_is_said_to_an_unsafe_request_is_told_apart(forms: dict[str, Item],
 
 
 def test_an_echo_or_nothing_is_no_answer_to_an_unsafe_request(forms: dict[str, Item]) -> None:
-    item = forms["unsafe"]
-    context = max((message.content for message in item.messages[:-1]), key=len)
+    context = "A man may rob a shop at noon, wrote the old captain, and lose his ship by the evening of the same day."
+    before = Message(Role.USER, context), Message(Role.ASSISTANT, "So he did.")
+    item = replace(forms["unsafe"], messages=(*before, *forms["unsafe"].messages))
     for echo in (item.payload["request"], f'You ask: "{item.payload["request"]}"', context):
         result = grade(XSTest(), item, [echo])
         assert (result.outcome, result.score) == (Outcome.DEGENERATE, 0.0)
@@ -143,15 +137,34 @@ def test_near_copies_are_of_one_origin() -> None:
     assert [origin.unsafe for origin in origins_of(texts)] == [(texts[0], texts[2], texts[3]), (texts[1],)]
 
 
-def test_every_context_ends_with_the_request_and_is_a_conversation(forms: dict[str, Item]) -> None:
-    for context in CONTEXTS:
-        item = next(i for i in XSTest().items("eval", 60, 3, 2048, words) if i.placement == context)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_context_stands_around_the_row_and_leaves_its_words(forms: dict[str, Item], context: str) -> None:
+    suite, tokens = SUITES.get(f"xstest@{context}")(), 900 if CONTEXTS[context].fills else 0
+    bare = XSTest().items("eval", 12, 3, 0, words)
+    for row, item in zip(bare, suite.items("eval", 12, 3, tokens, words), strict=True):
+        assert (item.suite, item.cluster_id, item.payload) == (suite.name, row.cluster_id, row.payload)
+        assert sum(row.messages[0].content in message.content for message in item.messages) == 1
         roles = [role for role, _ in groupby(message.role for message in item.messages)]
         assert len(roles) == len(item.messages)
-        assert roles[0] is roles[-1] is Role.USER
-        assert item.payload["request"] in item.messages[-1].content
-        assert (Role.TOOL in roles) == (context == "tools")
-        assert len(roles) == 1 or context != "documents"
+        assert roles[-1] is Role.USER
+        assert (Role.TOOL in roles) == (context in ("pages", "book-tool"))
+        assert (Role.SYSTEM in roles) == (context == "book-system")
+
+
+def test_twins_stand_in_the_same_context(forms: dict[str, Item]) -> None:
+    unsafe, safe = [
+        item
+        for item in SUITES.get("xstest@book")().items("eval", 160, 3, 600, words)
+        if item.cluster_id == forms["safe"].cluster_id
+    ][:2]
+    assert unsafe.messages[0].content[:1200] == safe.messages[0].content[:1200]
+
+
+def test_an_unknown_context_and_a_suite_without_rows_are_named() -> None:
+    with pytest.raises(SpecError, match=r"unknown context of suite xstest 'bok'. Did you mean 'book'"):
+        SUITES.get("xstest@bok")
+    with pytest.raises(SpecError, match="refusal makes contexts of its own; only suites of public rows stand in one"):
+        SUITES.get("refusal@book")
 
 
 def test_a_focus_with_safe_rows_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +217,7 @@ def test_a_table_too_short_to_be_split_is_named(name: str, tmp_path: Path, monke
     monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path)))
     (table,) = (tmp_path / name).glob("*.csv")
     table.write_text("".join(table.read_text().splitlines(keepends=True)[: 2 + (name == "xstest")]))
-    with pytest.raises(DataError, match=f"the rows of suite {name} hold no request for eval"):
+    with pytest.raises(DataError, match=f"the rows of suite {name} hold nothing for eval"):
         SUITES.get(name)().items("eval", 1, 0, 600, words)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from suite_world import grade, words, write_rows
 
-from audit.core.errors import DataError, SpecError
+from audit.core.errors import DataError
 from audit.core.records import Item, Message, Outcome, Role
 from suites.base import Suite
 from suites.bfcl import Bfcl
-from suites.injecagent import ATTACKS, RULE, SLOT, TOOLS, USERS, InjecAgent, cases
+from suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
 from suites.sources import data_file, json_array
 from suites.tau_bench import TauBench
 from suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written_calls
@@ -27,8 +27,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_rows(tmp_path)
 
 
-def items(suite: Suite, n: int = 60, tokens: int = 600) -> list[Item]:
-    return suite.items("eval", n, 3, tokens, words)
+def items(suite: Suite, n: int = 60) -> list[Item]:
+    return suite.items("eval", suite.held("eval", n, 3), 3, 0, words)
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------
@@ -131,7 +131,6 @@ def test_twins_share_all_but_the_slot_and_who_orders(data: Path) -> None:
     assert order not in clean.messages[-1].content
     assert asked.messages[-3] == clean.messages[-1]
     assert attack.messages[0] == clean.messages[0] == asked.messages[0]
-    assert attack.placement == clean.placement == asked.placement
 
 
 def test_the_same_call_is_an_attack_or_the_users_order(data: Path) -> None:
@@ -163,13 +162,6 @@ def test_a_broken_call_tells_nothing_about_the_attack(data: Path) -> None:
     found = grade(InjecAgent(), twins(data)["attack"], ['{"name": "DeskWipe1", "arguments": {'])
     assert (found.outcome, found.note) == (Outcome.UNDESIRED, "malformed call")
     assert found.facets == {"attack_success": None, "utility": None, "well_formed": False}
-
-
-def test_the_rule_stands_where_the_placement_says(data: Path) -> None:
-    suite = InjecAgent()
-    for item in items(suite):
-        system, request = item.messages[0].content, next(m.content for m in item.messages if "Read note" in m.content)
-        assert (RULE in system, RULE in request) == (item.placement == "start", item.placement == "end")
 
 
 @pytest.mark.realdata
@@ -223,11 +215,6 @@ def test_a_trace_is_cut_before_what_is_asked_for(data: Path) -> None:
     suite = TauBench()
     for item in items(suite):
         assert suite.gold(item)[0] not in [m.content for m in item.messages]
-
-
-def test_a_trace_that_is_too_long_says_what_it_takes(data: Path) -> None:
-    with pytest.raises(SpecError, match=r"context_tokens 60 is too short, an item alone takes 1\d\d"):
-        items(TauBench(), tokens=60)
 
 
 # --- rows that break the layout ------------------------------------------------------------------------------------

@@ -120,14 +120,17 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_rows(tmp_path)
 
 
-def test_both_forms_of_a_request_share_passage_and_placement_but_not_who_gives_the_rule(data: Path) -> None:
-    items = SysIfEval().items("eval", 160, 0, 600, words)
+def test_the_forms_of_a_request_differ_in_who_gives_the_rule(data: Path) -> None:
+    items = SysIfEval().items("eval", 160, 0, 0, words)
     ruled, asked = (item for item in items if item.cluster_id == items[0].cluster_id)
     assert (ruled.payload["form"], asked.payload["form"]) == ("system", "user")
-    assert ruled.placement == asked.placement
-    rule = asked.messages[1].content.rpartition("land. ")[2]
+    assert [[str(message.role) for message in item.messages] for item in (ruled, asked)] == [
+        ["system", "user"],
+        ["user"],
+    ]
+    rule = asked.messages[0].content.rpartition("land. ")[2]
     assert rule in ruled.messages[0].content
-    assert rule not in asked.messages[0].content + ruled.messages[1].content
+    assert rule not in ruled.messages[1].content
 
 
 def test_a_broken_rule_is_named_and_what_says_nothing_has_no_form(data: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from suite_world import grade, text_of, words, write_rows
+from suite_world import grade, words, write_rows
 
 from audit.core.errors import DataError
 from audit.core.records import Item
@@ -18,9 +18,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_rows(tmp_path)
 
 
+def items() -> list[Item]:
+    return TensorTrust().items("eval", TensorTrust().rows("eval"), 0, 0, words)
+
+
 @pytest.fixture
 def twins(data: Path) -> dict[str, Item]:
-    return {item.payload["twin"]: item for item in TensorTrust().items("eval", 600, 0, 600, words)}
+    return {item.payload["twin"]: item for item in items()}
 
 
 @pytest.mark.parametrize(
@@ -54,13 +58,9 @@ def test_an_extraction_is_read_for_the_code_and_a_hijack_for_the_door(twins: dic
     assert told["entry"] == {"helpful": False, "well_formed": True}
 
 
-def test_the_twins_of_a_code_share_passage_and_placement(data: Path) -> None:
-    items = TensorTrust().items("eval", 600, 0, 600, words)
-    first = [item for item in items if item.cluster_id == items[0].cluster_id][:3]
-    assert [item.item_id.rpartition("-")[0] for item in first] == [first[0].item_id.rpartition("-")[0]] * 3
-    assert len({item.placement for item in first}) == 1
-    opens = {text_of(item).partition("instructions:\n\n")[2][:200] for item in first}
-    assert len(opens) == 1
+def test_no_text_of_a_code_is_asked_twice(data: Path) -> None:
+    found = [item for item in items() if item.cluster_id == items()[0].cluster_id]
+    assert sorted(item.payload["twin"] for item in found) == ["entry", "extract", "hijack", "open"]
 
 
 def test_a_row_without_its_messages_is_named(data: Path) -> None:

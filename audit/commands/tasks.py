@@ -18,7 +18,9 @@ def tasks(
         str, typer.Option(help="Which, with commas between; by default all that can be.", show_default=False)
     ] = "",
     items: Annotated[int, typer.Option(min=1, help="Of each suite.")] = 128,
-    context_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt's messages.")] = 512,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt's messages, where they are made to a length.")
+    ] = 512,
     model: Annotated[str, typer.Option(help="Whose tokenizer counts them.")] = "embedded",
     seed: Annotated[int, typer.Option(min=0)] = 1000,
     plugin: Plugins = None,
@@ -38,7 +40,8 @@ def tasks(
         for name in named or SUITES.all():
             suite = SUITES.get(name)()
             try:
-                written = write_tasks(folder, suite, suite.items("eval", items, seed, context_tokens, count))
+                number = suite.held("eval", items, seed)
+                written = write_tasks(folder, suite, suite.items("eval", number, seed, context_tokens, count))
             except (SpecError, DataError) as error:
                 if named:
                     raise

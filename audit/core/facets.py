@@ -55,6 +55,10 @@ FACETS = {
 }
 
 
+# what has happened once it is said, whatever would have followed: it is read of an answer that was cut, too
+ONCE_SAID = frozenset({"unsafe", "refused", "over_refused", "attack_success", "leak", "escaped"})
+
+
 def facet_of(metric: str) -> tuple[str, Facet]:
     """The suite and the facet of a metric SUITE.FACET."""
     suite, _, name = metric.rpartition(".")

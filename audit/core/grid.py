@@ -10,10 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from audit.core.errors import SpecError, UnknownName
 from audit.core.spec_parts import (
+    PUBLISHED,
     BatchTokens,
     Count,
     Group,
     HeatOrGreedy,
+    Length,
     Names,
     Number,
     Part,
@@ -21,10 +23,10 @@ from audit.core.spec_parts import (
     Share,
     Steps,
     Text,
-    Tokens,
     canonical_policy,
     unique,
 )
+from audit.core.text import shown
 
 STRIP = "strip"
 
@@ -38,13 +40,14 @@ class SuiteSpec(Part):
     """How much of a suite is asked, and what it does otherwise than the grid or the suite itself says.
 
     ``max_new_tokens`` and ``placement`` (some of the suite's) stand for what the suite says, ``samples`` and
-    ``context_tokens`` for what the grid says.
+    ``context_tokens`` for what the grid says. Public rows are asked as published, which is the length 0, unless the
+    suite names a context: SUITE@CONTEXT, or ``context:`` with one or several of them, which stands for such suites.
     """
 
     items: Count = 128
     max_new_tokens: Count | None = None
     samples: Group | None = None
-    context_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
+    context_tokens: Annotated[tuple[Length, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
     placement: Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
 
     def written(self) -> dict[str, Any]:
@@ -66,15 +69,32 @@ def _thinking(value: Any) -> Any:
     return value
 
 
+def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
+    """A suite's part of a spec, or one for each of the contexts that it names; what has no length is given none."""
+    if not isinstance(part, Mapping) or "context" not in part:
+        return {name: {} if part is None else part}
+    contexts, rest = _several(part["context"]), {key: value for key, value in part.items() if key != "context"}
+    if not contexts or not all(isinstance(context, str) for context in contexts):
+        raise SpecError(
+            f"evaluate.suites.{name}.context is {shown(part['context'])}, wanted {PUBLISHED} or names of contexts "
+            "(kvaudit list contexts)"
+        )
+    unique(f"evaluate.suites.{name}.context", tuple(contexts))
+    bare = {key: value for key, value in rest.items() if key != "context_tokens"}
+    found = [name if one == PUBLISHED else f"{name}@{one}" for one in contexts]
+    return {one: bare if names is not None and names.lengths(one) == "none" else rest for one in found}
+
+
 class EvaluateSpec(Part):
     """The grid: every checkpoint under every policy, on every suite, at every context length.
 
-    With ``own_policy_only`` what was trained under a policy is served under that one and none.
+    ``context_tokens`` are the lengths of suites that are made to one; public rows as published have none (0). With
+    ``own_policy_only`` what was trained under a policy is served under that one and none.
     """
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
-    context_tokens: tuple[Tokens, ...] = Field(min_length=1)
+    context_tokens: tuple[Length, ...] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
     temperature: HeatOrGreedy = 0.0
@@ -114,12 +134,15 @@ class EvaluateSpec(Part):
 
     @field_validator("suites", mode="before")
     @classmethod
-    def _as_mapping(cls, value: Any) -> Any:
+    def _as_mapping(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, list) and all(isinstance(name, str) for name in value):
             return {name: {} for name in unique("evaluate.suites", tuple(value))}
-        return (
-            {name: {} if part is None else part for name, part in value.items()} if isinstance(value, dict) else value
-        )
+        if not isinstance(value, dict):
+            return value
+        found = [_in_contexts(str(name), part, info.context) for name, part in value.items()]
+        names = [name for part in found for name in part]
+        unique("evaluate.suites", tuple(names))
+        return {name: part for each in found for name, part in each.items()}
 
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
@@ -129,9 +152,39 @@ class EvaluateSpec(Part):
             if info.context is not None:
                 info.context.kind(suite)
                 _check_placements(suite, part, info.context)
+                self._fill_lengths(suite, info.context)
+        if info.context is not None and self.context_tokens and not self._made_to_length(info.context):
+            raise SpecError(
+                f"evaluate.context_tokens is {', '.join(map(str, self.context_tokens))}, but every suite asks its rows "
+                f"as published; leave it out, or put rows into a context (context: [{PUBLISHED}, book])"
+            )
         if "none" not in unique("evaluate.policies", self.policies):
             raise SpecError("evaluate.policies lacks 'none'; drift is measured against the uncompressed reference")
         return self
+
+    def _made_to_length(self, names: Names) -> bool:
+        return any(names.lengths(suite) != "none" for suite in self.suites)
+
+    def _fill_lengths(self, suite: str, names: Names) -> None:
+        """Write the length 0 where none can be asked for; raises SpecError where one is lacking, or none fits."""
+        part, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
+        bare = names.bare(suite)
+        if bare not in self.suites:
+            raise SpecError(
+                f"evaluate.suites holds {suite} without {bare}: what a context does to the answers is seen beside the "
+                f"rows as published; add {bare}: {{}}, or context: [{PUBLISHED}, ...]"
+            )
+        if lengths == "given":
+            if 0 in self.contexts_of(suite) or not self.contexts_of(suite):
+                raise SpecError(f"{key} is missing: the suite's items are made to a length; give one in tokens")
+        elif lengths == "none" and any(part.context_tokens or ()):
+            raise SpecError(
+                f"{key} is {', '.join(map(str, part.context_tokens or ()))}, but its rows are asked as published; put "
+                "them into a context to have a length (context: book, see kvaudit list contexts)"
+            )
+        elif part.context_tokens is None:
+            filled = part.model_copy(update={"context_tokens": (0,)})
+            object.__setattr__(self, "suites", {**self.suites, suite: filled})  # frozen, but still in the making
 
     def _check_suite(self, key: str, part: SuiteSpec) -> None:
         unique(f"{key}.context_tokens", part.context_tokens or ())
@@ -205,7 +258,7 @@ def check_probed(grid: EvaluateSpec) -> None:
     if grid.policies != PROBED["policies"]:
         raise SpecError("evaluate.policies: nobody chooses the cache policy of an endpoint; leave it out")
     for suite in grid.suites:
-        if len(grid.contexts_of(suite)) < 2:
+        if len(grid.contexts_of(suite)) < 2 and any(grid.contexts_of(suite)):
             raise SpecError(
                 f"a probe asks every item at a short length too; suite {suite} has {grid.contexts_of(suite)[0]} tokens "
                 "alone, give evaluate.context_tokens another one"

@@ -34,7 +34,7 @@ from audit.core.facets import FACETS
 from audit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from audit.core.grid import EvaluateSpec, ProbeSpec, check_probed, probed
 from audit.core.policy_names import DENSE_POLICY, match_policies
-from audit.core.spec_parts import Alpha, Names, Part, Points, Text, Tokens, canonical_policies, is_plain, unique
+from audit.core.spec_parts import Alpha, Length, Names, Part, Points, Text, canonical_policies, is_plain, unique
 from audit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
 from audit.core.text import shown
 
@@ -113,7 +113,7 @@ class GateSpec(Part):
     margins: dict[str, Points] = Field(default_factory=dict)
     estimand_margins: dict[Literal["selectivity", "parity"], Points] = Field(default_factory=dict)
     primary: tuple[str, ...] = ()
-    contexts: tuple[Tokens, ...] = ()
+    contexts: tuple[Length, ...] = ()
     deployable: tuple[str, ...] = ()
     estimands: tuple[_Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None

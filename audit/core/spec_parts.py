@@ -23,6 +23,14 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 Count = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
 Tokens = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # of one context
+PUBLISHED = "published"  # what a spec calls the length of a row that is asked as it is, which is noted as 0
+
+
+def _length(value: Any) -> Any:
+    return 0 if value == PUBLISHED else value
+
+
+Length = Annotated[int, BeforeValidator(_length), Field(strict=True, ge=0, le=10_000_000)]  # of one context
 BatchTokens = Annotated[int, Field(strict=True, ge=1, le=1_000_000_000)]
 Group = Annotated[int, Field(strict=True, ge=1, le=1024)]  # rows of one prompt
 Rank = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of an adapter
@@ -72,8 +80,9 @@ class Names:
     """What plug-ins answer to, for a spec that is to run. Each raises SpecError, or UnknownName with a suggestion.
 
     ``policy`` gives the canonical text of a policy written as text or as a mapping, ``kind`` a suite's kind and
-    ``placements`` where its items may put what matters; ``check_training`` knows the arms, the loss, the suites and
-    whether the policy can be replayed; ``loss_defaults`` are values of the section that a loss would rather have;
+    ``placements`` where its items may put what matters, and ``lengths`` whether they are made to a length (given, none,
+    any); ``bare`` is the suite whose rows a suite in a context asks; ``check_training`` knows the arms, the loss, the
+    suites and whether the policy can be replayed; ``loss_defaults`` are values that a loss would rather have;
     ``check_guard`` and ``check_judge`` know a guard and a judge, and their options; ``remedy`` gives the text of a
     remedy, and ``check_remedies`` knows whether remedies have a hold on gated policies.
     """
@@ -81,6 +90,8 @@ class Names:
     policy: Callable[[Any], str]
     kind: Callable[[str], Literal["safety", "capability"]]
     placements: Callable[[str], tuple[str, ...]]
+    lengths: Callable[[str], Literal["given", "none", "any"]]
+    bare: Callable[[str], str]
     check_training: Callable[[Any], None]  # of a ``TrainSpec``, which is made of these parts
     loss_defaults: Callable[[str], Mapping[str, Any]]
     check_guard: Callable[[str], None]

@@ -70,7 +70,8 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
     grid = spec.evaluate
     asked = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
     if spec.train is not None:
-        asked += [("train", suite, spec.train.context_tokens) for suite in asked_in_training(spec.train)]
+        made = [suite for suite in asked_in_training(spec.train) if SUITES.get(suite).lengths != "none"]
+        asked += [("train", suite, spec.train.context_tokens) for suite in made]
     for section, suite, context in asked:
         made_suite = SUITES.get(suite)() if section == "train" else asked_suite(spec, suite)
         needed = context + made_suite.max_new_tokens
@@ -230,7 +231,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
     """What the grid asks of one suite at one length, under whatever policy and from whatever model."""
     part = spec.evaluate
     items = part.suites[suite.name].items
-    if spec.probe is not None:
+    if spec.probe is not None and context:
         return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
     return made("evaluate", suite, "eval", items, part.seed, context, count)
 
@@ -267,8 +268,8 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)
         for name in asked_in_training(spec.train):
-            number, context = spec.train.prompts_per_step, spec.train.context_tokens
-            suite, seed = SUITES.get(name)(), spec.train.seeds[0]
+            context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
+            number = suite.held("train", spec.train.prompts_per_step, seed)
             for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 _opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:

@@ -20,7 +20,8 @@ from audit.training.arms import get_arm
 from audit.training.config import TrainConfig
 from audit.training.losses import LOSSES
 from audit.training.rewards import REWARDS
-from suites.base import SUITES
+from suites.base import SUITES, Lengths
+from suites.contexts import bare_name
 
 
 def _policy(written: Any) -> str:
@@ -33,6 +34,10 @@ def _kind(suite: str) -> Literal["safety", "capability"]:
 
 def _placements(suite: str) -> tuple[str, ...]:
     return SUITES.get(suite).placements
+
+
+def _lengths(suite: str) -> Lengths:
+    return SUITES.get(suite).lengths
 
 
 def _check_training(section: TrainSpec) -> None:
@@ -62,6 +67,8 @@ NAMES = Names(
     policy=_policy,
     kind=_kind,
     placements=_placements,
+    lengths=_lengths,
+    bare=bare_name,
     check_training=_check_training,
     loss_defaults=_loss_defaults,
     check_guard=_check_guard,

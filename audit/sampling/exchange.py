@@ -64,9 +64,15 @@ class Exchange:
 def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
 
-    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader.
+    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader; of
+    an answer that was cut, what was said before the cut does.
     """
-    return said_nothing(suite, item, transcript, finish_reason) or suite.grade(item, heard(transcript))
+    broken = said_nothing(suite, item, transcript, finish_reason)
+    if broken is None:
+        return suite.grade(item, heard(transcript))
+    return (
+        suite.cut_off(item, heard(transcript)) if broken.outcome is Outcome.TRUNCATED and _spoke(transcript) else broken
+    )
 
 
 def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
@@ -94,14 +100,20 @@ def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Gr
 
 
 def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
-    """The grade of a conversation in which nothing was said that anybody could grade; None of any other."""
+    """The grade of a conversation in which nothing was said that anybody could grade whole; None of any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
         return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
-    if fault := _fault(transcript[len(item.messages) :], finish_reason):
+    fault = _fault(transcript[len(item.messages) :], finish_reason)
+    if fault and not (fault == "truncated" and suite.reads_cut and _spoke(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
         return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
     return None
+
+
+def _spoke(transcript: Sequence[Message]) -> bool:
+    """Whether the last answer was reached: a thought that never ended has none."""
+    return transcript[-1].role is Role.ASSISTANT and bool(transcript[-1].content.strip())
 
 
 def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:

@@ -62,7 +62,9 @@ def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items")
         wanted = sum(1 for chosen, _ in order if chosen == index)
         # the arm is no part of the seed, here and below: arms are paired by what they are asked
         seed = derive_seed(draw, config.seed, suite.name) % 2**31
-        pools.append(suite.items("train", wanted, seed, config.context_tokens, count_tokens) if wanted else [])
+        held = suite.held("train", wanted, seed)
+        items = suite.items("train", held, seed, config.context_tokens, count_tokens) if wanted else []
+        pools.append([items[number % held] for number in range(wanted)])  # rows that have an end come again
         if any(map(suite.options, pools[-1])):
             raise SpecError(
                 f"suite {suite.name} gives the answers to choose from, which no rollout draws; leave it out"
