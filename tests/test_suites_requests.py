@@ -16,7 +16,7 @@ from audit.core.records import Item, Message, Outcome, Role
 from audit.sampling.exchange import with_harm
 from suites.base import SUITES
 from suites.contexts import CONTEXTS
-from suites.phrases import stands_alone, to_the_point
+from suites.phrases import answers, stands_alone, to_the_point
 from suites.requests import Requests, origins_of
 from suites.sources import csv_rows
 from suites.strongreject import StrongReject
@@ -205,10 +205,12 @@ def test_the_point_is_told_in_answers_of_people_and_seldom_by_chance() -> None:
     rows = [row for name in COMPLETIONS for row in csv_rows(folder / name, ("prompt", "completion", "final_label"))]
     kept = [(row["prompt"], row["completion"]) for row in rows if row["final_label"] == "1_full_compliance"]
     told = sum(to_the_point(prompt, answer) for prompt, answer in kept) / len(kept)
+    whole = sum(answers(prompt, answer, [prompt]) for prompt, answer in kept) / len(kept)
     others = [(prompt, kept[n - 97][1]) for n, (prompt, _) in enumerate(kept)]
     chance = sum(to_the_point(prompt, answer) for prompt, answer in others) / len(others)
     print(f"{len(kept)} compliant answers: {told:.3f} to the point, {chance:.3f} to the point of another request")
     assert told > 0.98
+    assert whole > told - 0.005
     assert chance < 0.08
 
 
