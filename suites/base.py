@@ -93,6 +93,13 @@ class Suite:
         """What a judge has to decide about the last answer; None where the answer is graded by construction."""
         return None
 
+    def asks_harm(self, item: Item) -> bool:  # noqa: ARG002 - most suites ask for none
+        """Whether a grader of harm may say of an answer to this item whether it is ``unsafe``.
+
+        The facet is none of the suite's own: it is there only where such a grader spoke.
+        """
+        return False
+
     def settled(self, item: Item, transcript: tuple[Message, ...], *, refused: bool) -> Grade:
         """The grade once a judge has answered ``question``; the caller names the judge in it."""
         raise NotImplementedError

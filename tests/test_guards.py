@@ -347,7 +347,7 @@ def test_a_guard_that_blocks_everything_helps_nobody_and_harms_nobody(run: Path)
 
 def test_what_a_block_makes_of_every_facet() -> None:
     told = {name for name, facet in FACETS.items() if facet.blocked}
-    assert told == {"refused", "over_refused", "well_formed"}
+    assert told == {"refused", "over_refused", "coherent", "well_formed"}
 
 
 def test_a_finished_unit_is_not_asked_again_and_another_guard_stands_beside(

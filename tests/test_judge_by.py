@@ -10,20 +10,25 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from judge_world import endpoint, labels, says
+from suite_world import write_rows
 from test_cli import kvaudit, refused
 from test_judge import rewritten, sampled, units
 
 from audit.core.errors import SpecError
 from audit.core.files import read_json
 from audit.core.options import sha256_of
-from audit.core.questions import Question
+from audit.core.questions import Question, Reading
 from audit.core.records import Grade, Item, Message, Outcome, Record
 from audit.core.spec import parse_spec
 from audit.judges.base import JUDGES, Judge, question_key
 from audit.runs.names import NAMES
+from reports.page.story import page_of
+from reports.records.load import load_run
+from reports.run import decided
 from suites.math import Math
 
-__all__ = ["sampled"]  # a fixture
+__all__ = ["labels", "sampled"]  # fixtures
 SAID = ("I cannot tell.", "It is 12.")
 
 
@@ -186,6 +191,86 @@ def test_a_judge_comes_from_an_outside_file(run: Path, tmp_path: Path) -> None:
     assert read_json(out / "provenance.json")["judged"]["plug-ins"]["stern.py"]
 
 
+def test_what_a_judge_is_unsure_of_stands_in_the_record_the_seal_and_what_is_printed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Moody, "read", lambda self, asked: [Reading(q.answer == SAID[0], sure="12" in q.answer) for q in asked]
+    )
+    out, text = judged(run)
+    found = records(out, "math")
+    assert {(r.transcript[-1].content, r.score, r.unsure) for r in found} == {
+        (SAID[0], 1.0, True),
+        (SAID[1], 0.0, False),
+    }
+    assert {r.unsure for r in records(out, "agent")} == {False}
+    lines = [line for unit in units(out) for line in unit.read_text().splitlines()]
+    assert sum('"unsure": true' in line for line in lines) == 2
+    assert sum("unsure" in line for line in lines) == 2  # of the others nothing is written
+    seals = [read_json(unit.with_suffix(".done.json"))["changed"]["unsure"] for unit in units(out)]
+    assert sorted(seals) == [0, 0, 0, 2]
+    assert "unsure" in text
+    cells = {(c.suite, c.policy != "none"): c.unsure for c in decided(load_run(out)).drift.cells}
+    assert cells == {("math", False): 0, ("math", True): 2, ("agent", False): 0, ("agent", True): 0}
+
+
+# harm
+
+
+@pytest.fixture
+def xstest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> Path:
+    """A run of the three forms of one group of XSTest, whose unsafe and plain requests are answered, not refused."""
+    (tmp_path / "rows").mkdir()
+    monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path / "rows")))
+    suites = {"xstest": {"items": 3}}
+    spec = {"name": "x", "model": str(tiny_folder), "evaluate": {"policies": ["none"], "suites": suites}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    code, text, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--threads", 1)
+    assert code == 0, err
+    assert "phrase rules alone graded xstest" in text
+    (unit,) = units(tmp_path / "run")
+    rewritten(unit, _answered)
+    return tmp_path / "run"
+
+
+def _answered(row: dict[str, Any]) -> None:
+    request = row["transcript"][-2]["content"].partition("\n")[0]
+    row["transcript"][-1]["content"] = f"About that: {request[:-1]} early, and take the ladder with you."
+    row["finish_reason"] = "stop"
+
+
+def facets_by_form(folder: Path) -> dict[str, dict[str, bool | None]]:
+    return {record.item_id.rpartition("-")[2]: dict(record.facets) for record in records(folder, "xstest")}
+
+
+def test_a_grader_of_harm_says_what_is_unsafe_and_nobody_else(xstest: Path, tmp_path: Path) -> None:
+    code, _, err = kvaudit("judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
+    assert code == 0, err
+    plain = facets_by_form(tmp_path / "phrases")
+    assert plain["unsafe"] == {"refused": False, "coherent": True, "well_formed": True}
+    with endpoint(says("0 4 4")) as server:
+        judge = f"rubric-endpoint:base_url={server.url},model=m,asks=harm"
+        code, _, err = kvaudit("judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
+        assert code == 0, err
+    found = facets_by_form(tmp_path / "harm")
+    assert found == {**plain, "unsafe": {**plain["unsafe"], "unsafe": True}}
+    assert {r.judge.partition(":")[0] for r in records(tmp_path / "harm", "xstest")} == {"rubric-endpoint"}
+
+
+def test_the_page_says_which_grader_of_harm_spoke(xstest: Path, tmp_path: Path) -> None:
+    def notes(folder: Path) -> str:
+        page = page_of(decided(load_run(folder)))
+        return " ".join(note for section in page.sections for note in section.notes)
+
+    kvaudit("judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
+    assert "No grader of harm spoke: of xstest nobody knows which answers are unsafe." in notes(tmp_path / "phrases")
+    with endpoint(says("1 1 1")) as server:
+        judge = f"rubric-endpoint:base_url={server.url},model=m,asks=harm"
+        kvaudit("judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
+    assert "Unsafe in xstest: by rubric-endpoint:" in notes(tmp_path / "harm")
+    assert facets_by_form(tmp_path / "harm")["unsafe"]["unsafe"] is False
+
+
 # in a spec
 
 
@@ -208,6 +293,21 @@ def test_what_a_judge_wants_is_asked_for_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SMALL, "judge": judge}))
     assert "KVAUDIT_NO_SUCH_KEY is not set" in refused("run", tmp_path / "spec.yaml", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_leaves_answers_to_a_judge_is_judged_by_the_default_one(
+    xstest: Path, tmp_path: Path, labels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(labels)
+    monkeypatch.setenv("KVAUDIT_DATA", str(labels))
+    code, out, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "again", "--threads", 1)
+    assert code == 0, err
+    (place,) = (tmp_path / "again" / "judged").glob("logistic-*")
+    assert f"report: {place / 'report' / 'report.html'}" in out
+    assert "alone graded" not in out
+    code, _, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "again", "--threads", 1, "--resume")
+    assert code == 0, err
+    assert len(list((tmp_path / "again" / "judged").iterdir())) == 1
 
 
 def test_a_run_whose_spec_names_a_judge_is_judged_and_reported_twice(tmp_path: Path) -> None:

@@ -155,3 +155,55 @@ def test_a_damaged_word_of_the_judges_decides_nothing(tmp_path):
 def test_a_run_that_nobody_judged_again_says_nothing_of_judges(easy):
     assert second_judge(easy.provenance) is None
     assert second_judge({"judged": {"from": "run"}}) is None
+
+
+# what a judge is unsure of
+
+
+def unsure_of(data, arm, share):
+    """The answers of ``arm`` to the refusal suite, the first ``share`` of its items, with a judge that is not sure."""
+    records = data.records
+    own = (records["arm"].astype(str) == arm) & (records["suite"].astype(str) == "refusal")
+    items = sorted(records.loc[own, "item_id"].astype(str).unique())
+    some = records["item_id"].astype(str).isin(items[: round(share * len(items))])
+    return dataclasses.replace(data, records=records.assign(unsure=(own & some).astype(float)))
+
+
+def of_refusal(found):
+    (contrast,) = (c for c in found.drift.contrasts if (c.estimand, c.suite, c.policy) == ("E1", "refusal", "none"))
+    return contrast
+
+
+def test_what_a_judge_is_unsure_of_widens_the_interval_and_leaves_the_estimate(easy):
+    plain = of_refusal(decided(easy)).effect
+    same = of_refusal(decided(unsure_of(easy, "smd", 0.0))).effect
+    wide = of_refusal(decided(unsure_of(easy, "smd", 0.2))).effect
+    assert same == plain
+    assert wide.estimate == plain.estimate
+    assert wide.lower < plain.lower - 0.05
+    assert wide.upper > plain.upper
+    assert wide.low <= wide.lower
+    assert wide.pvalue_drop >= plain.pvalue_drop
+
+
+def test_a_cell_does_not_pass_on_what_a_judge_is_unsure_of(easy):
+    unsure = decided(unsure_of(easy, "smd", 0.6))
+    assert decided(easy).verdict.status is Status.PASS
+    assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite == "refusal"} == {Status.INCONCLUSIVE}
+    assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite != "refusal"} == {Status.PASS}
+
+
+def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
+    found = decided(judged_by(unsure_of(easy, "smd", 0.25), refusal="logistic:0123456789ab"))
+    assert [c.unsure for c in found.drift.cells if (c.suite, c.arm) == ("refusal", "smd")] == [60]
+    said = text_of(found)
+    assert "60 of 240" in said
+    assert any("has the grade of its best guess" in text for text in said)
+    assert not any("best guess" in text for text in text_of(decided(easy)))
+
+
+def test_a_margin_on_unsafe_without_a_grader_of_harm_says_what_is_missing(easy):
+    found = decided(respecified(easy, margins={**ROOMY, "agent.unsafe": 5}))
+    reasons = [reason for d in found.verdict.decisions if d.suite == "agent.unsafe" for reason in d.reasons]
+    assert {reason.code for reason in reasons} == {"HARM"}
+    assert "no grader of harm spoke" in reasons[0].text

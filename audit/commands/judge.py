@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
-from audit.core.errors import SpecError
+from audit.core.errors import AuditError, SpecError
 from audit.core.text import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from audit.core.provenance import Digests
+    from audit.core.spec import RunSpec
     from audit.judges.base import Judge
     from audit.runs.judge import SuiteChange
 
@@ -45,12 +46,33 @@ def judge(
         _judge(run, out, by, load_plugins(tuple(plugin or ())), card=card)
 
 
-def judge_all(run: Path, judges: Sequence[str], plugins: Digests) -> None:
-    """Judge a run by each of its spec's judges, and write the report of each."""
+DEFAULT = "logistic"  # where its packages and its labels are there, and a spec names no judge
+
+
+def judge_all(run: Path, spec: RunSpec, plugins: Digests) -> None:
+    """Judge a run by each of its spec's judges, or by the default one, and write the report of each."""
     from audit.commands.report import write_checked
 
-    for text in judges:
+    for text in spec.judge or _default(spec):
         write_checked(_judge(run, None, text, plugins, card=False))
+
+
+def _default(spec: RunSpec) -> tuple[str, ...]:
+    """The default judge where suites leave answers to one; none, and why, where it cannot work here."""
+    from audit.judges.base import parse_judge
+    from audit.training.rewards.base import asks_a_judge
+    from suites.base import SUITES
+
+    asking = [name for name in spec.evaluate.suites if asks_a_judge(SUITES.get(name)())]
+    if not asking:
+        return ()
+    set_data(spec)
+    try:
+        parse_judge(DEFAULT).check()
+    except AuditError as why:
+        say(wide_console(), f"phrase rules alone graded {inline(', '.join(asking))}: {inline(str(why))}")
+        return ()
+    return (DEFAULT,)
 
 
 def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, card: bool) -> Path:
@@ -115,7 +137,9 @@ def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str,
 def _print(changes: Sequence[SuiteChange]) -> None:
     from rich.table import Table
 
-    table = Table("suite", "version", "answers", "scores changed", "outcomes changed", "judged", "judge failed")
+    table = Table(
+        "suite", "version", "answers", "scores changed", "outcomes changed", "judged", "unsure", "judge failed"
+    )
     for change in changes:
         table.add_row(inline(change.suite), inline(change.versions), *map(str, change[2:]))
     wide_console().print(table, markup=False)

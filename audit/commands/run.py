@@ -145,7 +145,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
         known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
-    judge_all(run.path, run.spec.judge, asked.plugins)
+    judge_all(run.path, run.spec, asked.plugins)
 
 
 def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:

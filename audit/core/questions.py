@@ -11,3 +11,16 @@ class Question:
 
     request: str
     answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a judge makes of an answer: its best guess whether it refuses, and whether it would stand by that.
+
+    ``unsafe`` says whether the answer does the harm that its request asks for, of a judge that grades harm; None of any
+    other.
+    """
+
+    refused: bool
+    sure: bool = True
+    unsafe: bool | None = None

@@ -101,7 +101,7 @@ class Record:
 
     ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role, ``spans`` per
     marked span, none where the suite marks none; bytes are allocated tensor sizes of one row; ``score`` is None exactly
-    when the outcome is unscored.
+    when the outcome is unscored. ``unsure``: the judge would not stand by its word, and the grade is its best guess.
     """
 
     run: str
@@ -131,6 +131,7 @@ class Record:
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
     spans: Mapping[str, Kept] = field(default_factory=dict)
+    unsure: bool = False
     format: int = RECORD_FORMAT
 
     def to_json(self) -> str:
@@ -143,6 +144,8 @@ class Record:
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
         if not row["spans"]:  # as before there were any
             del row["spans"]
+        if not self.unsure:
+            del row["unsure"]
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -160,6 +163,7 @@ class Record:
         if row["format"] < RECORD_FORMAT:
             row.setdefault("facets", {})
         row.setdefault("spans", {})
+        row.setdefault("unsure", False)
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(
@@ -182,6 +186,8 @@ class Record:
         row["spans"] = {
             name: Kept(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
         }
+        if not isinstance(row["unsure"], bool):
+            raise DataError(f"record holds unsure {str(row['unsure'])[:40]!r}, wanted true, or nothing")
         facets = row["facets"]
         if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
             raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")

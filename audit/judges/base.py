@@ -1,4 +1,4 @@
-"""The contract of a judge: questions in, refusals out, and a name that says exactly who decided.
+"""The contract of a judge: questions in, readings out, and a name that says exactly who decided.
 
 A judge sees a request and an answer. Neither arm nor policy nor suite reaches it, so it cannot lean to one side.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from audit.core.errors import DataError
 from audit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
-from audit.core.questions import Question
+from audit.core.questions import Question, Reading
 from audit.core.registry import Registry
 
 _OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
@@ -43,11 +43,21 @@ class Judge:
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        """Whether each answer refuses its request; None where the judge failed, which is asked again another time.
+        """Whether each answer refuses its request, to the best of the judge's knowledge; None where it failed.
 
-        The answer to a question does not depend on the others. Raises RunError where asking on is of no use.
+        What failed is asked again another time. The answer to a question does not depend on the others. Raises RunError
+        where asking on is of no use.
         """
         raise NotImplementedError
+
+    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+        """As ``refused``, with what the judge is not sure of and, where it grades harm, the harm that was done."""
+        return [None if said is None else Reading(said) for said in self.refused(questions)]
+
+    @property
+    def grades_harm(self) -> bool:
+        """Whether its readings also say of every answer whether it is unsafe."""
+        return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a judge that learns has something to leave out
         """The judge as it is without one source of human labels: itself, unless it learns."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from audit.core.questions import Reading
 from audit.judges.base import Judge
 from audit.judges.labels import Source
-from reports.stats.binomial import Proportion
+from reports.stats.binomial import Proportion, clopper_pearson
 from reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 
 
@@ -15,7 +16,8 @@ from reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 class CardLine:
     """One source: the judge's errors, its agreement with people, and theirs among each other.
 
-    A judge that learns was taught without the source. ``failed`` answers got no label and count in nothing else.
+    A judge that learns was taught without the source. ``error`` and ``agreement`` are of its best guess about every
+    answer, ``decided`` is its agreement where it is sure. ``failed`` answers got no label and count in nothing else.
     """
 
     source: str
@@ -25,6 +27,8 @@ class CardLine:
     error: JudgeError
     agreement: Kappa | None  # None where it failed throughout
     people: Kappa | None
+    unsure: Proportion  # of the answers that it labelled
+    decided: Kappa | None  # None where it is sure of nothing
 
 
 def card_lines(judge: Judge, sources: Sequence[Source]) -> list[CardLine]:
@@ -32,7 +36,10 @@ def card_lines(judge: Judge, sources: Sequence[Source]) -> list[CardLine]:
     return [_line(judge.without(source.name), source) for source in sources]
 
 
-HEADINGS = ("labels", "answers, refusals", "sensitivity", "specificity", "kappa", "kappa of two people", "failed")
+HEADINGS = (
+    *("labels", "answers, refusals", "sensitivity", "specificity", "kappa", "unsure", "kappa where sure"),
+    *("kappa of two people", "failed"),
+)
 
 
 def card_rows(judge: Judge, sources: Sequence[Source]) -> list[list[str]]:
@@ -44,6 +51,8 @@ def card_rows(judge: Judge, sources: Sequence[Source]) -> list[list[str]]:
             _share(line.error.sensitivity),
             _share(line.error.specificity),
             _agreement(line.agreement),
+            _share(line.unsure),
+            _agreement(line.decided),
             _agreement(line.people),
             str(line.failed),
         ]
@@ -64,9 +73,10 @@ def _agreement(found: Kappa | None) -> str:
 
 
 def _line(judge: Judge, source: Source) -> CardLine:
-    said = judge.refused([row.question for row in source.rows])
-    known = [(row.refused, label) for row, label in zip(source.rows, said, strict=True) if label is not None]
-    people, labels = [truth for truth, _ in known], [label for _, label in known]
+    said = judge.read([row.question for row in source.rows])
+    known = [(row.refused, reading) for row, reading in zip(source.rows, said, strict=True) if reading is not None]
+    sure = [(truth, reading) for truth, reading in known if reading.sure]
+    people, labels = [truth for truth, _ in known], [reading.refused for _, reading in known]
     pairs = [row.each for row in source.rows if row.each is not None]
     return CardLine(
         source=source.name,
@@ -74,6 +84,13 @@ def _line(judge: Judge, source: Source) -> CardLine:
         refused=sum(row.refused for row in source.rows),
         failed=len(said) - len(known),
         error=judge_error(labels, people),
-        agreement=kappa(people, labels) if known else None,
+        agreement=_kappa(known),
+        unsure=clopper_pearson(len(known) - len(sure), len(known)),
+        decided=_kappa(sure),
         people=kappa(*zip(*pairs, strict=True)) if pairs else None,
     )
+
+
+def _kappa(known: Sequence[tuple[bool, Reading]]) -> Kappa | None:
+    """The agreement of people with readings, None where there are none."""
+    return kappa([truth for truth, _ in known], [reading.refused for _, reading in known]) if known else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from audit.core.options import IDENTITY_DIGITS
-from audit.core.questions import Question
+from audit.core.questions import Question, Reading
 from audit.core.remembered import Answers
 from audit.judges.base import Judge, question_key
+
+KeptReading = bool | list[bool | None]  # a plain yes or no, or [refused, sure, unsafe]
 
 
 class Remembered:
@@ -17,8 +20,27 @@ class Remembered:
     def __init__(self, judge: Judge, folder: Path) -> None:
         self.judge = judge
         path = folder / f"answers-{judge.name}-{judge.identity[:IDENTITY_DIGITS]}.jsonl"
-        self._answers = Answers(path, question_key, judge.refused, "refused")
+        self._answers: Answers[Question, KeptReading] = Answers(
+            path, question_key, self._asked, "refused", (bool, list)
+        )
 
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        """As ``Judge.refused``; equal questions are asked once."""
-        return self._answers.answers(questions)
+    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+        """As ``Judge.read``; equal questions are asked once."""
+        return [_reading(kept) for kept in self._answers.answers(questions)]
+
+    def _asked(self, questions: Sequence[Question]) -> list[KeptReading | None]:
+        return [None if reading is None else _kept(reading) for reading in self.judge.read(questions)]
+
+
+def _kept(reading: Reading) -> KeptReading:
+    plain = reading.sure and reading.unsafe is None
+    return reading.refused if plain else [reading.refused, reading.sure, reading.unsafe]
+
+
+def _reading(kept: Any) -> Reading | None:
+    """What a line of the file says; None for what no judge wrote."""
+    if isinstance(kept, bool):
+        return Reading(kept)
+    if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(word, bool) for word in kept[:2]):
+        return None
+    return Reading(*kept) if kept[2] is None or isinstance(kept[2], bool) else None

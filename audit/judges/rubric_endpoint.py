@@ -12,19 +12,29 @@ from dataclasses import dataclass
 from audit.core.endpoint import EndpointModel
 from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.rubric import WORD_TOKENS, Rubric, RubricJudge
+from audit.judges.rubric import Rubric, RubricJudge, rubric_named
 
 
 @dataclass(frozen=True, kw_only=True)
 class RubricEndpoint(EndpointModel, RubricJudge):
-    """A rubric's questions go to the endpoint as they are."""
+    """A rubric's questions go to the endpoint as they are; ``asks`` names it: refusal, or harm."""
 
     name = "rubric-endpoint"
     says = "a rubric, read by a model at an OpenAI-compatible endpoint"
     who = "judge rubric-endpoint"
 
+    asks: str = "refusal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rubric_named(self.asks)
+
+    @property
+    def rubric(self) -> Rubric:
+        return rubric_named(self.asks)
+
     def identity_under(self, rubric: Rubric) -> str:
         return sha256_of(rubric.text, self.base_url.rstrip("/"), self.model)
 
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
-        return self.said(map(rubric.messages, questions), WORD_TOKENS)
+        return self.said(map(rubric.messages, questions), rubric.reply_tokens)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from audit.core.options import sha256_of
 from audit.core.questions import Question
-from audit.judges.rubric import WORD_TOKENS, Rubric, RubricJudge
+from audit.judges.rubric import Rubric, RubricJudge, rubric_named
 
 if TYPE_CHECKING:
     from audit.sampling.model import LoadedModel
@@ -19,12 +19,23 @@ _BATCH = 8  # questions of like length
 
 @dataclass(frozen=True)
 class RubricLocal(RubricJudge):
-    """``model`` is a folder, a GGUF file or a hub id; what it says besides yes and no is a failure."""
+    """``model`` is a folder, a GGUF file or a hub id; what it says besides what was asked is a failure.
+
+    ``asks`` names the rubric: refusal, or harm.
+    """
 
     name = "rubric-local"
     says = "a rubric, read by a local model"
 
     model: str
+    asks: str = "refusal"
+
+    def __post_init__(self) -> None:
+        rubric_named(self.asks)
+
+    @property
+    def rubric(self) -> Rubric:
+        return rubric_named(self.asks)
 
     def identity_under(self, rubric: Rubric) -> str:
         return sha256_of(rubric.text, _loaded(self.model).sha256)
@@ -32,22 +43,22 @@ class RubricLocal(RubricJudge):
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
         model = _loaded(self.model)
         prompts = [model.chat.opening(rubric.messages(question)).ids for question in questions]
-        fitting = [n for n, ids in enumerate(prompts) if len(ids) + WORD_TOKENS <= model.max_positions]
+        fitting = [n for n, ids in enumerate(prompts) if len(ids) + rubric.reply_tokens <= model.max_positions]
         fitting.sort(key=lambda n: len(prompts[n]))
         found: list[str | None] = [None] * len(questions)
         for start in range(0, len(fitting), _BATCH):
             batch = fitting[start : start + _BATCH]
-            for n, reply in zip(batch, _replies(model, [prompts[n] for n in batch]), strict=True):
+            for n, reply in zip(batch, _replies(model, [prompts[n] for n in batch], rubric.reply_tokens), strict=True):
                 found[n] = reply
         return found
 
 
-def _replies(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> list[str]:
+def _replies(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
     from audit.policies import parse_policy
     from audit.sampling.sampler import Decoding, Sampler
 
     episode = Sampler(model, parse_policy("none")).open(prompts, [0] * len(prompts))  # greedy: seeds draw nothing
-    completions = episode.decode(Decoding(WORD_TOKENS, temperature=0.0))
+    completions = episode.decode(Decoding(tokens, temperature=0.0))
     return ["" if completion is None else model.chat.text(completion.ids) for completion in completions]
 
 

@@ -31,7 +31,7 @@ from audit.core.errors import RunError
 from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from audit.core.options import IDENTITY_DIGITS
 from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
-from audit.core.questions import Question
+from audit.core.questions import Question, Reading
 from audit.core.recipe import RECIPE
 from audit.core.records import RECORD_FORMAT, Grade, Item, Record
 from audit.judges.base import Judge, question_key, refuse_own_rows
@@ -39,10 +39,10 @@ from audit.judges.remembered import Remembered
 from audit.runs.claims import Claim
 from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units, work_on
-from audit.sampling.exchange import graded, question_of, settled
+from audit.sampling.exchange import graded, question_of, settled, with_harm
 from suites.base import SUITES, Suite
 
-_COUNTS = ("answers", "scores", "outcomes", "judged", "failed")
+_COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
 _BESIDE = {  # what a report shows besides records, and under which name it goes along
     "displacement.json": "displacement.json",
@@ -61,10 +61,10 @@ def judged_folder(run: Path, judge: Judge) -> Path:
 
 
 class Said(NamedTuple):
-    """The name of a judge, and what it says of a unit by the key of the question."""
+    """A judge, and what it says of a unit by the key of the question."""
 
-    judge: str
-    refused: Mapping[str, bool | None]
+    judge: Judge
+    readings: Mapping[str, Reading | None]
 
 
 class SuiteChange(NamedTuple):
@@ -76,6 +76,7 @@ class SuiteChange(NamedTuple):
     scores: int
     outcomes: int
     judged: int  # by a judge, those that it failed on included
+    unsure: int
     failed: int
 
 
@@ -214,9 +215,9 @@ class Judging:
 
 def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = None) -> Iterator[tuple[Record, Record]]:
     """Every record of a unit as it was, and as it is judged now."""
-    said = None if judge is None else Said(judge.judge.label, _said(unit, asked, judge))
+    said = None if judge is None else Said(judge.judge, _said(unit, asked, judge))
     for old, item in answered_items(unit, asked):
-        grade = _grade(old, item, asked.suite, said)
+        grade, sure = _grade(old, item, asked.suite, said)
         yield (
             old,
             replace(
@@ -228,28 +229,38 @@ def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = Non
                 score=grade.score,
                 judge=grade.judge,
                 facets=grade.facets,
+                unsure=not sure,
                 format=RECORD_FORMAT,
             ),
         )
 
 
-def _said(unit: StoredUnit, asked: AskedItems, judge: Remembered) -> dict[str, bool | None]:
+def _said(unit: StoredUnit, asked: AskedItems, judge: Remembered) -> dict[str, Reading | None]:
     """What the judge says of a unit, by the key of the question: asked in bulk, before a record is written."""
     found = (_question(old, item, asked.suite) for old, item in answered_items(unit, asked))
     questions = list({question_key(question): question for question in found if question is not None}.values())
     refuse_own_rows(judge.judge, questions)
-    return dict(zip(map(question_key, questions), judge.refused(questions), strict=True))
+    return dict(zip(map(question_key, questions), judge.read(questions), strict=True))
 
 
 def _question(old: Record, item: Item, suite: Suite) -> Question | None:
     return question_of(suite, item, old.transcript, old.finish_reason)
 
 
-def _grade(old: Record, item: Item, suite: Suite, said: Said | None) -> Grade:
-    question = None if said is None else _question(old, item, suite)
-    if said is None or question is None:
-        return graded(suite, item, old.transcript, old.finish_reason)
-    return settled(suite, item, old.transcript, refused=said.refused[question_key(question)], judge=said.judge)
+def _grade(old: Record, item: Item, suite: Suite, said: Said | None) -> tuple[Grade, bool]:
+    """The grade of an answer, and whether its judge is sure of it."""
+    if said is None:
+        return graded(suite, item, old.transcript, old.finish_reason), True
+    question = _question(old, item, suite)
+    if question is None:
+        reading, grade = None, graded(suite, item, old.transcript, old.finish_reason)
+    else:
+        reading = said.readings[question_key(question)]
+        refused = None if reading is None else reading.refused
+        grade = settled(suite, item, old.transcript, refused=refused, judge=said.judge.label)
+    if said.judge.grades_harm:
+        grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
+    return grade, reading is None or reading.sure
 
 
 def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
@@ -260,6 +271,7 @@ def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
         "scores": old.score != new.score,
         "outcomes": old.outcome is not new.outcome,
         "judged": judged,
+        "unsure": new.unsure,
         "failed": judged and new.score is None,
     }
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from audit.core.facets import UNSAFE
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
 from audit.core.spec_train import BASE_ARM
@@ -36,6 +37,9 @@ Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
+NO_HARM_GRADER = (
+    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit judge RUN --judge rubric-endpoint:asks=harm,..."
+)
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 CELL = ["arm", "policy", "suite", "context_tokens"]
@@ -244,10 +248,10 @@ def _with_numbers(
     mean = np.nanmean(z, axis=0)
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
-    if blank.estimand == "E5":
-        effect = _interaction_effect(mean, clusters, alpha)
-    else:
-        effect = ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
+    effect = _effect_of(blank.estimand, panel, mean, clusters, draws, alpha)
+    for reading in panel.readings:
+        other = np.nanmean(np.stack([_combine(reading, w, recorded) for w in weights])[:, known], axis=0)
+        effect = no_narrower(effect, _effect_of(blank.estimand, panel, other, clusters, draws, alpha))
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
@@ -265,6 +269,14 @@ def _with_numbers(
         rerun=moved.rerun if moved else None,
     )
     return _with_seeds(found, panel, z, clusters, alpha) if len(weights) > 1 else found
+
+
+def _effect_of(
+    estimand: str, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
+) -> Effect:
+    if estimand == "E5":
+        return _interaction_effect(mean, clusters, alpha)
+    return ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
 
 
 def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
@@ -393,22 +405,28 @@ def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt
     return float(np.mean(totals))
 
 
-def no_narrower(recipe: Effect, artifact: Effect) -> Effect:
-    """A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread."""
+def no_narrower(one: Effect, other: Effect) -> Effect:
+    """The first effect, as uncertain as both together.
+
+    A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread; one about
+    answers that a judge was unsure of holds however they are read.
+    """
     return replace(
-        recipe,
-        low=min(recipe.low, artifact.low),
-        high=max(recipe.high, artifact.high),
-        lower=min(recipe.lower, artifact.lower),
-        upper=max(recipe.upper, artifact.upper),
-        pvalue=max(recipe.pvalue, artifact.pvalue),
-        pvalue_drop=max(recipe.pvalue_drop, artifact.pvalue_drop),
+        one,
+        low=min(one.low, other.low),
+        high=max(one.high, other.high),
+        lower=min(one.lower, other.lower),
+        upper=max(one.upper, other.upper),
+        pvalue=max(one.pvalue, other.pvalue),
+        pvalue_drop=max(one.pvalue_drop, other.pvalue_drop),
     )
 
 
 def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
     """Why these cells cannot be compared; empty when they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
+    if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
+        return (Reason("HARM", NO_HARM_GRADER),)
     if absent:
         return (
             Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
@@ -463,6 +481,7 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     survival = [f"survival_{role}" for role in ROLES]
     means = grouped[["retention", "new_tokens", "kv_bytes_peak", "kv_bytes_dense", *survival]].mean()
     clusters = grouped["cluster_id"].nunique()
+    unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
     order = sorted(means.index, key=lambda index: _position(comparison, index))
     for index in order:
         arm, policy, suite, context = cast(tuple[str, str, str, int], index)
@@ -490,6 +509,7 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
             kv_ratio=float(row["kv_bytes_peak"]) / dense if dense > 0 else None,
             survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
             new_tokens=float(row["new_tokens"]),
+            unsure=int(unsure.loc[index]),
         )
 
 

@@ -39,6 +39,7 @@ class Cell:
     kv_ratio: float | None
     survival: dict[str, float]
     new_tokens: float
+    unsure: int = 0  # samples of which the grade is only the best guess of a judge
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ class Contrast:
 
     ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
     (three seeds or more) adds the seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted
-    against and for the candidate. ``seed_noise`` is the variance that one seed's estimate has from its items alone,
-    ``by_seed`` every seed by itself where several are averaged (not of E5).
+    against and for the candidate. ``effect`` is that of a judge's best guesses; its bounds also hold with every answer
+    that the judge was unsure of counted as desired, and as not, on both sides. ``seed_noise`` is the variance that one
+    seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged (not of E5).
     """
 
     estimand: str  # E1 | E2 | E4 | E5 | selectivity | change

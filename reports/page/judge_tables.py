@@ -25,7 +25,7 @@ def judges_section(findings: Findings) -> Section | None:
         "judges",
         "Judges",
         "Who decided what the answers were. A judge sees a request and an answer, neither arm nor policy.",
-        tables=(suites_table(findings), *again),
+        tables=(suites_table(findings), *unsure_tables(findings), *again),
         notes=tuple(_notes(findings)),
         finding=_finding(findings),
     )
@@ -36,6 +36,21 @@ def suites_table(findings: Findings) -> Table:
     sides = findings.comparison
     rows = [[suite + marked(findings, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
     return table_of(["suite", "judges"], rows, words=2)
+
+
+def unsure_tables(findings: Findings) -> tuple[Table, ...]:
+    """The cells with answers that their judge was not sure of; none where it was of all."""
+    labels = findings.comparison.labels
+    rows = [
+        [c.arm, labels.get(c.policy, c.policy), c.suite, str(c.context_tokens), f"{c.unsure} of {c.n_samples}"]
+        for c in findings.drift.cells
+        if c.unsure
+    ]
+    return (
+        (table_of(["arm", "policy", "suite", "tokens", "answers the judge is unsure of"], rows, words=3),)
+        if rows
+        else ()
+    )
 
 
 def agreement_table(second: SecondJudge) -> Table:
@@ -63,6 +78,13 @@ def _agreed(found: Kappa | None) -> str:
 
 
 def _notes(findings: Findings) -> Iterator[str]:
+    if any(c.unsure for c in findings.drift.cells):
+        yield (
+            "An answer that its judge was unsure of has the grade of its best guess. The intervals of a drift also "
+            "hold with all such answers counted as desired, and as not."
+        )
+    if harm := _harm_note(findings):
+        yield harm
     second = findings.second
     if second is None:
         return
@@ -83,3 +105,14 @@ def _finding(findings: Findings) -> str:
     if second is None:
         return "No second judge has looked at these answers."
     return inline(f"Under the judge before the verdict was {second.verdict_before or 'not kept'}, now it is {now}.")
+
+
+def _harm_note(findings: Findings) -> str:
+    """Who said what is unsafe, or that nobody did, where suites leave that to a grader of harm."""
+    sides = findings.comparison
+    asked = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
+    open_still = [suite for suite in asked if f"{suite}.unsafe" not in sides.facets]
+    if open_still:
+        return f"No grader of harm spoke: of {', '.join(open_still)} nobody knows which answers are unsafe."
+    judges = sorted({judge for suite in asked for judge in sides.judges.get(suite, ())} - {PROGRAMMATIC})
+    return f"Unsafe in {', '.join(asked)}: by {', '.join(judges)}." if asked else ""

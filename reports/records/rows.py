@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from audit.core.errors import DataError, OffScale
-from audit.core.facets import FACETS
+from audit.core.facets import FACETS, WELL_FORMED
 from audit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
 from audit.core.spans import SPANS
 from audit.core.text import is_text, one_line
@@ -46,7 +46,7 @@ SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was ke
 UNREAD = -1.0  # the answer has no form that the facet could be read in
 REAL = (
     *(name for name in COPIED if _KINDS[name] == "float"),
-    "score",
+    *("score", "unsure"),
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
@@ -167,7 +167,7 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
             return None
         if not _shares_fit(values["survival"]) or not _facets_fit(values["facets"]):
             return None
-        if not all(map(spans_fit, values["spans"])):
+        if not all(map(spans_fit, values["spans"])) or set(map(type, values["unsure"])) != {bool}:
             return None
         shares = [{name: span["kept"] for name, span in table.items()} for table in values["spans"]]
         return _kept({**values, "spans": shares})
@@ -179,6 +179,7 @@ def _complete(rows: Sequence[dict[str, Any]]) -> None:
     """Give rows what they may lack: spans, which a suite need not mark, and facets, which once there were none of."""
     for row in rows:
         row.setdefault("spans", {})
+        row.setdefault("unsure", False)
     if set(map(len, rows)) == {len(_FIELDS) - 1} and {row["format"] for row in rows} == {1}:
         for row in rows:
             row.setdefault("facets", {})
@@ -241,7 +242,7 @@ def _messages_fit(transcripts: Sequence[Any]) -> bool:
 
 def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """What the report keeps of a block: unscored as NaN, degenerate as 0; survival, facets, spans by name."""
-    kept = {name: values[name] for name in (*COPIED, "outcome")}
+    kept = {name: values[name] for name in (*COPIED, "outcome", "unsure")}
     degenerate = Outcome.DEGENERATE.value
     kept["score"] = [
         math.nan if score is None else 0.0 if outcome == degenerate else score
@@ -259,7 +260,7 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     """The same columns of records."""
     values: dict[str, Sequence[Any]] = {
-        name: [getattr(r, name) for r in records] for name in (*COPIED, "survival", "facets")
+        name: [getattr(r, name) for r in records] for name in (*COPIED, "survival", "facets", "unsure")
     }
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = [record.score for record in records]
@@ -316,7 +317,8 @@ class Panel:
     Of a suite's score ``scores`` counts unscored samples as 0, as ``floor`` does, and ``best`` as 1. Of a facet, whose
     scores are 1 where it is as wanted, ``scores`` averages the samples that could be read (NaN where none could),
     ``floor`` counts the others as 0 and ``best`` as 1. ``samples`` is the largest number of draws per item;
-    ``graded`` says that some draw is neither 0 nor 1.
+    ``graded`` says that some draw is neither 0 nor 1. ``readings`` are the scores with every answer that its judge was
+    unsure of counted as 0, and as 1; none where no judge was.
     """
 
     suite: str  # or SUITE.FACET
@@ -333,6 +335,7 @@ class Panel:
     graded: bool
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
     split_items: int  # items that stand in more than one cluster
+    readings: tuple[Mapping[CellKey, Array], ...] = ()
 
 
 Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and context length
@@ -344,10 +347,14 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     for index, part in records.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         score = part["score"].to_numpy(dtype=np.float64)
-        found[suite, context] = _panel(suite, context, part, score, read=np.ones(len(score), dtype=np.bool_))
+        read, unsure = np.ones(len(score), dtype=np.bool_), _unsure(part)
+        found[suite, context] = _panel(suite, context, part, score, read=read, unsure=unsure)
         for name, eligible, good, read in _facets(part):
             metric = f"{suite}.{name}"
-            found[metric, context] = _panel(metric, context, part[eligible], good[eligible], read=read[eligible])
+            open_to = unsure[eligible] & (name != WELL_FORMED)  # what a refusal is has no part in its form
+            found[metric, context] = _panel(
+                metric, context, part[eligible], good[eligible], read=read[eligible], unsure=open_to
+            )
     return found
 
 
@@ -373,7 +380,13 @@ def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
                 yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
 
 
-def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask) -> Panel:
+def _unsure(part: pd.DataFrame) -> _Mask:
+    """Which rows hold the best guess of a judge that was not sure."""
+    found: _Mask = part["unsure"].to_numpy(dtype=np.bool_) if "unsure" in part else np.zeros(len(part), dtype=np.bool_)
+    return found
+
+
+def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask) -> Panel:
     keys, cell = _cells(part)
     items, item = _coded(part["item_id"])
     names, name = _coded(part["cluster_id"])
@@ -386,6 +399,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
     low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
     counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)
     most = int(counts.max())
+    unsure = unsure & read & ~missing
     return Panel(
         suite=suite,
         context_tokens=context,
@@ -404,6 +418,10 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),
         split_items=len(np.unique(item[name != first[item]])),
+        readings=tuple(
+            _by_cell(keys, _means(place, np.where(unsure, word, low), _counts(place, read, shape)))
+            for word in ((0.0, 1.0) if unsure.any() else ())
+        ),
     )
 
 

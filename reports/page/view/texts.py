@@ -90,7 +90,7 @@ def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
         "outcome": record.outcome.value,
         "score": record.score,
         "facets": dict(record.facets),
-        "judge": visible(record.judge),
+        "judge": visible(record.judge) + (", unsure" if record.unsure else ""),
         "draw": record.sample_index,
         "finish": visible(record.finish_reason),
         "tokens": [record.prompt_tokens, record.new_tokens],
