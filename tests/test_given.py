@@ -85,6 +85,20 @@ def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, t
     assert ("fast", True) in pairs
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_run_is_held_to_the_pin_of_its_given_reference(other: bool, trained: Path, tmp_path: Path) -> None:
+    """By its weights: pinned as a folder it has no name, and the run calls it dense, seed 1."""
+    folder = trained if other else EMBEDDED
+    pinned(folder, tmp_path)
+    body = spec(trained, gate={"pin": str(tmp_path / f"{folder.name}.json"), "on_inconclusive": "warn"})
+    body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 16}}}
+    code, output, made = run(tmp_path, body)
+    assert code == 0, output
+    verdict = CliRunner().invoke(app, ["gate", str(made)])
+    assert (verdict.exit_code == 5) is other, verdict.output
+    assert ("REFHASH" in verdict.output) is other
+
+
 def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(trained, own)

@@ -16,7 +16,7 @@ from audit.core.errors import SpecError
 from audit.core.spec import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from reports.gate.pin import load_pin
+from reports.gate.pin import Pin, Pinned, load_pin
 
 SNAP = policy("snapkv", 96)
 
@@ -220,6 +220,45 @@ def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
     done = call("gate", begun_with(passing, pinned_gate(tmp_path, b"other weights"), tmp_path))
     assert done.exit_code == 5
     assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
+
+
+def foreign_pin(tmp_path, *contents):
+    """A gate that pins folders which were not trained here."""
+    for n, content in enumerate(contents):
+        (tmp_path / f"foreign-{n}").mkdir()
+        (tmp_path / f"foreign-{n}" / "model.safetensors").write_bytes(content)
+    folders = [tmp_path / f"foreign-{n}" for n in range(len(contents))]
+    done = call("pin", *folders, "--out", tmp_path / "pin.json")
+    assert done.exit_code == 0, done.output
+    (tmp_path / "gate.yaml").write_text("format: 1\npin: pin.json\n")
+    return tmp_path / "gate.yaml"
+
+
+def test_a_pin_is_of_weights_whatever_the_run_calls_them(passing, tmp_path):
+    assert call("gate", begun_with(passing, foreign_pin(tmp_path, b"other", b"dense1"), tmp_path)).exit_code == 0
+
+
+def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
+    done = call("gate", begun_with(passing, foreign_pin(tmp_path, b"other"), tmp_path))
+    assert done.exit_code == 5
+    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
+
+
+def test_the_same_foreign_weights_are_pinned_once(tmp_path):
+    foreign_pin(tmp_path, b"one")
+    words = ("pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
+    one_line(call(*words), "is given twice; give every checkpoint once")
+
+
+def test_seeds_hold_where_run_and_pin_name_the_same_arm():
+    pin = Pin(
+        (Pinned("dense", 1, "a" * 64, "c" * 64, "none"), Pinned("dense", 2, "b" * 64, "c" * 64, "none")), "2026-01-01"
+    )
+    assert pin.holds("dense", 1, {"a" * 64})
+    assert not pin.holds("dense", 1, {"b" * 64})  # changed places
+    assert pin.holds("ref", 0, {"b" * 64})  # of another name: its weights are all that is known
+    assert not pin.holds("ref", 0, {"d" * 64})
+    assert not pin.holds("ref", 0, {"a" * 64, "b" * 64})  # two checkpoints under one seed
 
 
 @pytest.mark.parametrize(
