@@ -314,6 +314,20 @@ def test_a_probe_is_compared_and_judged_like_any_run(world: World) -> None:
     assert "is a probe" in refused.stderr
 
 
+@pytest.mark.parametrize("suite", ["agent", "refusal"])
+def test_a_collapse_between_two_probes_fails(suite: str, world: World) -> None:
+    """Where every answer of one side is degenerate no judge spoke there, which makes it no other judge."""
+    plan = SMALL.replace("refusal: {items: 6}", f"{suite}: {{items: 48}}")
+    world.probe(gold(planned(plan)), plan=plan, out="before")
+    world.probe(lambda _: completion(""), plan=plan, out="now")
+    assert {record.outcome.value for record in world.records("now")} == {"degenerate"}
+    told = invoked("compare", world.folder / "before", world.folder / "now")
+    assert told.exit_code == 3, told.output
+    assert "verdict: FAIL" in " ".join(told.output.split())
+    back = invoked("compare", world.folder / "now", world.folder / "before")
+    assert back.exit_code != 5, back.output
+
+
 def test_a_conversation_without_an_answer_is_judged_as_unscored(world: World) -> None:
     right, number = gold(planned(SMALL)), 0
 
