@@ -100,8 +100,9 @@ class Record:
     """One graded sample: the only thing reports read.
 
     ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role, ``spans`` per
-    marked span, none where the suite marks none; bytes are allocated tensor sizes of one row; ``score`` is None exactly
-    when the outcome is unscored.
+    marked span, none where the suite marks none; ``kv_bytes_peak`` is what one row had allocated, ``kv_bytes_live``
+    what its entries took at most while decoding, without slack and bookkeeping (None where nobody counted),
+    ``kv_bytes_dense`` what its tokens take uncompressed; ``score`` is None exactly when the outcome is unscored.
     """
 
     run: str
@@ -131,6 +132,7 @@ class Record:
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
     spans: Mapping[str, Kept] = field(default_factory=dict)
+    kv_bytes_live: int | None = None
     format: int = RECORD_FORMAT
 
     def to_json(self) -> str:
@@ -141,8 +143,9 @@ class Record:
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
-        if not row["spans"]:  # as before there were any
-            del row["spans"]
+        for name in ("spans", "kv_bytes_live"):
+            if not row[name]:  # as before there were any
+                del row[name]
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -160,6 +163,7 @@ class Record:
         if row["format"] < RECORD_FORMAT:
             row.setdefault("facets", {})
         row.setdefault("spans", {})
+        row.setdefault("kv_bytes_live", None)
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(

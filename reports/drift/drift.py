@@ -9,6 +9,7 @@ Each is weights over cells, one number per item, one clustered one-sample infere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,7 +25,7 @@ from audit.core.spec_train import BASE_ARM
 from reports.drift.comparison import Comparison, Reason, run_reasons
 from reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
 from reports.records.load import RunData
-from reports.records.rows import ROLES, CellKey, Panel, Panels
+from reports.records.rows import LIVE, ROLES, CellKey, Panel, Panels
 from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array, Effect
@@ -38,6 +39,7 @@ AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
+BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
@@ -461,7 +463,8 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     grouped = records.groupby(CELL, sort=False, observed=True)
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
     survival = [f"survival_{role}" for role in ROLES]
-    means = grouped[["retention", "new_tokens", "kv_bytes_peak", "kv_bytes_dense", *survival]].mean()
+    means = grouped[["retention", "new_tokens", *BYTES, *survival]].mean()
+    means.loc[grouped[LIVE].count() < grouped.size(), LIVE] = np.nan  # a mean over some of the records would mislead
     clusters = grouped["cluster_id"].nunique()
     order = sorted(means.index, key=lambda index: _position(comparison, index))
     for index in order:
@@ -470,7 +473,6 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
         keys = sorted(key for key in panel.scores if (key.arm, key.policy) == (arm, policy))
         row = means.loc[index]
         rates = [float(np.nanmean(panel.scores[key])) for key in keys]
-        dense = float(row["kv_bytes_dense"])
         yield Cell(
             arm=arm,
             policy=policy,
@@ -486,11 +488,28 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
             outcomes={o.value: int(counts.loc[index].get(o.value, 0)) for o in Outcome},
             retention=float(row["retention"]),
             kv_bytes_peak=float(row["kv_bytes_peak"]),
-            kv_bytes_dense=dense,
-            kv_ratio=float(row["kv_bytes_peak"]) / dense if dense > 0 else None,
+            kv_bytes_dense=float(row["kv_bytes_dense"]),
+            kv_bytes_live=None if np.isnan(row[LIVE]) else float(row[LIVE]),
+            kv_ratio=share_of_none(means, index, "kv_bytes_peak"),
+            kv_live_ratio=share_of_none(means, index, LIVE),
             survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
             new_tokens=float(row["new_tokens"]),
         )
+
+
+def share_of_none(means: pd.DataFrame, index: Any, column: str) -> float | None:
+    """Bytes of a cell per byte of its tokens uncompressed, over the same under ``none``; None where that is not known.
+
+    ``means`` by ``CELL``. Slack and bookkeeping are on both sides, or on none. An arm that was not served uncompressed
+    is held against those that were.
+    """
+    arm, _, suite, context = index
+    shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
+    plain = shares[[place[1:] == (DENSE_POLICY, suite, context) for place in means.index]]
+    own = (arm, DENSE_POLICY, suite, context)
+    against = float(plain[own]) if own in plain.index else float(plain.mean())
+    share = float(shares[index]) / against if against > 0 else math.nan
+    return None if math.isnan(share) else share
 
 
 def _position(comparison: Comparison, index: Any) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, worst_seed
+from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, times, worst_seed
 
 
 def training_table(findings: Findings) -> Table:
@@ -61,12 +61,12 @@ def cache_table(findings: Findings) -> Table:
     rows = []
     for use in cache_use(findings.drift):
         own = [c for c in findings.drift.cells if c.policy == use.policy]
-        ratio = f"{use.peak / use.dense:.2f}x" if use.dense > 0 else "-"
         row = [
             findings.comparison.labels.get(use.policy, use.policy),
-            size(use.peak),
-            size(use.dense),
-            ratio,
+            "-" if use.live is None else size(use.live),
+            times(use.live_share),
+            size(use.allocated),
+            times(use.allocated_share),
             percent(use.retention),
         ]
         for role in roles:
@@ -75,7 +75,7 @@ def cache_table(findings: Findings) -> Table:
             row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
         rows.append(row)
     kept = [f"{role} kept" for role in roles]
-    return table_of(["policy", "peak bytes per row", "uncompressed", "ratio", "entries kept", *kept], rows)
+    return table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
 
 
 MOST_ROWS = 20

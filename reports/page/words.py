@@ -44,6 +44,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def times(value: float | None) -> str:
+    """A ratio as 0.74x."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
 def pvalue(value: float | None) -> str:
     """A p-value with two digits; the least that 9,999 draws can give is printed as a bound."""
     if value is None:
