@@ -30,7 +30,7 @@ from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array, Effect
 from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
-from reports.stats.signflip import FEWEST_CLUSTERS
+from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
 from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
 Weights = dict[CellKey, float]
@@ -38,6 +38,7 @@ Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
+FEW_CLUSTERS = "FEW_CLUSTERS"
 CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
 CELL = ["arm", "policy", "suite", "context_tokens"]
@@ -227,7 +228,20 @@ def _weighed(
         best=None,
         reasons=reasons,
     )
+    if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
+        return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
+
+
+def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
+    """Why there is no interval, with the estimate that stands alone."""
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])
+    known = ~np.isnan(z).all(axis=0)
+    clusters = len(np.unique(panel.clusters[recorded][known]))
+    if not clusters:
+        return Reason(FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
+    estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
+    return Reason(FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
 
 
 def _with_numbers(
@@ -239,7 +253,7 @@ def _with_numbers(
     if blank.estimand != "E5":
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
-        return replace(blank, reasons=(Reason("FEW_CLUSTERS", "too few templates have an answer that could be read"),))
+        return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
     present = recorded.copy()
     present[recorded] = known
     clusters, z = panel.clusters[present], z[:, known]
@@ -435,7 +449,7 @@ def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None
     clusters = len(np.unique(panel.clusters[present]))
     if clusters >= FEWEST_CLUSTERS:
         return None
-    return Reason("FEW_CLUSTERS", f"{clusters} clusters; inference needs at least {FEWEST_CLUSTERS}")
+    return Reason(FEW_CLUSTERS, no_interval(clusters))
 
 
 def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:

@@ -11,6 +11,7 @@ from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, times, worst_seed
+from reports.stats.signflip import no_interval
 
 
 def training_table(findings: Findings) -> Table:
@@ -299,7 +300,8 @@ def displacement_table(findings: Findings) -> Table:
     rows = []
     for d in findings.displacement:
         arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
-        kl = f"{d.mean_kl:.3g} [{d.low:.3g}, {d.high:.3g}]"
+        between = f", {no_interval(d.clusters)}" if d.low is None else f" [{d.low:.3g}, {d.high:.3g}]"
+        kl = f"{d.mean_kl:.3g}{between}"
         row = [
             arm,
             findings.comparison.labels.get(d.policy, d.policy),
