@@ -75,6 +75,9 @@ def run(tmp_path: Path, body: dict) -> tuple[int, str, Path]:
 def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, tmp_path: Path) -> None:
     code, output, folder = run(tmp_path, spec(trained))
     assert code == 0, output
+    assert (
+        "MARGINS not declared: refusal 5 pp, the default of safety suites. Declare your own in gate.margins." in output
+    )
     told = json.loads((folder / "report" / "disclosure.json").read_text())
     fast = next(recipe for recipe in told["recipes"] if recipe["arm"] == "fast")
     assert fast["role"] == "candidate"

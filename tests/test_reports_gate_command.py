@@ -310,6 +310,35 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     assert story["gate_pin"]["checkpoints"][0]["sha256"] == hashlib.sha256(b"dense1").hexdigest()
 
 
+def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
+    """The complete spec names all of them; its hash is that of one that declares the same."""
+    spec = spec_with({"margins": {"refusal": 5}})
+    assert kept_gate(spec, NAMES) == {"default_margins": {"math": "capability"}}
+    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 3}}), NAMES) == {"default_margins": {}}
+    assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 3}}).sha256
+    assert spec == spec_with({"margins": {"refusal": 5, "math": 3}})
+    (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
+    kept = kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+    assert kept["default_margins"] == {"refusal": "safety"}
+
+
+def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(passing, run)
+    line = "MARGINS not declared: refusal 5 pp, the default of safety suites. Declare your own in gate.margins."
+    assert "MARGINS" not in call("gate", run).stdout  # a run from before they were kept says nothing
+    story = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps(story | {"default_margins": {"refusal": "safety"}}))
+    assert line in " ".join(call("gate", run).stdout.split())
+    assert call("report", run).exit_code == 0
+    for page in ("report.html", "report.md", "summary.md", "card.md"):
+        assert line in (run / "report" / page).read_text().replace("\\", ""), page
+    assert "refusal 5 pp (default)" in (run / "report" / "report.md").read_text()
+    (tmp_path / "late.yaml").write_text("format: 1\nmargins: {refusal: 5}\n")
+    done = call("report", run, "--gate", tmp_path / "late.yaml")
+    assert "MARGINS" not in done.stdout  # declared, if late
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
