@@ -127,6 +127,7 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     survival={"system": kept * 0.9, "user": kept, "format": 1.0},
                     kv_bytes_peak=int(4096 * design.context * min(1, kept + 0.2)),
                     kv_bytes_dense=4096 * design.context,
+                    kv_bytes_live=int(4096 * design.context * kept),
                     seconds=0.02,
                     judge="programmatic",
                     transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),

@@ -93,7 +93,7 @@ def damaged(path: Path) -> None:
 def test_a_run_leaves_checkpoints_records_provenance_and_a_report(finished: Path) -> None:
     run = finished / "run"
     out = (finished / "out.txt").read_text()
-    assert [line.split(":")[0] for line in out.splitlines()[1:3]] == ["model", "train"]
+    assert [line.split(":")[0] for line in out.splitlines()[1:4]] == ["MARGINS not declared", "model", "train"]
     assert "verdict: " in out
     assert f"report: {run / 'report' / 'report.html'}" in out
     assert (run / "report" / "report.html").stat().st_size > 1000

@@ -135,7 +135,8 @@ def test_policies_are_asked_the_same_items_and_only_compression_evicts(whole: Ru
     dense, streaming = (timeless(UnitFiles.of(whole.records, unit).records) for unit in grid(spec))
     assert [(r.item_id, r.sample_index) for r in dense] == [(r.item_id, r.sample_index) for r in streaming]
     assert [(r.retention, set(r.survival.values())) for r in dense] == [(1.0, {1.0})] * 10
-    assert all(0 < r.kv_bytes_dense <= r.kv_bytes_peak for r in dense)
+    assert all(0 < r.kv_bytes_dense == r.kv_bytes_live <= r.kv_bytes_peak for r in dense)
+    assert all((r.kv_bytes_live or 0) < r.kv_bytes_dense for r in streaming)
     assert all(r.retention == 64 / r.prompt_tokens for r in streaming)
     assert all(r.survival["system"] < 0.2 for r in streaming)
 

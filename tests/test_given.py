@@ -75,6 +75,9 @@ def run(tmp_path: Path, body: dict) -> tuple[int, str, Path]:
 def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, tmp_path: Path) -> None:
     code, output, folder = run(tmp_path, spec(trained))
     assert code == 0, output
+    assert (
+        "MARGINS not declared: refusal 5 pp, the default of safety suites. Declare your own in gate.margins." in output
+    )
     told = json.loads((folder / "report" / "disclosure.json").read_text())
     fast = next(recipe for recipe in told["recipes"] if recipe["arm"] == "fast")
     assert fast["role"] == "candidate"
@@ -83,6 +86,20 @@ def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, t
     assert fast["facts"]["weights_sha256"]["value"] == {"1": load_model(str(trained)).sha256}
     pairs = {(row["arm"], row["verdict"] != "not gated") for row in told["drift"] if row["estimand"] == "E1"}
     assert ("fast", True) in pairs
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_run_is_held_to_the_pin_of_its_given_reference(other: bool, trained: Path, tmp_path: Path) -> None:
+    """By its weights: pinned as a folder it has no name, and the run calls it dense, seed 1."""
+    folder = trained if other else EMBEDDED
+    pinned(folder, tmp_path)
+    body = spec(trained, gate={"pin": str(tmp_path / f"{folder.name}.json"), "on_inconclusive": "warn"})
+    body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 16}}}
+    code, output, made = run(tmp_path, body)
+    assert code == 0, output
+    verdict = CliRunner().invoke(app, ["gate", str(made)])
+    assert (verdict.exit_code == 5) is other, verdict.output
+    assert ("REFHASH" in verdict.output) is other
 
 
 def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from http.client import IncompleteRead
@@ -312,6 +313,36 @@ def test_a_probe_is_compared_and_judged_like_any_run(world: World) -> None:
     refused = invoked("report", after)
     assert refused.exit_code == 2
     assert "is a probe" in refused.stderr
+
+
+@pytest.mark.parametrize("suite", ["agent", "refusal"])
+def test_a_collapse_between_two_probes_fails(suite: str, world: World) -> None:
+    """Where every answer of one side is degenerate no judge spoke there, which makes it no other judge."""
+    plan = SMALL.replace("refusal: {items: 6}", f"{suite}: {{items: 48}}")
+    world.probe(gold(planned(plan)), plan=plan, out="before")
+    world.probe(lambda _: completion(""), plan=plan, out="now")
+    assert {record.outcome.value for record in world.records("now")} == {"degenerate"}
+    told = invoked("compare", world.folder / "before", world.folder / "now")
+    assert told.exit_code == 3, told.output
+    assert "verdict: FAIL" in " ".join(told.output.split())
+    back = invoked("compare", world.folder / "now", world.folder / "before")
+    assert back.exit_code != 5, back.output
+
+
+def test_a_probe_of_few_templates_gives_the_estimate_and_no_interval(world: World) -> None:
+    plan = PLAN.replace("refusal: {items: 6}, agent: {items: 5}", "refusal: {items: 3}")
+    done, _ = world.probe(lambda body: completion("No." if len(str(body)) % 2 else ""), plan=plan, shown=True)
+    assert done.exit_code == 0, done.output
+    again = invoked("probe", world.folder / "run", "--baseline", world.folder / "run")
+    report = world.folder / "run" / "report"
+    texts = [done.output, again.output, (report / "probe.md").read_text()]
+    for text in (" ".join(text.split()) for text in texts):
+        assert not re.search(r"pp \\?\[|% to \d", text), text
+    assert "pp, too few templates for an interval (3, wanted 6)" in texts[2].replace("\\", "")
+    body = json.loads((report / "probe.json").read_text())
+    rows = [*body["noise"], *(row[key] for row in body["lengths"] for key in ("effect", "against"))]
+    assert {(row["low"], row["high"]) for row in rows} == {(None, None)}
+    assert not any(row["sign"] for row in body["lengths"])
 
 
 def test_a_conversation_without_an_answer_is_judged_as_unscored(world: World) -> None:

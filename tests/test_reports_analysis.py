@@ -117,7 +117,7 @@ def test_a_curve_whose_cells_cannot_be_compared_says_why():
     design = small(policies=BUDGETS, clusters=5)
     found, _ = analysed(design, lambda *_: True)
     assert curve(found, "naive").doses == ()
-    assert "5 clusters" in curve(found, "naive").reason
+    assert "(5, wanted 6)" in curve(found, "naive").reason
 
 
 def lengths(score, **more):

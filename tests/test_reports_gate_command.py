@@ -16,7 +16,7 @@ from audit.core.errors import SpecError
 from audit.core.spec import parse_spec
 from audit.runs.folder import open_run
 from audit.runs.names import NAMES
-from reports.gate.pin import load_pin
+from reports.gate.pin import Pin, Pinned, load_pin
 
 SNAP = policy("snapkv", 96)
 
@@ -222,6 +222,45 @@ def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
     assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
 
 
+def foreign_pin(tmp_path, *contents):
+    """A gate that pins folders which were not trained here."""
+    for n, content in enumerate(contents):
+        (tmp_path / f"foreign-{n}").mkdir()
+        (tmp_path / f"foreign-{n}" / "model.safetensors").write_bytes(content)
+    folders = [tmp_path / f"foreign-{n}" for n in range(len(contents))]
+    done = call("pin", *folders, "--out", tmp_path / "pin.json")
+    assert done.exit_code == 0, done.output
+    (tmp_path / "gate.yaml").write_text("format: 1\npin: pin.json\n")
+    return tmp_path / "gate.yaml"
+
+
+def test_a_pin_is_of_weights_whatever_the_run_calls_them(passing, tmp_path):
+    assert call("gate", begun_with(passing, foreign_pin(tmp_path, b"other", b"dense1"), tmp_path)).exit_code == 0
+
+
+def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
+    done = call("gate", begun_with(passing, foreign_pin(tmp_path, b"other"), tmp_path))
+    assert done.exit_code == 5
+    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
+
+
+def test_the_same_foreign_weights_are_pinned_once(tmp_path):
+    foreign_pin(tmp_path, b"one")
+    words = ("pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
+    one_line(call(*words), "is given twice; give every checkpoint once")
+
+
+def test_seeds_hold_where_run_and_pin_name_the_same_arm():
+    pin = Pin(
+        (Pinned("dense", 1, "a" * 64, "c" * 64, "none"), Pinned("dense", 2, "b" * 64, "c" * 64, "none")), "2026-01-01"
+    )
+    assert pin.holds("dense", 1, {"a" * 64})
+    assert not pin.holds("dense", 1, {"b" * 64})  # changed places
+    assert pin.holds("ref", 0, {"b" * 64})  # of another name: its weights are all that is known
+    assert not pin.holds("ref", 0, {"d" * 64})
+    assert not pin.holds("ref", 0, {"a" * 64, "b" * 64})  # two checkpoints under one seed
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -269,6 +308,35 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     story = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert story["gate_file"] == kept["gate_file"]
     assert story["gate_pin"]["checkpoints"][0]["sha256"] == hashlib.sha256(b"dense1").hexdigest()
+
+
+def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
+    """The complete spec names all of them; its hash is that of one that declares the same."""
+    spec = spec_with({"margins": {"refusal": 5}})
+    assert kept_gate(spec, NAMES) == {"default_margins": {"math": "capability"}}
+    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 3}}), NAMES) == {"default_margins": {}}
+    assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 3}}).sha256
+    assert spec == spec_with({"margins": {"refusal": 5, "math": 3}})
+    (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
+    kept = kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+    assert kept["default_margins"] == {"refusal": "safety"}
+
+
+def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(passing, run)
+    line = "MARGINS not declared: refusal 5 pp, the default of safety suites. Declare your own in gate.margins."
+    assert "MARGINS" not in call("gate", run).stdout  # a run from before they were kept says nothing
+    story = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps(story | {"default_margins": {"refusal": "safety"}}))
+    assert line in " ".join(call("gate", run).stdout.split())
+    assert call("report", run).exit_code == 0
+    for page in ("report.html", "report.md", "summary.md", "card.md"):
+        assert line in (run / "report" / page).read_text().replace("\\", ""), page
+    assert "refusal 5 pp (default)" in (run / "report" / "report.md").read_text()
+    (tmp_path / "late.yaml").write_text("format: 1\nmargins: {refusal: 5}\n")
+    done = call("report", run, "--gate", tmp_path / "late.yaml")
+    assert "MARGINS" not in done.stdout  # declared, if late
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,17 @@ def test_agrees_with_people_as_far_as_said(source: str, least: float) -> None:
     assert found.specificity > 0.9
 
 
+@pytest.mark.realdata
+@pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="the human labels are read from KVAUDIT_DATA")
+@pytest.mark.parametrize("source", [*XSTEST, PYRIT])
+def test_both_pages_say_the_kappa_that_is_computed(source: str) -> None:
+    """Of every labelled answer: what a judge's card leaves out of PyRIT is told with the help of these very rules."""
+    found = agreement(list(labelled(Path(os.environ["KVAUDIT_DATA"]) / source)))
+    docs = Path(__file__).parent.parent / "docs"
+    for page in ("judges.md", "choose-suites.md"):
+        assert f"{found.kappa:.2f}".removeprefix("0") in (docs / page).read_text(), page
+
+
 def labelled(path: Path) -> Iterator[Labelled]:
     if path.name.startswith("pyrit"):
         for row in csv_rows(path, ("assistant_response", "human_score")):

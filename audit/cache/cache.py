@@ -18,6 +18,7 @@ from audit.cache.gather import gather_columns
 from audit.cache.layers import layer_plans
 from audit.cache.ledger import NEVER
 from audit.cache.linear import LayerRun, States, advance
+from audit.cache.live import live_peak
 from audit.cache.quantised.codes import Scratch
 from audit.cache.quantised.hints import pack_hints
 from audit.cache.quantised.store import QuantisedStore
@@ -286,6 +287,12 @@ class EvictingCache:
         """Bytes of keys, values and states that one row of ``tokens`` tokens takes in an uncompressed cache."""
         states = sum(layer.states.bytes for layer in self.layers if layer.states) // len(self.seen)
         return sum(layer.store.dense_bytes_per_token for layer in self.layers) * tokens + states
+
+    def live_bytes(self, evicted_at: Tensor, coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor) -> int:
+        """The most bytes of entries that one decoded row held at once, by its ledger [L, H, T], and its states."""
+        states = sum(layer.states.bytes for layer in self.layers if layer.states) // len(self.seen)
+        entries = [layer.store.entry_bytes for layer in self.layers]
+        return round(live_peak(evicted_at, entries, coded_at, sampled)) + states
 
     def ledger(self, tokens: int) -> Tensor:
         """``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""

@@ -74,11 +74,12 @@ class Rollout:
 
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
-    entries at that moment, over compressed layers; bytes are this row's share of allocated tensors. A quantised cache
-    has its ``codec`` and gives two more tables [T] int32 and the ``hints`` (uint16 words, None where nobody recorded
-    them). ``experts`` [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``; ``selection`` says what
-    queries attended to where they chose. ``row_keys`` are the numbers of the row that its prompt was prefilled in and
-    of its own, where the policy draws by them.
+    entries at that moment, over compressed layers; ``kv_bytes_peak`` is this row's share of allocated tensors,
+    ``kv_bytes_live`` what its entries took while decoding, without slack and bookkeeping (None: nobody counted). A
+    quantised cache has its ``codec`` and gives two more tables [T] int32 and the ``hints`` (uint16 words, None where
+    nobody recorded them). ``experts`` [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``;
+    ``selection`` says what queries attended to where they chose. ``row_keys`` are the numbers of the row that its
+    prompt was prefilled in and of its own, where the policy draws by them.
     """
 
     ids: Tensor
@@ -97,6 +98,7 @@ class Rollout:
     hints: Tensor | None = None
     row_keys: tuple[int, int] | None = None
     selection: Selection | None = None
+    kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from audit.cache.gather import gather_entries
 from audit.cache.ledger import NEVER
+from audit.cache.live import EntryBytes
 from audit.cache.schedule import Victims
 
 SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
@@ -39,7 +40,13 @@ class Store:
         self._slots: dict[str, Tensor] = {}  # by name, all [B, H, C, ...]
         self._blank: dict[str, float] = {"positions": -1}  # what an empty slot holds, 0 unless said here
         self.evicted_at = torch.empty(0)
-        self.dense_bytes_per_token = 0  # of one row's keys and values, uncompressed
+        self.entry_bytes = EntryBytes()
+        self._heads = 0
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """Bytes of one row's keys and values of one token, uncompressed."""
+        return self._heads * int(sum(self.entry_bytes.exact))
 
     @property
     def positions(self) -> Tensor:
@@ -87,7 +94,9 @@ class Store:
         self.evicted_at = torch.full((batch, heads, 1), NEVER, dtype=torch.int32, device=key.device)
         if self._accumulates:
             self._slots["mass"] = torch.zeros(batch, heads, 0, device=key.device)
-        self.dense_bytes_per_token = heads * (key.shape[3] + value.shape[3]) * key.element_size()
+        self._heads = heads
+        exact = (float(key.shape[3] * key.element_size()), float(value.shape[3] * value.element_size()))
+        self.entry_bytes = EntryBytes(exact, exact)
         self._allocate(key, value)
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:

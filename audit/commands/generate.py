@@ -116,12 +116,13 @@ def _sample(question: GenerateOptions, model: LoadedModel, policy: Policy) -> tu
 def _facts(completion: Completion, rollout: Rollout, policy: Policy) -> list[str]:
     from audit.cache.ledger import NEVER
 
-    peak, dense = rollout.kv_bytes_peak, rollout.kv_bytes_dense
+    live, dense, allocated = rollout.kv_bytes_live, rollout.kv_bytes_dense, rollout.kv_bytes_peak
+    assert live is not None, "the sampler counts them"
     kept = (rollout.evicted_at == NEVER).double().sum(-1).mean(-1).tolist()  # [L] entries, mean over KV heads
     return [
         f"policy      {policy.canonical}",
         f"tokens      {rollout.prompt_length} prompt + {len(completion.ids)} new, ended by {completion.finish_reason}",
         f"retention   {100 * rollout.retention:.1f} % of entries when the answer starts",
-        f"KV bytes    {peak:,} at the peak, {dense:,} dense ({100 * peak / dense:.1f} %)",
+        f"KV bytes    {live:,} at the peak, {dense:,} dense ({100 * live / dense:.1f} %), {allocated:,} allocated",
         f"kept        of {len(rollout.ids)} tokens, per layer: {' '.join(f'{count:g}' for count in kept)}",
     ]

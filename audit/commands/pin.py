@@ -37,17 +37,22 @@ def _pin(folders: Sequence[Path], out: Path) -> None:
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")
     found = tuple(pinned for folder in folders for pinned in _pinned(folder))
-    names = [f"{p.arm} seed {p.seed}" for p in found]
+    names = [_said(entry) for entry in found]
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"{name} is given twice; give one checkpoint for each seed")
+            raise DataError(f"{name} is given twice; give every checkpoint once, and one for each seed")
     made = Pin(found, datetime.now(UTC).date().isoformat(), out.name)
     write_output(out, made.to_json())
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
-        weights = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}"
-        say(console, inline(f"{name}: {weights}, policy {entry.policy}"))
+        story = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
+        say(console, inline(f"{name}: {story if entry.named else 'trained elsewhere, pinned under whatever name'}"))
     say(console, f"pin: {out} ({made.sha256[:12]})")
+
+
+def _said(entry: Pinned) -> str:
+    """What a pinned checkpoint is called: its arm and seed where it has such, else its weights."""
+    return f"{entry.arm} seed {entry.seed}" if entry.named else f"weights {entry.sha256[:12]}"
 
 
 def _pinned(folder: Path) -> Iterator[Pinned]:
@@ -95,7 +100,7 @@ def _name(folder: Path, recipe: str, seed: int) -> str:
 
 
 def _untrained(folder: Path) -> Pinned:
-    """A model that was not trained here: the reference of a run that only serves it."""
+    """A model that was not trained here, which has no arm and no seed until a run names it."""
     from audit.core.spec_train import BASE_ARM
     from audit.sampling.given import checkpoint_sha256
 

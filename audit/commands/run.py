@@ -27,7 +27,7 @@ from audit.commands.command_line import (
     user_errors,
 )
 from audit.core.errors import DataError, SpecError
-from audit.core.provenance import PROVENANCE, read_provenance
+from audit.core.provenance import DEFAULT_MARGINS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
     from audit.core.spec import RunSpec
@@ -315,6 +315,7 @@ def _open(
     from audit.runs.folder import check_folder, open_run
     from audit.runs.names import NAMES
     from audit.runs.pipeline import Pipeline, prepare_run
+    from reports.gate.rules import defaults_said
 
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -322,12 +323,15 @@ def _open(
     prepared = None if begun or not works else prepare_run(asked.spec)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
+    if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
+        say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
 
 
 def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
-    """What provenance keeps of the gate before a run begins: the gate file's text and hash, and the pin.
+    """What provenance keeps of the gate before a run begins: the gate file's text and hash, the pin, and the suites
+    whose margin nobody declared.
 
     Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
     the gate file that names it, or from here where the spec does.
@@ -337,13 +341,16 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     from reports.gate.rules import load_gate_file
 
     kept: dict[str, Any] = {}
-    pin, folder = spec.gate.pin, Path()
+    pin, folder, whole = spec.gate.pin, Path(), spec
     if spec.gate.gate_file is not None:
         path = Path(expand("gate.gate_file", spec.gate.gate_file))
         file = load_gate_file(path)
-        pin = with_gate(spec, file, names).gate.pin
+        whole = with_gate(spec, file, names)
+        pin = whole.gate.pin
         folder = path.parent if "pin" in file.table else folder
         kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
+    if whole.default_margins is not None and spec.probe is None:
+        kept[DEFAULT_MARGINS] = {suite: names.kind(suite) for suite in whole.default_margins}
     if pin is not None:
         kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
     return kept

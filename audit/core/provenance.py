@@ -30,6 +30,7 @@ REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: it
 INPUTS = "inputs"  # what a run reads: kind -> name -> sha256
 ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds
 WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
+DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a margin and the default of its kind holds
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 MOST_THREADS = 1024  # of one process
 Digests = Mapping[str, str]
@@ -37,7 +38,7 @@ _NAMED = 3  # changes that a refusal spells out
 _TEXTS = ("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype")
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED),
+    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED, DEFAULT_MARGINS),
 )
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
 

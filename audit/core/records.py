@@ -100,8 +100,10 @@ class Record:
     """One graded sample: the only thing reports read.
 
     ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role, ``spans`` per
-    marked span, none where the suite marks none; bytes are allocated tensor sizes of one row; ``score`` is None exactly
-    when the outcome is unscored. ``unsure``: the judge would not stand by its word, and the grade is its best guess.
+    marked span, none where the suite marks none; ``kv_bytes_peak`` is what one row had allocated, ``kv_bytes_live``
+    what its entries took at most while decoding, without slack and bookkeeping (None where nobody counted),
+    ``kv_bytes_dense`` what its tokens take uncompressed; ``score`` is None exactly when the outcome is unscored.
+    ``unsure``: the judge would not stand by its word, and the grade is its best guess.
     """
 
     run: str
@@ -132,6 +134,7 @@ class Record:
     facets: FacetValues = field(default_factory=dict)
     spans: Mapping[str, Kept] = field(default_factory=dict)
     unsure: bool = False
+    kv_bytes_live: int | None = None
     format: int = RECORD_FORMAT
 
     def to_json(self) -> str:
@@ -142,10 +145,9 @@ class Record:
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
-        if not row["spans"]:  # as before there were any
-            del row["spans"]
-        if not self.unsure:
-            del row["unsure"]
+        for name in ("spans", "kv_bytes_live", "unsure"):
+            if not row[name]:  # as before there were any
+                del row[name]
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -164,6 +166,7 @@ class Record:
             row.setdefault("facets", {})
         row.setdefault("spans", {})
         row.setdefault("unsure", False)
+        row.setdefault("kv_bytes_live", None)
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(

@@ -14,6 +14,7 @@ import os
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -22,6 +23,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -160,6 +162,13 @@ class GivenArm(Part):
         return {**self.model_dump(mode="json"), "seeds": dict(self.seeds)}
 
 
+@dataclass(frozen=True)
+class _LeftOpen:
+    """The suites whose margin nobody declared: beside a spec and no part of it, so of two equal ones one may know."""
+
+    suites: tuple[str, ...] | None = field(default=None, compare=False)
+
+
 def _listed(value: Any) -> Any:
     """A lone text is a list of one."""
     return [value] if isinstance(value, str) else value
@@ -187,6 +196,7 @@ class RunSpec(Part):
     # what to serve instead of a gated policy that fails, in the order in which it is tested
     remedies: tuple[Text, ...] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
+    _left_open: _LeftOpen = PrivateAttr(default=_LeftOpen())
 
     @field_validator("remedies", mode="before")
     @classmethod
@@ -257,6 +267,14 @@ class RunSpec(Part):
         }
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
 
+    @property
+    def default_margins(self) -> tuple[str, ...] | None:
+        """The suites whose margin is the default of their kind; None where the margins were not filled in here.
+
+        A complete spec names every margin, so one that was written and read again knows of no default.
+        """
+        return self._left_open.suites
+
     @model_validator(mode="before")
     @classmethod
     def _probed(cls, value: Any) -> Any:
@@ -306,6 +324,7 @@ class RunSpec(Part):
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
         if names is not None:
             names.check_remedies(self.remedies, filled["primary"])
+        self._left_open = _LeftOpen(_undeclared(self.evaluate.suites, gate.margins, names))
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 
@@ -418,6 +437,11 @@ def _margins(suites: Iterable[str], given: dict[str, float], names: Names | None
     return {**{suite: given.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
 
 
+def _undeclared(suites: Iterable[str], given: Mapping[str, float], names: Names | None) -> tuple[str, ...] | None:
+    """The suites whose margin is filled in; None where none is."""
+    return None if names is None else tuple(suite for suite in suites if suite not in given)
+
+
 def _alpha(gate: GateSpec) -> float:
     """The level of the profile; raises SpecError where the section gives another one beside it."""
     profile = _ALPHA if gate.profile is None else _PROFILE_ALPHA[gate.profile]
@@ -450,7 +474,11 @@ def with_gate(spec: RunSpec, file: YamlFile, names: Names | None = None) -> RunS
     """
     row = spec.written()
     row["gate"] = _overlaid(row["gate"], file.table)
-    return _validated(row, file.name, {("gate", *place): line for place, line in file.lines.items()}, names)
+    found = _validated(row, file.name, {("gate", *place): line for place, line in file.lines.items()}, names)
+    if spec.default_margins is not None:
+        declared = file.table.get("margins") or {}
+        found._left_open = _LeftOpen(tuple(suite for suite in spec.default_margins if suite not in declared))
+    return found
 
 
 def _overlaid(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:

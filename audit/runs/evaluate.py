@@ -219,6 +219,7 @@ class Evaluator:
             survival=played.survival,
             kv_bytes_peak=rollout.kv_bytes_peak,
             kv_bytes_dense=rollout.kv_bytes_dense,
+            kv_bytes_live=rollout.kv_bytes_live,
             seconds=played.seconds,
             judge=played.grade.judge,
             transcript=played.transcript,

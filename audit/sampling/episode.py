@@ -318,7 +318,8 @@ class Episode:
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
         peaks = self._cache.bytes_peaks
-        rows = {n: self._rollout(self._rows[n], ledger[place], peaks[place]) for n, place in places.items()}
+        coded = [None] * len(ledger) if times is None else list(zip(*times, strict=True))
+        rows = {n: self._rollout(self._rows[n], ledger[p], peaks[p], coded[p]) for n, p in places.items()}
         if experts is not None:
             rows = {n: replace(row, experts=experts[places[n], : len(row.ids)].clone()) for n, row in rows.items()}
         selections = self._cache.selections()
@@ -343,16 +344,19 @@ class Episode:
         stops: frozenset[int] = self._model.chat.stop_ids
         return stops
 
-    def _rollout(self, row: _Row, ledger: Tensor, peak: int) -> Rollout:
+    def _rollout(self, row: _Row, ledger: Tensor, peak: int, coded: tuple[Tensor, Tensor] | None) -> Rollout:
         length = len(row.ids)
+        evicted_at, sampled = ledger[:, :, :length].clone(), torch.tensor(row.sampled)
+        times = None if coded is None else (coded[0][:length], coded[1][:length])
         return Rollout(
             ids=torch.tensor(row.ids),
             prompt_length=row.prompt_length,
-            sampled=torch.tensor(row.sampled),
+            sampled=sampled,
             sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
-            evicted_at=ledger[:, :, :length].clone(),
+            evicted_at=evicted_at,
             kv_bytes_peak=peak,
             kv_bytes_dense=self._cache.dense_bytes(length),
+            kv_bytes_live=self._cache.live_bytes(evicted_at, times, sampled),
             retention=row.retention,
             answer_start=row.answer_start,
             row_keys=row.keys if evictor_of(self._cache.policy).seeded else None,

@@ -19,6 +19,7 @@ import numpy as np
 from audit.core.errors import DataError
 from audit.core.text import one_line
 from reports.stats.effect import LEVEL, Array
+from reports.stats.signflip import FEWEST_CLUSTERS
 
 DISPLACEMENT_FILE = "displacement.json"
 DISPLACEMENT_FORMAT = 1
@@ -34,7 +35,8 @@ ROW_KEYS = {*_WORDS, "seed", "context_tokens", "floor", *NUMBERS, "refusal_margi
 class Displacement:
     """One arm under one policy on one suite and length against the reference's tokens; KL in nats.
 
-    ``low, high`` is the 95 % interval of the mean by a bootstrap of clusters of sequences, for display. ``ratio`` is
+    ``low, high`` is the 95 % interval of the mean by a bootstrap of clusters of sequences, for display; None where
+    these are too few. ``ratio`` is
     the mean over the mean of the floor of the same suite and length, None where that has no row or is 0.
     ``refusal_margin`` is candidate minus reference in log-odds of a refusal's first token, None where not measured.
     """
@@ -49,8 +51,8 @@ class Displacement:
     sequences: int
     clusters: int
     mean_kl: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     median_kl: float
     p99_kl: float
     p99_9_kl: float
@@ -149,15 +151,20 @@ def _bad(number: int, what: str) -> DataError:
     return DataError(f"{DISPLACEMENT_FILE}, row {number}: {what}; measure it again")
 
 
-def bootstrap_mean(clusters: Sequence[str], tokens: Array, sums: Array, *, seed: int = 0) -> tuple[float, float, float]:
-    """Mean KL over tokens with a percentile bootstrap of clusters; one cluster has no spread and gets its mean."""
+def bootstrap_mean(
+    clusters: Sequence[str], tokens: Array, sums: Array, *, seed: int = 0
+) -> tuple[float, float | None, float | None]:
+    """Mean KL over tokens with a percentile bootstrap of clusters; without ends where these are too few for one."""
     names, codes = np.unique(np.array(clusters, dtype=object).astype(str), return_inverse=True)
     length = np.bincount(codes, weights=tokens)
     total = np.bincount(codes, weights=sums)
+    mean = float(total.sum() / length.sum())
+    if len(names) < FEWEST_CLUSTERS:
+        return mean, None, None
     drawn = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=_DRAWS)
     means = (drawn @ total) / (drawn @ length)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(total.sum() / length.sum()), float(low), float(high)
+    return mean, float(low), float(high)
 
 
 def _with_ratio(row: Displacement, rows: Sequence[Displacement]) -> Displacement:

@@ -52,8 +52,8 @@ class Group:
     answers: int
     templates: int
     rate: float
-    low: float
-    high: float
+    low: float | None  # None where the templates are too few for an interval
+    high: float | None
     uncompressed: float
     unread: float
 
@@ -254,18 +254,22 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
 
 
 def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | None:
-    """None where a single template has no interval."""
+    """None where there is no answer; without an interval where its templates are too few."""
     clusters, rate = rows.clusters[mask], rows.rate[mask]
     templates = len(np.unique(clusters))
-    if templates < 2:
+    if not templates:
         return None
-    tail = (1 - LEVEL) / 2
+    low = high = None
+    if templates >= FEWEST_CLUSTERS:
+        tail = (1 - LEVEL) / 2
+        low = rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
+        high = 1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
     return Group(
         answers=len(rate),
         templates=templates,
         rate=float(rate.mean()),
-        low=rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
-        high=1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded),
+        low=low,
+        high=high,
         uncompressed=float(rows.dense[mask].mean()),
         unread=unread,
     )

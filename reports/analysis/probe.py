@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,11 @@ from audit.core.provenance import ASKED, table_of
 from reports.analysis.dose import slope
 from reports.records.load import RunData
 from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
-from reports.stats.effect import LEVEL, Array, Effect
-from reports.stats.signflip import holm
+from reports.stats.effect import LEVEL, Array, Effect, Estimate
+from reports.stats.signflip import FEWEST_CLUSTERS, holm
 from reports.stats.tango import ess_tango, rate_lower
 
 _ALPHA = 0.05
-_LEAST_CLUSTERS = 2  # of an interval
 _ROUNDING = 1e-9  # of a mean of draws that are 0 or 1
 _KEY = ["suite", "cluster_id", "item_id"]
 
@@ -38,7 +37,7 @@ _KEY = ["suite", "cluster_id", "item_id"]
 class Noise:
     """Items of a suite at a length that were asked again, and the shares whose words, and whose scores, differ.
 
-    ``low, high`` is the 95 % interval of ``scores``, None where all items are of one template.
+    ``low, high`` is the 95 % interval of ``scores``, None where its ``templates`` are too few.
     """
 
     suite: str
@@ -46,13 +45,15 @@ class Noise:
     items: int
     words: float
     scores: float
+    templates: int
     low: float | None
     high: float | None
 
 
 @dataclass(frozen=True)
 class Length:
-    """A suite's score, or a facet as it is wanted, in a long and a short context; ``effect`` is long minus short.
+    """A suite's score, or a facet as it is wanted, in a long and a short context; ``effect`` is long minus short,
+    without an interval where its templates are too few for one.
 
     ``against`` is that minus the baseline's. ``sign``: a loss with length (a greater one than the baseline's, where
     there is one), at 5 % over all suites and lengths together (Holm).
@@ -63,8 +64,8 @@ class Length:
     short: int
     long_rate: float
     short_rate: float
-    effect: Effect
-    against: Effect | None
+    effect: Effect | Estimate
+    against: Effect | Estimate | None
     decides: bool  # of a suite's score: facets and the sum take it apart, or together
     sign: bool = False
 
@@ -120,9 +121,10 @@ def _noise(data: RunData) -> Iterator[Noise]:
             scored = [item for item in twice if item.scores is not None]
             if scored:
                 values = np.array([item.scores for item in scored])
-                low, high = _interval(values, np.array([item.cluster for item in scored]))
+                clusters = np.array([item.cluster for item in scored])
+                low, high = _interval(values, clusters)
                 words = float(np.mean([item.words for item in scored]))
-                yield Noise(suite, context, len(scored), words, float(values.mean()), low, high)
+                yield Noise(suite, context, len(scored), words, float(values.mean()), len(set(clusters)), low, high)
 
 
 def _with_words(data: RunData, part: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +150,7 @@ def _drawn(own: pd.DataFrame) -> _Drawn:
 
 
 def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | None, float | None]:
-    if len(set(clusters)) < _LEAST_CLUSTERS:
+    if len(set(clusters)) < FEWEST_CLUSTERS:
         return None, None
     tail = (1 - LEVEL) / 2
     return rate_lower(values, clusters, alpha=tail), 1 - rate_lower(1 - values, clusters, alpha=tail)
@@ -174,16 +176,13 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """One contrast over the items that have a value everywhere; None where fewer than two templates have."""
+    """One contrast over the items that have a value everywhere; None where no item has."""
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()
     clusters = np.array([f"{suite}/{cluster}" for suite, cluster, _ in common.index])
-    if len(set(clusters)) < _LEAST_CLUSTERS:
+    if not len(clusters):
         return None
     values: Array = common.to_numpy(dtype=np.float64).T  # [short and long, then those of the baseline; N]
-    change, against = values[1] - values[0], None
-    if len(tables) > 1:
-        against = slope(values[:2] - values[2:], (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
     graded = bool(np.any(np.abs(values * samples - np.round(values * samples)) > _ROUNDING))
     name = "all suites" if len(suites) > 1 else suites[0]
     return Length(
@@ -192,10 +191,27 @@ def _length(
         short=lengths[0],
         long_rate=float(values[1].mean()),
         short_rate=float(values[0].mean()),
-        effect=ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded),
-        against=against,
+        effect=_effect(values[1] - values[0], clusters, samples, graded=graded),
+        against=_against(values, clusters) if len(tables) > 1 else None,
         decides=metric == SCORE and len(suites) == 1,
     )
+
+
+def _effect(change: Array, clusters: npt.NDArray[Any], samples: int, *, graded: bool) -> Effect | Estimate:
+    alone = _alone(change, clusters)
+    return alone or ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded)
+
+
+def _against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
+    """The change of values [0:2] with length minus the baseline's [2:4]."""
+    apart = values[:2] - values[2:]
+    return _alone(apart[1] - apart[0], clusters) or slope(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
+
+
+def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
+    """The estimate without an interval, where the templates are too few for one."""
+    templates = len(set(clusters))
+    return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else None
 
 
 def _items(records: pd.DataFrame) -> pd.DataFrame:
@@ -210,8 +226,8 @@ def _items(records: pd.DataFrame) -> pd.DataFrame:
 
 def _signed(found: list[Length]) -> Iterator[Length]:
     """The same with the signs of what decides, which are decided together."""
-    own = [n for n, length in enumerate(found) if length.decides]
-    effects = [found[n].against or found[n].effect for n in own]
-    adjusted = holm([effect.pvalue for effect in effects])
-    signs = {n: e.estimate < 0 and p < _ALPHA for n, e, p in zip(own, effects, adjusted, strict=True)}
+    deciding = {n: length.against or length.effect for n, length in enumerate(found) if length.decides}
+    effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}
+    adjusted = holm([effect.pvalue for effect in effects.values()])
+    signs = {n: e.estimate < 0 and p < _ALPHA for (n, e), p in zip(effects.items(), adjusted, strict=True)}
     return (replace(length, sign=signs.get(n, False)) for n, length in enumerate(found))

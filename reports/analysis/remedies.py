@@ -21,7 +21,7 @@ import pandas as pd
 
 from audit.core.policy_names import DENSE_POLICY, short_names
 from reports.drift.comparison import Comparison
-from reports.drift.drift import change, contrast, seed_pairs
+from reports.drift.drift import CELL, change, contrast, seed_pairs, share_of_none
 from reports.drift.results import Contrast, Drift
 from reports.gate.decide import decide_beside
 from reports.gate.family import FamilyRow, GatedCell
@@ -36,10 +36,12 @@ _KEPT = ["arm", "policy"]
 
 
 class Cost(NamedTuple):
-    """What an answer took, in the mean over the gated suites: peak bytes of its row, their share of dense, seconds."""
+    """What an answer took, in the mean over the gated suites: allocated peak bytes of its row, their share of those
+    under ``none`` (None where it was not served), seconds.
+    """
 
     kv_bytes: float
-    kv_ratio: float
+    kv_ratio: float | None
     seconds: float
 
 
@@ -228,14 +230,15 @@ def _won(tables: Panels, sides: Comparison, rules: Rules, failed: Failing, polic
 
 def _cost(records: pd.DataFrame, arm: str, policy: str, rules: Rules) -> Cost | None:
     """Means over suites and lengths of their means, so that no suite counts more for its number of items."""
-    own = records[
-        (records["arm"] == arm) & (records["policy"] == policy) & records["context_tokens"].isin(rules.contexts)
-    ]
-    if own.empty:
+    near = records[records["policy"].isin([policy, DENSE_POLICY]) & records["context_tokens"].isin(rules.contexts)]
+    means = near.groupby(CELL, observed=True)[["kv_bytes_peak", "kv_bytes_dense", "seconds"]].mean()
+    found = [index for index in means.index if index[:2] == (arm, policy)]
+    if not found:
         return None
-    parts = own.groupby(["suite", "context_tokens"], observed=True)
-    peak, dense, seconds = parts[["kv_bytes_peak", "kv_bytes_dense", "seconds"]].mean().mean().tolist()
-    return Cost(peak, peak / dense if dense > 0 else 1.0, seconds)
+    shares = [share_of_none(means, index, "kv_bytes_peak") for index in found]
+    known = [share for share in shares if share is not None]
+    peak, seconds = means.loc[found, ["kv_bytes_peak", "seconds"]].mean().tolist()
+    return Cost(peak, sum(known) / len(known) if len(known) == len(shares) else None, seconds)
 
 
 class Remedies(NamedTuple):

@@ -9,6 +9,7 @@ Each is weights over cells, one number per item, one clustered one-sample infere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -25,12 +26,12 @@ from audit.core.spec_train import BASE_ARM
 from reports.drift.comparison import Comparison, Reason, run_reasons
 from reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
 from reports.records.load import RunData
-from reports.records.rows import ROLES, CellKey, Panel, Panels
+from reports.records.rows import LIVE, ROLES, CellKey, Panel, Panels
 from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array, Effect
 from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
-from reports.stats.signflip import FEWEST_CLUSTERS
+from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
 from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
 
 Weights = dict[CellKey, float]
@@ -41,7 +42,9 @@ NO_HARM_GRADER = (
     "no grader of harm spoke, so nobody knows what is unsafe: kvaudit judge RUN --judge rubric-endpoint:asks=harm,..."
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
+FEW_CLUSTERS = "FEW_CLUSTERS"
 CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
+BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
@@ -229,7 +232,20 @@ def _weighed(
         best=None,
         reasons=reasons,
     )
+    if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
+        return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
+
+
+def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
+    """Why there is no interval, with the estimate that stands alone."""
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])
+    known = ~np.isnan(z).all(axis=0)
+    clusters = len(np.unique(panel.clusters[recorded][known]))
+    if not clusters:
+        return Reason(FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
+    estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
+    return Reason(FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
 
 
 def _with_numbers(
@@ -241,7 +257,7 @@ def _with_numbers(
     if blank.estimand != "E5":
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
-        return replace(blank, reasons=(Reason("FEW_CLUSTERS", "too few templates have an answer that could be read"),))
+        return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
     present = recorded.copy()
     present[recorded] = known
     clusters, z = panel.clusters[present], z[:, known]
@@ -451,7 +467,7 @@ def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None
     clusters = len(np.unique(panel.clusters[present]))
     if clusters >= FEWEST_CLUSTERS:
         return None
-    return Reason("FEW_CLUSTERS", f"{clusters} clusters; inference needs at least {FEWEST_CLUSTERS}")
+    return Reason(FEW_CLUSTERS, no_interval(clusters))
 
 
 def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
@@ -479,7 +495,8 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     grouped = records.groupby(CELL, sort=False, observed=True)
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
     survival = [f"survival_{role}" for role in ROLES]
-    means = grouped[["retention", "new_tokens", "kv_bytes_peak", "kv_bytes_dense", *survival]].mean()
+    means = grouped[["retention", "new_tokens", *BYTES, *survival]].mean()
+    means.loc[grouped[LIVE].count() < grouped.size(), LIVE] = np.nan  # a mean over some of the records would mislead
     clusters = grouped["cluster_id"].nunique()
     unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
     order = sorted(means.index, key=lambda index: _position(comparison, index))
@@ -489,7 +506,6 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
         keys = sorted(key for key in panel.scores if (key.arm, key.policy) == (arm, policy))
         row = means.loc[index]
         rates = [float(np.nanmean(panel.scores[key])) for key in keys]
-        dense = float(row["kv_bytes_dense"])
         yield Cell(
             arm=arm,
             policy=policy,
@@ -505,12 +521,29 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
             outcomes={o.value: int(counts.loc[index].get(o.value, 0)) for o in Outcome},
             retention=float(row["retention"]),
             kv_bytes_peak=float(row["kv_bytes_peak"]),
-            kv_bytes_dense=dense,
-            kv_ratio=float(row["kv_bytes_peak"]) / dense if dense > 0 else None,
+            kv_bytes_dense=float(row["kv_bytes_dense"]),
+            kv_bytes_live=None if np.isnan(row[LIVE]) else float(row[LIVE]),
+            kv_ratio=share_of_none(means, index, "kv_bytes_peak"),
+            kv_live_ratio=share_of_none(means, index, LIVE),
             survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
             new_tokens=float(row["new_tokens"]),
             unsure=int(unsure.loc[index]),
         )
+
+
+def share_of_none(means: pd.DataFrame, index: Any, column: str) -> float | None:
+    """Bytes of a cell per byte of its tokens uncompressed, over the same under ``none``; None where that is not known.
+
+    ``means`` by ``CELL``. Slack and bookkeeping are on both sides, or on none. An arm that was not served uncompressed
+    is held against those that were.
+    """
+    arm, _, suite, context = index
+    shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
+    plain = shares[[place[1:] == (DENSE_POLICY, suite, context) for place in means.index]]
+    own = (arm, DENSE_POLICY, suite, context)
+    against = float(plain[own]) if own in plain.index else float(plain.mean())
+    share = float(shares[index]) / against if against > 0 else math.nan
+    return None if math.isnan(share) else share
 
 
 def _position(comparison: Comparison, index: Any) -> tuple[int, int, int, int]:

@@ -17,8 +17,10 @@ from reports.stats.judges import JudgeError
 class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
-    ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
-    is allocated peak bytes over the bytes of an uncompressed cache; ``survival`` the kept share by role.
+    ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. Bytes
+    are counted in two ways, each held against itself: ``kv_ratio`` is what was allocated and ``kv_live_ratio`` what the
+    entries took, per byte of the same tokens uncompressed, over the same under policy ``none`` (1 for ``none``; None
+    where ``none`` was not served, or records hold no live bytes). ``survival`` is the kept share by role.
     """
 
     arm: str
@@ -36,7 +38,9 @@ class Cell:
     retention: float
     kv_bytes_peak: float  # mean bytes per row
     kv_bytes_dense: float
+    kv_bytes_live: float | None
     kv_ratio: float | None
+    kv_live_ratio: float | None
     survival: dict[str, float]
     new_tokens: float
     unsure: int = 0  # samples of which the grade is only the best guess of a judge

@@ -206,9 +206,9 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
     """Reference weights that are not those of the pin."""
     if rules.pin is None:
         return []
-    reference, known = drift.comparison.reference, rules.pin.weights(drift.comparison.reference)
-    strange = [f"{reference} seed {seed}" for seed, found in drift.weights.items() if found != {known.get(seed)}]
-    text = f"{rules.pin.name} pins other weights, or none, for {some(strange)}: gate with its own pin"
+    reference, pin = drift.comparison.reference, rules.pin
+    strange = [f"{reference} seed {seed}" for seed, met in drift.weights.items() if not pin.holds(reference, seed, met)]
+    text = f"{pin.name} pins other weights, or none, for {some(strange)}: gate with its own pin"
     return [Reason("REFHASH", text)] if strange else []
 
 

@@ -1,6 +1,7 @@
 """The pinned reference: which weights every later candidate is compared with.
 
-Comparing with the previous release instead would let each one lose up to the margin again.
+Comparing with the previous release instead would let each one lose up to the margin again. A pin is of weights, not of
+names: a run may call the pinned reference what it likes. Seeds are held to where its arm and the pin's have one name.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,21 @@ _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 @dataclass(frozen=True)
 class Pinned:
-    """One checkpoint of the reference; ``policy`` is the compression during its rollouts."""
+    """One checkpoint of the reference; ``policy`` is the compression during its rollouts.
+
+    Weights that nobody trained here are their own base; their arm and seed (``base``, 0) stand for no name.
+    """
 
     arm: str
     seed: int
     sha256: str
     base_sha256: str
     policy: str
+
+    @property
+    def named(self) -> bool:
+        """Whether arm and seed say something: those of a checkpoint that was trained here."""
+        return self.sha256 != self.base_sha256
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,14 @@ class Pin:
     def weights(self, arm: str) -> dict[int, str]:
         """Seed -> sha256 of an arm."""
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
+
+    def holds(self, arm: str, seed: int, weights: Collection[str]) -> bool:
+        """Whether what a run met as this seed of its reference is one checkpoint, and pinned.
+
+        Where the pin knows an arm of that name and its seed, it must be that very checkpoint; else any of the pin's.
+        """
+        own = {c.sha256 for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)}
+        return len(weights) == 1 and set(weights) <= (own or {c.sha256 for c in self.checkpoints})
 
     def to_json(self) -> str:
         """The file's text."""

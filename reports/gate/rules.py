@@ -19,6 +19,7 @@ from typing import Any
 from audit.core.errors import DataError, SpecError
 from audit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
 from audit.core.policy_names import DENSE_POLICY, match_policies
+from audit.core.provenance import DEFAULT_MARGINS, table_of
 from audit.core.spec import CODES, GateSpec, RunSpec, with_gate
 from audit.core.spec_parts import LEAST_MARGIN
 from audit.core.text import clipped, shown
@@ -60,6 +61,7 @@ class Rules:
     declared: str = DECLARED_WITH_RUN
     changes: tuple[str, ...] = ()
     items_are_independent: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict)  # suite -> kind, whose margin nobody declared
 
     def margin(self, estimand: str, suite: str) -> float | None:
         """The margin of an estimand on a suite, None where none is declared."""
@@ -115,6 +117,15 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
                     f"gate.estimands asks selectivity, but no suite measures capability at the {length} tokens of "
                     f"{clipped(suite)}; ask one there: evaluate.suites.NAME.context_tokens"
                 )
+
+
+def defaults_said(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
+    """Which of the ``margins``, in pp, are defaults, by the kind of their suites; empty where all were declared."""
+    found, parts = {suite: (kind, margins[suite]) for suite, kind in kinds.items()}, []
+    for kind, points in dict.fromkeys(found.values()):
+        own = [suite for suite, both in found.items() if both == (kind, points)]
+        parts.append(f"{', '.join(own)} {points:g} pp, the default of {kind} suites")
+    return f"MARGINS not declared: {'; '.join(parts)}. Declare your own in gate.margins." if parts else ""
 
 
 def margin_of(points: Any, name: str) -> float:
@@ -222,6 +233,9 @@ def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Compa
         raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
     if spec.gate.pin is not None:
         rules = replace(rules, pin=pin or pin_from(data.provenance))
+    declared = file.table.get("margins") if file is not None else None
+    left = {suite: kind for suite, kind in table_of(data.provenance, DEFAULT_MARGINS).items() if suite in rules.margins}
+    rules = replace(rules, defaults={suite: kind for suite, kind in left.items() if suite not in (declared or {})})
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 

@@ -10,7 +10,8 @@ from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, worst_seed
+from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, times, worst_seed
+from reports.stats.signflip import no_interval
 
 
 def training_table(findings: Findings) -> Table:
@@ -61,12 +62,12 @@ def cache_table(findings: Findings) -> Table:
     rows = []
     for use in cache_use(findings.drift):
         own = [c for c in findings.drift.cells if c.policy == use.policy]
-        ratio = f"{use.peak / use.dense:.2f}x" if use.dense > 0 else "-"
         row = [
             findings.comparison.labels.get(use.policy, use.policy),
-            size(use.peak),
-            size(use.dense),
-            ratio,
+            "-" if use.live is None else size(use.live),
+            times(use.live_share),
+            size(use.allocated),
+            times(use.allocated_share),
             percent(use.retention),
         ]
         for role in roles:
@@ -75,7 +76,7 @@ def cache_table(findings: Findings) -> Table:
             row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
         rows.append(row)
     kept = [f"{role} kept" for role in roles]
-    return table_of(["policy", "peak bytes per row", "uncompressed", "ratio", "entries kept", *kept], rows)
+    return table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
 
 
 MOST_ROWS = 20
@@ -299,7 +300,8 @@ def displacement_table(findings: Findings) -> Table:
     rows = []
     for d in findings.displacement:
         arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
-        kl = f"{d.mean_kl:.3g} [{d.low:.3g}, {d.high:.3g}]"
+        between = f", {no_interval(d.clusters)}" if d.low is None else f" [{d.low:.3g}, {d.high:.3g}]"
+        kl = f"{d.mean_kl:.3g}{between}"
         row = [
             arm,
             findings.comparison.labels.get(d.policy, d.policy),

@@ -15,6 +15,7 @@ from audit.core.provenance import table_of
 from audit.core.recipe import SECTIONS, digests
 from audit.core.spec import UNKNOWN as UNSAID
 from audit.core.spec_train import BASE_ARM
+from reports.analysis.cache_use import cache_use
 from reports.analysis.guarded import GuardEffect, Hidden
 from reports.gate.verdict import PRECEDENCE, Decision
 from reports.page.findings import Findings
@@ -347,15 +348,17 @@ def _shared(stories: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, 
 
 def _serving(found: Findings) -> list[Facts]:
     rows: list[Facts] = []
+    uses = {use.policy: use for use in cache_use(found.drift)}
     for policy in found.comparison.policies:
-        cells = [cell for cell in found.drift.cells if cell.policy == policy and cell.kv_ratio is not None]
-        ratio = sum(cell.kv_ratio or 0.0 for cell in cells) / len(cells) if cells else None
+        cells = [cell for cell in found.drift.cells if cell.policy == policy and cell.kv_bytes_dense > 0]
+        use = uses.get(policy)
         rows.append(
             {
                 "policy": known(policy),
                 "policy_hash": _hash_of(found, policy),
                 "gated": known(policy in found.rules.primary),
-                "kv_bytes_of_dense": known(ratio),
+                "kv_allocated_of_none": known(use and use.allocated_share),
+                "kv_live_of_none": known(use and use.live_share),
                 "retention": known(min((cell.retention for cell in cells), default=None)),
             }
         )

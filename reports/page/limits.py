@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from audit.core.text import inline
+from reports.analysis.cache_use import lacks_live
 from reports.gate.family import PARITY
 from reports.gate.rules import DEFAULT_ESTIMANDS
 from reports.gate.verdict import TEMPLATES, Decision, Status
 from reports.page.findings import Findings
 from reports.page.tables import named
 from reports.page.words import counted, drift, error_rates, percent, unsampled
+from reports.records.rows import LIVE
 from reports.stats.rule import blind_spot
 from reports.stats.seeds import SEEDS_ADVISED
 
@@ -99,6 +101,11 @@ def limits(findings: Findings) -> tuple[str, ...]:
         f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
         "outside the gate exploratory.",
     ]
+    if lacks_live(findings.drift):
+        lines.append(
+            f"Live bytes of the cache are not known: some records hold no {LIVE}, which earlier versions of kvaudit "
+            "did not count. What was allocated is known."
+        )
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
     return tuple(lines)

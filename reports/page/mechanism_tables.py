@@ -14,6 +14,7 @@ from reports.page.tables import Table, table_of
 from reports.page.words import counted, percent, points
 from reports.stats.effect import Effect
 from reports.stats.mover import Mover
+from reports.stats.signflip import no_interval
 
 _MOST_ROWS, _NAMED = 20, 4
 _ORDER = {span: number for number, span in enumerate(SPANS)}
@@ -107,12 +108,14 @@ def _rate(facet: Facet, group: Group | None) -> str:
     """41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %; of an unwanted facet how often it happened."""
     if group is None:
         return "-"
-    numbers = (group.rate, group.low, group.high, group.uncompressed)
+    rate, low, high, dense = group.rate, group.low, group.high, group.uncompressed
+    between = f", {no_interval(group.templates)}"
+    if low is not None and high is not None:
+        ends = (low, high) if facet.wanted else (1 - high, 1 - low)
+        between = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
     if not facet.wanted:
-        rate, high, low, dense = (1 - number for number in numbers)
-    else:
-        rate, low, high, dense = numbers
-    told = f"{100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}], uncompressed {100 * dense:.1f} %"
+        rate, dense = 1 - rate, 1 - dense
+    told = f"{100 * rate:.1f} %{between}, uncompressed {100 * dense:.1f} %"
     return f"{told}, unread {100 * group.unread:.1f} %"
 
 

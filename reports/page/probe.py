@@ -11,6 +11,7 @@ from reports.analysis.probe import Length, Noise, ProbeFindings
 from reports.page.formats.markdown import as_table, escape
 from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent
+from reports.stats.signflip import no_interval
 
 FILES = ("probe.md", "probe.json")
 _NOISE = ("suite", "tokens", "asked twice", "other words", "other score", "95 %")
@@ -53,7 +54,7 @@ def probe_files(found: ProbeFindings) -> dict[str, str]:
 
 
 def _noise_row(noise: Noise) -> tuple[str, ...]:
-    between = "-" if noise.low is None else f"{percent(noise.low)} to {percent(noise.high)}"
+    between = no_interval(noise.templates) if noise.low is None else f"{percent(noise.low)} to {percent(noise.high)}"
     shares = percent(noise.words), percent(noise.scores)
     return (noise.suite, str(noise.context_tokens), str(noise.items), *shares, between)
 

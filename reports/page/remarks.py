@@ -9,7 +9,7 @@ from audit.core.provenance import STOPPED, WORKED_WITH, table_of
 from reports.drift.comparison import Reason
 from reports.gate.decide import is_apart, suite_of
 from reports.gate.family import gated_cells
-from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules
+from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings
 from reports.page.remedy_tables import remedy_lines
@@ -25,6 +25,8 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield _unclustered(findings.drift.unclustered, rules)
     if rules.sha256 is not None:
         yield _gate(rules)
+    if rules.defaults:
+        yield defaults_said(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
     if rules.profile:
         yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:

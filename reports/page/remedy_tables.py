@@ -65,8 +65,8 @@ def _told(findings: Findings, one: Mended) -> str:
 
 
 def _against(cost: Cost, one: Mended) -> str:
-    """75.3 % of dense, 28.0 % less than under snapkv 112."""
-    of_dense = f"{percent(cost.kv_ratio)} of dense"
+    """75.3 % of none, 28.0 % less than under snapkv 112."""
+    of_dense = f"{percent(cost.kv_ratio)} of {DENSE_POLICY}"
     if one.cost is None:
         return of_dense
     more = cost.kv_bytes / one.cost.kv_bytes - 1
@@ -133,7 +133,7 @@ def remedy_table(findings: Findings, one: Mended) -> Table:
         for remedy in one.remedies
     ]
     rows.append([DENSE_POLICY, "", "", "", *_costs(one.dense), "uncompressed"])
-    headers = ["served under", "verdict", "drift left, least room", "won back, least", "KV bytes", "of dense"]
+    headers = ["served under", "verdict", "drift left, least room", "won back, least", "KV bytes allocated", "of none"]
     return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
 
 

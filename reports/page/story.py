@@ -245,9 +245,15 @@ def _run_sections(findings: Findings) -> list[Section]:
         Section(
             "cache",
             "KV cache",
-            "What compression saved, from allocated tensor sizes, and which roles of the conversation stayed cached.",
+            "What compression saved at the peak of a row, each way of counting held against policy none counted the "
+            "same way, and which roles of the conversation stayed cached.",
             figures=("cache",),
             tables=(detail_tables.cache_table(findings),),
+            notes=(
+                "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
+                "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
+                "so that longer answers count as nothing saved or spent.",
+            ),
             finding=summaries.cache(findings),
         ),
     ]

@@ -142,6 +142,9 @@ def training(findings: Findings) -> str:
 
 
 def cache(findings: Findings) -> str:
-    """The smallest and the largest peak against an uncompressed cache."""
-    found = [use.peak / use.dense for use in cache_use(findings.drift) if use.dense > 0]
-    return f"Peak of {percent(min(found))} to {percent(max(found))} of an uncompressed cache." if found else ""
+    """The smallest and the largest peak against an uncompressed cache that is counted the same way."""
+    uses = cache_use(findings.drift)
+    ways = (("live", [u.live_share for u in uses]), ("allocated", [u.allocated_share for u in uses]))
+    known = ((word, [share for share in shares if share is not None]) for word, shares in ways)
+    found = [f"{percent(min(shares))} to {percent(max(shares))} {word}" for word, shares in known if shares]
+    return f"Peak of an uncompressed cache, counted the same way: {', '.join(found)}." if found else ""

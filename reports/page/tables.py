@@ -170,7 +170,7 @@ def compared_table(findings: Findings) -> Table:
         ("serving policies", "; ".join(sides.labels.get(p, p) for p in sides.policies) + _own_alone(sides)),
         ("gated policies", "; ".join(sides.labels.get(p, p) for p in findings.rules.primary)),
         ("suites", "; ".join(f"{s} at {c} tokens: {n} items, {k} templates" for s, c, n, k in items)),
-        ("margins", "; ".join(f"{suite} {100 * margin:g} pp" for suite, margin in findings.rules.margins.items())),
+        ("margins", "; ".join(_margin(findings.rules, suite) for suite in findings.rules.margins)),
         ("one-sided level", f"{findings.rules.alpha:.3g}"),
         *_declared(findings.rules),
         ("records", f"{findings.drift.n_records}"),
@@ -180,6 +180,11 @@ def compared_table(findings: Findings) -> Table:
 
 def _own_alone(sides: Comparison) -> str:
     return "; what was trained under one of them under that one and none alone" if sides.unserved else ""
+
+
+def _margin(rules: Rules, suite: str) -> str:
+    """refusal 5 pp; whether nobody declared it."""
+    return f"{suite} {100 * rules.margins[suite]:g} pp{' (default)' if suite in rules.defaults else ''}"
 
 
 def _declared(rules: Rules) -> list[tuple[str, str]]:

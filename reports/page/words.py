@@ -12,8 +12,9 @@ from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import PARITY
 from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Larger, Status
 from reports.page.findings import Findings
-from reports.stats.effect import Effect
+from reports.stats.effect import Effect, Estimate
 from reports.stats.rule import clusters_required
+from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
 
 
 def points(value: float) -> str:
@@ -22,8 +23,10 @@ def points(value: float) -> str:
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
-def drift(effect: Effect) -> str:
-    """-1.8 pp [-4.6, +0.9]."""
+def drift(effect: Effect | Estimate) -> str:
+    """-1.8 pp [-4.6, +0.9]; the estimate and why it stands alone, where its templates are too few."""
+    if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
+        return f"{points(effect.estimate)} pp, {no_interval(effect.n_clusters)}"
     return _drift_of(effect.estimate, effect.low, effect.high)
 
 
@@ -42,6 +45,11 @@ def _drift_of(estimate: float | None, low: float | None, high: float | None) -> 
 def percent(value: float | None) -> str:
     """A share as 12.3 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def times(value: float | None) -> str:
+    """A ratio as 0.74x."""
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def pvalue(value: float | None) -> str:

@@ -43,10 +43,11 @@ RecordPlace = tuple[str, int]  # file and line of a record
 SCORE = "score"  # the metric that stands beside the facets
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
 SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was kept, NaN where an item has no such span
+LIVE = "kv_bytes_live"  # NaN in records from before it was counted
 UNREAD = -1.0  # the answer has no form that the facet could be read in
 REAL = (
     *(name for name in COPIED if _KINDS[name] == "float"),
-    *("score", "unsure"),
+    *("score", "unsure", LIVE),
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
@@ -167,7 +168,8 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
             return None
         if not _shares_fit(values["survival"]) or not _facets_fit(values["facets"]):
             return None
-        if not all(map(spans_fit, values["spans"])) or set(map(type, values["unsure"])) != {bool}:
+        readable = all(map(spans_fit, values["spans"])) and all(map(_live_fits, values[LIVE]))
+        if not readable or set(map(type, values["unsure"])) != {bool}:
             return None
         shares = [{name: span["kept"] for name, span in table.items()} for table in values["spans"]]
         return _kept({**values, "spans": shares})
@@ -176,10 +178,11 @@ def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
 
 
 def _complete(rows: Sequence[dict[str, Any]]) -> None:
-    """Give rows what they may lack: spans, which a suite need not mark, and facets, which once there were none of."""
+    """Give rows what they may lack: spans, which a suite need not mark, live bytes and facets, once there were none."""
     for row in rows:
         row.setdefault("spans", {})
         row.setdefault("unsure", False)
+        row.setdefault(LIVE, None)
     if set(map(len, rows)) == {len(_FIELDS) - 1} and {row["format"] for row in rows} == {1}:
         for row in rows:
             row.setdefault("facets", {})
@@ -225,6 +228,10 @@ def _shares_fit(survival: Sequence[Any]) -> bool:
     return set(map(type, shares)) <= {int, float} and math.isfinite(math.fsum(shares))
 
 
+def _live_fits(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < _LARGEST)
+
+
 def _facets_fit(tables: Sequence[Any]) -> bool:
     if set(map(type, tables)) != {dict} or not set(chain.from_iterable(tables)) <= FACETS.keys():
         return False
@@ -244,6 +251,7 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """What the report keeps of a block: unscored as NaN, degenerate as 0; survival, facets, spans by name."""
     kept = {name: values[name] for name in (*COPIED, "outcome", "unsure")}
     degenerate = Outcome.DEGENERATE.value
+    kept[LIVE] = [math.nan if value is None else value for value in values[LIVE]]
     kept["score"] = [
         math.nan if score is None else 0.0 if outcome == degenerate else score
         for outcome, score in zip(values["outcome"], values["score"], strict=True)
@@ -260,7 +268,7 @@ def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     """The same columns of records."""
     values: dict[str, Sequence[Any]] = {
-        name: [getattr(r, name) for r in records] for name in (*COPIED, "survival", "facets", "unsure")
+        name: [getattr(r, name) for r in records] for name in (*COPIED, LIVE, "survival", "facets", "unsure")
     }
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = [record.score for record in records]
@@ -288,6 +296,8 @@ def checked(record: Record) -> Record:
             raise DataError(f"record holds {name} with half a character, which no file can hold")
         if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
+    if not _live_fits(record.kv_bytes_live):
+        raise DataError(f"record holds {LIVE}={str(record.kv_bytes_live)[:40]!r}, wanted a number of bytes")
     if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
         raise DataError("record holds a bad survival table, wanted role -> share")
     if any(not isinstance(message.content, str) for message in record.transcript):

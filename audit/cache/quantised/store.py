@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from audit.cache.gather import gather_entries
+from audit.cache.live import EntryBytes
 from audit.cache.quantised.codes import (
     Scratch,
     code_groups,
@@ -78,10 +79,24 @@ class QuantisedStore(Store):
             if self._given[0] is None and (name == "value" or not codec.key_group):
                 count = width // codec.channels(width) * self._numbers
                 self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
+        self.entry_bytes = EntryBytes(self.entry_bytes.exact, self._coded_bytes(key, value))
         if codec.key_group:
             self._blank["key_group"] = -1
             self._slots["key_group"] = key.new_zeros(batch, heads, 0, dtype=torch.int16)
             self._table = key.new_zeros(batch, heads, 0, size * self._numbers)
+
+    def _coded_bytes(self, key: Tensor, value: Tensor) -> tuple[float, float]:
+        """Codes of one entry, and its parameters: shared by the group of its keys, none of its own where given."""
+        codec, found = self._codec, []
+        for name, tensor in zip(PARTS, (key, value), strict=True):
+            width, number = tensor.shape[3], self._numbers * tensor.element_size()
+            codes, parameters = width * codec.bits / 8, 0.0
+            if name == "key" and codec.key_group:
+                parameters = width * number / codec.key_group
+            elif self._given[0] is None:
+                parameters = float(width // codec.channels(width) * number)
+            found.append(codes + parameters)
+        return found[0], found[1]
 
     def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         if start == self._start:

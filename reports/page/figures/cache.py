@@ -1,4 +1,4 @@
-"""KV bytes under each policy against an uncompressed cache of the same rows."""
+"""KV bytes under each policy against policy none counted the same way."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from audit.core.text import inline
 from reports.analysis.cache_use import cache_use
 from reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
 from reports.page.findings import Findings
-from reports.page.words import size
+from reports.page.words import times
 
 
 def draw(findings: Findings) -> Drawing | None:
-    """A bar per policy; None when no record tells bytes."""
-    uses = [use for use in cache_use(findings.drift) if use.dense > 0]
+    """A bar per policy; None when no record tells bytes, or nothing was served uncompressed."""
+    uses = [(use, use.allocated_share) for use in cache_use(findings.drift) if use.allocated_share is not None]
     if not uses:
         return None
     figure = blank(7.5, 0.9 + 0.36 * len(uses))
     panel = figure.subplots()
-    for y, use in enumerate(uses):
-        ratio = use.peak / use.dense
+    for y, (use, ratio) in enumerate(uses):
         panel.barh(y, 1.0, height=0.66, color=UNDECIDED, alpha=0.2)
         panel.barh(y, ratio, height=0.66, color=GAIN, alpha=0.75)
-        panel.plot([use.retention] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
-        panel.text(
-            max(1.0, ratio) + 0.02, y, f"{ratio:.2f}x, {size(use.peak)} of {size(use.dense)}", va="center", fontsize=8
-        )
-    panel.set_yticks(range(len(uses)), [inline(findings.comparison.labels.get(u.policy, u.policy)) for u in uses])
+        if use.live_share is not None:
+            panel.plot([use.live_share] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
+        text = f"{times(ratio)} allocated, {times(use.live_share)} live"
+        panel.text(max(1.0, ratio) + 0.02, y, text, va="center", fontsize=8)
+    panel.set_yticks(range(len(uses)), [inline(findings.comparison.labels.get(u.policy, u.policy)) for u, _ in uses])
     panel.set_ylim(len(uses) - 0.5, -0.5)
-    panel.set_xlim(0, max(1.0, *(u.peak / u.dense for u in uses)) + 0.45)
+    panel.set_xlim(0, max(1.0, *(ratio for _, ratio in uses)) + 0.45)
     panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-    panel.set_xlabel("peak KV bytes / uncompressed bytes (bar); share of entries kept (line)")
-    return save(figure, "cache", "Peak KV bytes of each policy over uncompressed bytes.")
+    panel.set_xlabel("peak KV bytes / those of none, counted the same way: allocated (bar), live (line)")
+    return save(figure, "cache", "Peak KV bytes of each policy over those of none.")

@@ -97,7 +97,7 @@ def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
         "retention": round(record.retention, _DIGITS),
         "evicted": record.retention < 1,
         "survival": {visible(role): round(share, _DIGITS) for role, share in record.survival.items()},
-        "bytes": [record.kv_bytes_peak, record.kv_bytes_dense],
+        "bytes": [record.kv_bytes_peak, record.kv_bytes_live, record.kv_bytes_dense],
         "turns": _turns(said),
     }
 

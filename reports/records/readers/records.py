@@ -148,13 +148,15 @@ def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:
 
 
 def _settings(frame: pd.DataFrame) -> dict[str, str]:
-    """What both sides must share: the version of every suite and who judged it."""
+    """What both sides must share: the version of every suite and who judged it.
+
+    A suite of which no judge had to speak, since every answer was degenerate or cut, has no judge to differ.
+    """
     judged = frame[frame["outcome"].astype(str).isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value])]
     found = {}
     for suite in sorted(set(frame["suite"].astype(str))):
         own = frame[frame["suite"] == suite]
         found[f"version of suite {suite}"] = ", ".join(sorted(map(str, set(own["suite_version"]))))
-        found[f"judge of suite {suite}"] = ", ".join(
-            sorted(map(str, set(judged.loc[judged["suite"] == suite, "judge"])))
-        )
+        if judges := sorted(map(str, set(judged.loc[judged["suite"] == suite, "judge"]))):
+            found[f"judge of suite {suite}"] = ", ".join(judges)
     return found

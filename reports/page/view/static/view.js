@@ -201,10 +201,15 @@ function facts(answers) {
     ["draw", "of several answers to one prompt", (a) => String(a.draw)],
     ["ended by", "", (a) => a.finish],
     ["tokens", "", (a) => `${a.tokens[0]} prompt, ${a.tokens[1]} new`],
-    ["KV bytes at the peak", "share of a dense cache", (a) => `${number(a.bytes[0])} (${percent(a.bytes[0] / a.bytes[1])} of dense)`],
+    ["KV bytes at the peak", "of its entries, against what they take uncompressed; and what was allocated", (a) => bytesOf(a.bytes)],
     ["cache kept", "share of entries still held when the last answer began", (a) => kept(a.retention)],
     ...roles.map((role) => [`kept of ${role}`, `share of the ${role} tokens still held then`, (a) => kept(a.survival[role])]),
   ];
+}
+
+function bytesOf([allocated, live, dense]) {
+  const known = live === null ? "live bytes not recorded" : `${number(live)} live (${percent(live / dense)} of dense)`;
+  return `${known}, ${number(allocated)} allocated`;
 }
 
 function kept(value) {
@@ -342,7 +347,7 @@ function cacheOf(answer, shade, side, prompt, everything) {
   const line = (words) => element("p", { class: "cache" }, words);
   const plain = prompt === undefined ? [] : [box(`Prompt, ${side}`, prompt)];
   if (!answer.evicted) {
-    const smaller = answer.bytes[0] < answer.bytes[1] ? `, in ${percent(answer.bytes[0] / answer.bytes[1])} of the bytes` : "";
+    const smaller = answer.bytes[1] !== null && answer.bytes[1] < answer.bytes[2] ? `, in ${percent(answer.bytes[1] / answer.bytes[2])} of the bytes` : "";
     const seen = everything === null ? plain : [box(`What the cache still held, ${side}`, shadedTurns(everything))];
     return [line(`When this answer began the cache still held every token before it${smaller}.`), ...seen];
   }
