@@ -174,11 +174,12 @@ def _not_shown(
     facets: Mapping[str, Answers], own: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Standing, str]]:
     """Every check that the answers do not meet, the worst first."""
-    form = share(own.readable, own.clusters, draws=own.draws)
-    if own.facet != WELL_FORMED and form.low <= READABLE:
+    # of all items: an answer without form counts against its own facet as it is
+    form = facets.get("", own)
+    if own.facet != WELL_FORMED and share(form.readable, form.clusters, draws=form.draws).low <= READABLE:
         yield (
             Standing.UNREADABLE,
-            f"{own.answers - own.formless} of {own.answers} answers {how} have a form that can be read",
+            f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read",
         )
     control = _first(facets, CONTROLS) if _needs_control(own.facet) else None
     if control is not None and _share(control).low <= margin:
