@@ -56,19 +56,20 @@ def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
     """Every metric and length of rows of one checkpoint; ``outcome`` and the columns of facets may be missing."""
     for index, part in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
-        read = _read(part)
+        said = _Said(suite, context, _words(part, "item_id"), _words(part, "cluster_id"), _read(part))
         score = part["score"].to_numpy(dtype=np.float64)
-        known = ~np.isnan(score)
-        yield from _answers((suite, "", context), part[known], score[known], read[known])
+        yield from said.answers("", score, ~np.isnan(score))
         for name, column in FACET_COLUMNS.items():
             if column in part:
                 value = part[column].to_numpy(dtype=np.float64)
-                formless = read == 0
+                formless = (said.read == 0) & (name != WELL_FORMED)
+                good = np.where(formless, 0.0, value == FACETS[name].wanted)
                 # an answer with form and without a value is one that nobody judged
-                known = ~np.isnan(value) & ((value != UNREAD) | (formless & (name != WELL_FORMED)))
-                good = (value == FACETS[name].wanted).astype(np.float64)
-                good[formless & (name != WELL_FORMED)] = 0.0
-                yield from _answers((suite, name, context), part[known], good[known], read[known])
+                yield from said.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless))
+
+
+def _words(part: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
+    return part[column].astype(str).to_numpy(dtype=np.str_)
 
 
 def _read(part: pd.DataFrame) -> Array:
@@ -82,24 +83,34 @@ def _read(part: pd.DataFrame) -> Array:
     return np.where(np.isnan(value) | (value == UNREAD), read, value)
 
 
-def _answers(place: tuple[str, str, int], part: pd.DataFrame, good: Array, read: Array) -> Iterator[Answers]:
-    if not len(part):
-        return
-    _, first, item = np.unique(part["item_id"].astype(str).to_numpy(), return_index=True, return_inverse=True)
-    names = part["cluster_id"].astype(str).to_numpy(dtype=np.str_)[first]
-    order = np.argsort(names, kind="stable")
-    count = np.bincount(item).astype(np.float64)
-    suite, facet, context = place
-    yield Answers(
-        suite=suite,
-        facet=facet,
-        context_tokens=context,
-        wanted=(np.bincount(item, weights=good) / count)[order],
-        readable=(np.bincount(item, weights=read) / count)[order],
-        clusters=names[order],
-        draws=int(count.max()),
-        graded=bool(np.any((good > 0) & (good < 1))),
-        answers=len(part),
-        hits=float(good.sum()),
-        formless=int((read == 0).sum()),
-    )
+class _Said:
+    """The rows of one suite at one length."""
+
+    def __init__(
+        self, suite: str, context: int, items: npt.NDArray[np.str_], clusters: npt.NDArray[np.str_], read: Array
+    ) -> None:
+        self.suite, self.context, self.clusters, self.read = suite, context, clusters, read
+        self.items = np.unique(items, return_inverse=True)[1]
+
+    def answers(self, facet: str, good: Array, known: npt.NDArray[np.bool_]) -> Iterator[Answers]:
+        """The known rows, averaged inside the item; nothing where there are none."""
+        if not known.any():
+            return
+        good, read = good[known], self.read[known]
+        _, first, item = np.unique(self.items[known], return_index=True, return_inverse=True)
+        names = self.clusters[known][first]
+        order = np.argsort(names, kind="stable")
+        count = np.bincount(item).astype(np.float64)
+        yield Answers(
+            suite=self.suite,
+            facet=facet,
+            context_tokens=self.context,
+            wanted=(np.bincount(item, weights=good) / count)[order],
+            readable=(np.bincount(item, weights=read) / count)[order],
+            clusters=names[order],
+            draws=int(count.max()),
+            graded=bool(np.any((good > 0) & (good < 1))),
+            answers=len(good),
+            hits=float(good.sum()),
+            formless=int((read == 0).sum()),
+        )

@@ -7,7 +7,9 @@ metric is measurable where the uncompressed reference is shown, by one-sided bou
     answer in a form that can be read     more than READABLE of the time           else not readable
     do the control twin                   more often than the margin               else not capable
     do what is wanted                     more often than the margin               else at floor
-    do it where it is wanted alone        wanted + twin - 1 above the margin       else at ceiling
+    tell both kinds of items apart        wanted + twin - 1 above the margin       else at ceiling
+
+(at floor, where it is the twin's that is done more often)
 
 The first that is not shown is the standing. Each has to be shown, so none takes a correction. A suite's score stands
 as the worst of its facets does: what is averaged into a score counts as if it had been measured.
@@ -191,7 +193,8 @@ def _not_shown(
         yield Standing.FLOOR, f"{_said(own)} {how}: nothing to lose"
     twin = _first(facets, TWINS.get(own.facet, ()))
     if twin is not None and told_apart(rate, _share(twin), _together(own, twin)).low <= margin:
-        yield Standing.CEILING, f"{_said(own)}, and {_said(twin)} {how}: asked for or not, it does much the same"
+        kind = Standing.CEILING if rate.rate >= _share(twin).rate else Standing.FLOOR
+        yield kind, f"{_said(own)}, and {_said(twin)} {how}: not shown to tell the two apart"
 
 
 def _needs_control(facet: str) -> bool:
