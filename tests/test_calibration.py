@@ -65,7 +65,7 @@ def test_a_score_interval_of_independent_items_calls_measurable_what_is_not(monk
 
 def test_what_is_simulated_is_what_the_gate_says_of_the_same_answers():
     case = standing._case(
-        own=0.5, control=0.25, twin=0.9, clusters=30, items=2, shared=0.3, margin=0.05, simulations=40, healthy=True
+        own=0.4, control=0.25, twin=0.88, clusters=30, items=2, shared=0.3, margin=0.05, simulations=40, healthy=True
     )
     counts = np.full(30, 2)
     simulated_ = case._measurable(np.random.default_rng(8), 40, counts)

@@ -148,7 +148,7 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
 
 def _worst(figures: Sequence[Figure]) -> float:
     """The largest rate of either pass; in rows 4 and 14, of many cases with few draws each, of those drawn again."""
-    again = (templates.ROW, standing.ROW)
+    again = (templates.ROW, standing.CONTROLS_ROW)
     rates = ((f.value,) if f.row in again else (f.value, f.first) for f in figures)
     return round(max(rate for pair in rates for rate in pair), 7)
 

@@ -22,7 +22,7 @@ from reports.calibration.streams import EVEN, THREE_TO_ONE, blocks
 from reports.stats.clustered import Array, many_totals
 from reports.stats.shares import READABLE, ShownShare, correlation, shares, told_apart
 
-ROW = 14
+CONTROLS_ROW = 14
 MARGINS = (0.03, 0.05, 0.1)
 _DRAWS = 4_000
 _WITHIN = 0.5  # of what a template leaves open, that an item's draws have in common
@@ -171,9 +171,9 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
     large = [o for o, case in healthy if (case.clusters, case.items) in _LARGE]
     small = [o for o, case in healthy if (case.clusters, case.items) in _SMALL]
     return [
-        at_most(ROW, NOTHING_TO_LOSE, edge, "measurable", 0.01, scale=scale),
-        at_most(ROW, TURNED_AWAY, large, "turned away", 0.05, scale=scale),
-        reported(ROW, FEW_ITEMS, small, "turned away"),
+        at_most(CONTROLS_ROW, NOTHING_TO_LOSE, edge, "measurable", 0.01, scale=scale),
+        at_most(CONTROLS_ROW, TURNED_AWAY, large, "turned away", 0.05, scale=scale),
+        reported(CONTROLS_ROW, FEW_ITEMS, small, "turned away"),
     ]
 
 
