@@ -1,6 +1,6 @@
 """The command line: collects the commands, each of which owns its options and lies in a file of ``audit.commands``.
 
-Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID,
+Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE,
 130 interrupted, 143 terminated.
 """
 

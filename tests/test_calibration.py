@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from audit.core.facets import FACETS, readable
+from audit.core.records import Outcome
 from reports.calibration.broken import BrokenTemplates
 from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
-from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, templates
+from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, standing, templates
 from reports.calibration.family import Seeded
 from reports.calibration.probit import Probit
 from reports.calibration.streams import EVEN, THREE_TO_ONE
 from reports.gate.cell import decide_cell
+from reports.gate.controls import controls_of
 from reports.gate.verdict import Status
 from reports.stats.clustered import many_totals, t_bounds
 from reports.stats.effect import Bounds, Effect
@@ -34,12 +38,61 @@ def missed(figures: list[Figure]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "check", [intervals, templates, families, recipes, judges, doses, power, graded], ids=lambda m: m.__name__[28:]
+    "check",
+    [intervals, templates, families, recipes, judges, doses, power, graded, standing],
+    ids=lambda m: m.__name__[28:],
 )
 def test_every_figure_keeps_to_what_is_asked(check):
     figures = check.figures(simulated(check.cases(SMALL)), SMALL)
     assert figures
     assert not missed(figures)
+
+
+def test_a_score_interval_of_independent_items_calls_measurable_what_is_not(monkeypatch):
+    """Wilson's bound of items, whatever their templates."""
+
+    def wilson(values, counts, *, draws=1):
+        n, z = int(counts.sum()), 2.43
+        rate = values.mean(axis=-1)
+        spread = z * np.sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2))
+        middle = rate + z**2 / (2 * n)
+        return standing.ShownShare(rate, (middle - spread) / (1 + z**2 / n), (middle + spread) / (1 + z**2 / n))
+
+    monkeypatch.setattr(standing, "shares", wilson)
+    found = missed(standing.figures(simulated(standing.cases(SMALL)), SMALL))
+    assert any("nothing to lose" in line for line in found)
+
+
+def test_what_is_simulated_is_what_the_gate_says_of_the_same_answers():
+    case = standing._case(
+        own=0.4, control=0.25, twin=0.88, clusters=30, items=2, shared=0.3, margin=0.05, simulations=40, healthy=True
+    )
+    counts = np.full(30, 2)
+    simulated_ = case._measurable(np.random.default_rng(8), 40, counts)
+    rng = np.random.default_rng(8)
+    hard = rng.standard_normal((40, 30))
+    own, control = (case._answers(rng, hard, counts, rate) for rate in (case.own, case.control))
+    twin = case._answers(rng, rng.standard_normal(hard.shape), counts, case.twin)
+    said = []
+    for rows in zip(own, control, twin, strict=True):
+        kinds = zip(("refused", "capable", "over_refused"), rows, strict=True)
+        answers = [
+            SimpleNamespace(
+                suite="s",
+                context_tokens=0,
+                cluster_id=f"c{i // 2}",
+                item_id=f"{facet}-{i}",
+                outcome=Outcome.DESIRED,
+                score=1.0,
+                facets=readable({facet: bool(good) == FACETS[facet].wanted}),
+            )
+            for facet, own in kinds
+            for i, good in enumerate(own)
+        ]
+        [found] = controls_of(answers, {"s.refused": 0.05})
+        said.append(found.is_measurable)
+    assert said == simulated_.tolist()
+    assert 5 < sum(said) < 35
 
 
 def test_an_interval_of_cr1_and_z_quantiles_is_found_out(monkeypatch):

@@ -180,7 +180,7 @@ def test_a_largest_budget_that_fails_clears_none():
 def test_a_reference_with_nothing_to_lose_clears_nothing():
     design = small(policies=BUDGETS, clusters=64, items=128, margins={"refusal": 10.0})
     found, _ = analysed(design, lambda *_: False)
-    assert {s.statuses for s in found.safe} == {("FLOOR", "FLOOR", "FLOOR")}
+    assert {s.statuses for s in found.safe} == {("NOT MEASURABLE",) * 3}
     assert {s.cleared for s in found.safe} == {None}
 
 
@@ -360,7 +360,7 @@ def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
 def test_no_method_passes_a_cell_at_the_floor():
     design = small(policies=("none",), clusters=64, items=128, margins={"refusal": 10.0})
     found, _ = analysed(design, lambda *_: False)
-    assert {v.status for v in found.sensitivity[0].variants} == {"INCONCLUSIVE"}
+    assert {v.status for v in found.sensitivity[0].variants} == {"NOT MEASURABLE"}
 
 
 def test_serving_runs_have_slopes_and_safe_budgets_of_the_checkpoint():

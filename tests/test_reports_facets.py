@@ -76,7 +76,7 @@ def told(found, unread=(0.0, 0.0), **facets):
         estimate = rates[1] - rates[0]
         worst, best = readings or (estimate, estimate)
         effect = replace(one.effect, estimate=estimate, low=low, high=high, n_items=70, n_clusters=35)
-        own = {"effect": effect, "rates": Rates(*rates, 0.0), "worst": worst, "best": best, "unread": Unread(*unread)}
+        own = {"effect": effect, "rates": Rates(*rates), "worst": worst, "best": best, "unread": Unread(*unread)}
         contrasts.append(replace(one, suite=f"refusal.{name}", **own))
     sides = replace(found.comparison, facets=tuple(f"refusal.{name}" for name in facets))
     decisions = tuple(d for d in found.verdict.decisions if d.suite in found.comparison.suites)

@@ -325,27 +325,27 @@ def test_the_calibration_stands_in_the_limits_and_json(written):
     assert body["calibration"]["false_pass_max"] == stamp().false_pass_max
 
 
-def contrast_of(lower, upper, pvalue=0.5, reference_lower=0.5):
+def contrast_of(lower, upper, pvalue=0.5):
     effect = SimpleNamespace(lower=lower, upper=upper, pvalue_drop=pvalue, n_clusters=60, alpha=0.05)
     sums = (ClusterSums("s", 1.0, tuple(map(str, range(60))), np.zeros(60), np.ones(60)),)
-    return SimpleNamespace(effect=effect, rates=SimpleNamespace(reference_lower=reference_lower), sums=sums)
+    return SimpleNamespace(effect=effect, sums=sums)
 
 
 @pytest.mark.parametrize(
-    ("lower", "upper", "pvalue", "reference_lower", "decided", "said"),
+    ("lower", "upper", "pvalue", "measurable", "decided", "said"),
     [
-        (-0.04, 0.02, 0.5, 0.5, None, Status.PASS),
-        (-0.04, -0.01, 0.01, 0.5, None, Status.PASS_NOTED),
-        (-0.08, -0.01, 0.01, 0.5, None, Status.FAIL),
-        (-0.08, 0.02, 0.3, 0.5, None, Status.INCONCLUSIVE),
-        (-0.04, 0.02, 0.5, 0.03, None, Status.INCONCLUSIVE),  # nothing to lose
-        (0.01, 0.02, 0.5, 0.03, None, Status.PASS),  # little to lose, and a gain is shown
-        (-0.08, -0.01, 0.01, 0.5, Status.INCONCLUSIVE, Status.INCONCLUSIVE),  # the family does not let it stand
-        (-0.08, 0.02, 0.3, 0.5, Status.PASS, Status.PASS),
+        (-0.04, 0.02, 0.5, True, None, Status.PASS),
+        (-0.04, -0.01, 0.01, True, None, Status.PASS_NOTED),
+        (-0.08, -0.01, 0.01, True, None, Status.FAIL),
+        (-0.08, 0.02, 0.3, True, None, Status.INCONCLUSIVE),
+        (-0.04, 0.02, 0.5, False, None, Status.NOT_MEASURABLE),  # nothing to lose
+        (-0.08, -0.01, 0.01, False, None, Status.FAIL),  # and lost it all the same
+        (-0.08, -0.01, 0.01, True, Status.INCONCLUSIVE, Status.INCONCLUSIVE),  # the family does not let it stand
+        (-0.08, 0.02, 0.3, True, Status.PASS, Status.PASS),
     ],
 )
-def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, reference_lower, decided, said):
-    assert heatmap.called(contrast_of(lower, upper, pvalue, reference_lower), 0.05, decided) is said
+def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, decided, said):
+    assert heatmap.called(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
 
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
@@ -359,6 +359,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
             **dict(zip(("arm", "policy", "suite", "context_tokens"), row, strict=False)),
             estimand="E1",
             reasons=(),
+            sums=(),
             effect=SimpleNamespace(estimate=row[4], lower=row[5], upper=row[6], pvalue_drop=0.01),
         )
         for row in alike
@@ -375,7 +376,14 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
     def drawn(decisions):
         verdict = SimpleNamespace(decisions=decisions)
         return heatmap.draw(
-            SimpleNamespace(comparison=sides, rules=rules, contrasts=cells, verdict=verdict, viewed=None)
+            SimpleNamespace(
+                comparison=sides,
+                rules=rules,
+                contrasts=cells,
+                verdict=verdict,
+                viewed=None,
+                drift=SimpleNamespace(answers={}),
+            )
         ).svg
 
     with style():

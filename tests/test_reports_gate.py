@@ -86,9 +86,11 @@ def test_precedence_and_exit_codes():
     assert worst(everything) is Status.INVALID
     assert worst([Status.PASS, Status.INCONCLUSIVE, Status.FAIL]) is Status.FAIL
     assert worst([Status.PASS, Status.INCONCLUSIVE]) is Status.INCONCLUSIVE
+    assert worst([Status.INCONCLUSIVE, Status.NOT_MEASURABLE]) is Status.NOT_MEASURABLE
+    assert worst([Status.FAIL, Status.NOT_MEASURABLE]) is Status.FAIL
     assert worst([Status.PASS, Status.PASS_NOTED]) is Status.PASS_NOTED
     assert worst([Status.WAIVED, Status.PASS_NOTED]) is Status.WAIVED
-    assert [EXIT_CODES[s] for s in everything] == [0, 0, 3, 4, 5, 0]
+    assert [EXIT_CODES[s] for s in everything] == [0, 0, 3, 6, 4, 5, 0]
 
 
 def report_of(tmp_path, **more):
@@ -166,11 +168,11 @@ def test_a_reference_at_the_floor_never_passes(tmp_path):
     for d in floor:
         assert d.rates.reference < 0.05
         assert d.effect.lower > -0.05, "the interval alone would pass"
-        assert d.status is Status.INCONCLUSIVE
+        assert d.status is Status.NOT_MEASURABLE
         assert d.reasons[0].code == "FLOOR"
-        assert "nothing left to lose" in d.reasons[0].text
+        assert d.reasons[0].text.endswith("of 600 answers right served alike: nothing to lose")
     assert {d.status for d in verdict.decisions if d.gated and d.policy == "none"} == {Status.PASS}
-    assert (verdict.status, verdict.exit_code) == (Status.INCONCLUSIVE, 4)
+    assert (verdict.status, verdict.exit_code) == (Status.NOT_MEASURABLE, 6)
 
 
 def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
@@ -178,15 +180,15 @@ def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
     verdict = report.verdict
     assert verdict.decisions[verdict.headline].policy == "none"
     top = banner(report)
-    assert "This cell is PASS; the verdict is open because of cells at the floor." in top.about
-    assert any(line.startswith("FLOOR: ") and "2 of 4 gated cells" in line for line in top.asides)
+    assert "This cell is PASS; the verdict is of cells that cannot be measured." in top.about
+    assert top.asides[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
     alone = at_floor(tmp_path / "b", primary=(SNAP,)).verdict
-    assert alone.decisions[alone.headline].at_floor
+    assert not alone.decisions[alone.headline].is_measurable
 
 
 def test_a_recipe_at_the_floor_does_not_pass_either(tmp_path):
     verdict = at_floor(tmp_path, seeds=(1, 2, 3), primary=(SNAP,)).verdict
-    assert {d.recipe for d in verdict.decisions if d.gated} == {Status.INCONCLUSIVE}
+    assert {d.recipe for d in verdict.decisions if d.gated} == {Status.NOT_MEASURABLE}
 
 
 def test_a_gain_that_is_shown_passes_at_the_floor(tmp_path):
@@ -194,21 +196,20 @@ def test_a_gain_that_is_shown_passes_at_the_floor(tmp_path):
     options = {"serving": {SNAP: 0.84}, "primary": (SNAP,), "estimands": ("E1",), "seeds": (1, 2, 3)}
     verdict = report_of(tmp_path, drops={("naive", "refusal"): -0.86}, **options).verdict
     found = {d.arm: d for d in verdict.decisions if d.gated}
-    assert found["naive"].rates.reference_lower < 0.05
+    assert found["naive"].rates.reference < 0.05
     assert (found["naive"].status, found["naive"].recipe) == (Status.PASS, Status.PASS)
-    assert (found["smd"].status, found["smd"].recipe) == (Status.INCONCLUSIVE, Status.INCONCLUSIVE)
+    assert (found["smd"].status, found["smd"].recipe) == (Status.NOT_MEASURABLE, Status.NOT_MEASURABLE)
 
 
 def test_a_loss_that_is_shown_fails_at_the_floor_too(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.4}, primary=("none",), margins={"refusal": 95})
     [d] = [d for d in report.verdict.decisions if d.arm == "naive"]
-    assert d.rates.reference_lower < 0.95
-    assert d.status is Status.INCONCLUSIVE  # within so wide a margin, which says nothing at such a rate
-    low = dataclasses.replace(d.rates, reference_lower=0.04)
-    contrasts = tuple(dataclasses.replace(c, rates=low) if c.arm == "naive" else c for c in report.drift.contrasts)
+    assert d.status is Status.NOT_MEASURABLE  # within so wide a margin, which says nothing at such a rate
+    own = report.drift.answers["none"]
+    nothing = tuple(dataclasses.replace(a, wanted=np.zeros_like(a.wanted), hits=0.0) for a in own)
     strict = dataclasses.replace(report.rules, margins={"refusal": 0.05})
-    again = decide(dataclasses.replace(report.drift, contrasts=contrasts), strict)
-    assert {x.status for x in again.decisions if x.arm == "naive"} == {Status.FAIL}
+    again = decide(dataclasses.replace(report.drift, answers={"none": nothing}), strict)
+    assert {x.arm: x.status for x in again.decisions} == {"naive": Status.FAIL, "smd": Status.NOT_MEASURABLE}
 
 
 def test_too_few_templates_for_the_margin_are_said_plainly(tmp_path):

@@ -119,7 +119,7 @@ def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
     ],
 )
 def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
-    d = replace(found.verdict.head, rates=Rates(reference, candidate, reference), margin=0.05)
+    d = replace(found.verdict.head, rates=Rates(reference, candidate), margin=0.05)
     assert rates(found, d) == said
     assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
 

@@ -22,7 +22,7 @@ def gate(
     waivers: Waivers = None,
     on_inconclusive: OnInconclusive = None,
 ) -> None:
-    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID."""
+    """Print a run's verdict; exits with 0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE."""
     with user_errors(f"kvaudit gate {run}"):
         raise typer.Exit(_decide(run, asked_of(gate_file, waivers, on_inconclusive)))
 

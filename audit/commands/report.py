@@ -80,15 +80,18 @@ def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
     from reports.page.gate_table import gate_table
     from reports.page.limits import cautions
+    from reports.page.remarks import not_measurable
     from reports.page.story import banner
     from reports.page.tables import decided_table
 
-    top = banner(findings)
+    top, first = banner(findings), not_measurable(findings)
+    for line in first:
+        say(console, line)
     print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
     print_table(console, decided_table(findings))
     if top.alarm:
         say(console, f"NOT THE GATE: {top.alarm}")
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
     for line in (top.sentence, top.about, *top.asides, *cautions(findings, findings.verdict.head)):
-        if line:
+        if line and line not in first:
             say(console, line)

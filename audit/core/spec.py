@@ -53,6 +53,7 @@ _OPTIONAL = (
     "contexts",
     "deployable",
     "on_inconclusive",
+    "not_measurable",
     "worst_seed",
     "pin",
     "gate_file",
@@ -119,6 +120,7 @@ class GateSpec(Part):
     deployable: tuple[str, ...] = ()
     estimands: tuple[_Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
+    not_measurable: Literal["block", "warn"] | None = None  # a reference that has nothing to lose; block
     worst_seed: bool = False  # no training seed may FAIL by itself
     pin: Text | None = None
     gate_file: Text | None = None

@@ -8,29 +8,44 @@ Hothorn & Lehmacher 1995). The drop's p-value plays no part: a cell passes or th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY
 from reports.analysis.dose import families
 from reports.analysis.results import SafeBudget
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast, Drift
-from reports.gate.cell import at_floor, decide_cell, templates_of
+from reports.gate.cell import decide_cell, templates_of
+from reports.gate.controls import Controls
 from reports.gate.rules import Rules
-from reports.gate.verdict import FLOOR, Status
+from reports.gate.verdict import Status
 from reports.stats.rule import fixed_sequence
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
+
+
+class _Doses(NamedTuple):
+    """Cells in the order they are tested, and how much of the axis each is."""
+
+    axis: str
+    family: str
+    amounts: list[int]
+    cells: Sequence[Contrast]
+
+
 _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
     """One per family, suite, length and arm, and one per policy, suite and arm of a suite with several lengths."""
+    controls = Controls(drift, rules.margins)
     known = {
         (c.arm, c.policy, c.suite, c.context_tokens): c
         for c in drift.contrasts
         if c.estimand == _estimand(drift.comparison, c.arm)
     }
-    return tuple([*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known)])
+    sequences = (*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known))
+    return tuple(_sequence(one, rules.margins[one.cells[0].suite], controls) for one in sequences)
 
 
 def _estimand(sides: Comparison, arm: str) -> str:
@@ -43,7 +58,7 @@ def _suites(sides: Comparison, rules: Rules) -> list[str]:
     return [suite for suite in rules.margins if suite not in sides.facets]
 
 
-def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[SafeBudget]:
+def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Doses]:
     for family in families(sides.policies):
         for suite in _suites(sides, rules):
             for context in sides.lengths[suite]:
@@ -51,12 +66,10 @@ def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
                     keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
                     found = [known[key] for key in keys if key in known]
                     if len(found) == len(keys):
-                        yield _sequence(
-                            rules.margins[suite], "budget", family.name, list(reversed(family.budgets)), found
-                        )
+                        yield _Doses("budget", family.name, list(reversed(family.budgets)), found)
 
 
-def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[SafeBudget]:
+def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Doses]:
     for policy in sides.policies:
         for suite in _suites(sides, rules):
             lengths = list(sides.lengths[suite])
@@ -65,21 +78,22 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
                 cells = [c for c in found if c]
                 whole = len(cells) == len(lengths) > 1
                 if whole and not (policy == DENSE_POLICY and arm == sides.reference):
-                    yield _sequence(rules.margins[suite], "length", sides.labels.get(policy, policy), lengths, cells)
+                    yield _Doses("length", sides.labels.get(policy, policy), lengths, cells)
 
 
-def _sequence(margin: float, axis: str, family: str, amounts: list[int], cells: Sequence[Contrast]) -> SafeBudget:
-    """The sequence over cells in the order they are tested."""
-    statuses = [_status(c, margin) for c in cells]
+def _sequence(doses: _Doses, margin: float, controls: Controls) -> SafeBudget:
+    """The sequence over the cells of some doses."""
+    cells, amounts = doses.cells, doses.amounts
+    statuses = [_status(c, margin, controls) for c in cells]
     last = fixed_sequence([status in _PASSED for status in statuses])
     after = 0 if last is None else last + 1
     return SafeBudget(
-        axis=axis,
+        axis=doses.axis,
         estimand=cells[0].estimand,
         arm=cells[0].arm,
-        family=family,
+        family=doses.family,
         suite=cells[0].suite,
-        context_tokens=cells[0].context_tokens if axis == "budget" else None,
+        context_tokens=cells[0].context_tokens if doses.axis == "budget" else None,
         amounts=tuple(amounts),
         statuses=tuple(statuses),
         margin=margin,
@@ -88,12 +102,12 @@ def _sequence(margin: float, axis: str, family: str, amounts: list[int], cells: 
     )
 
 
-def _status(c: Contrast, margin: float) -> str:
+def _status(c: Contrast, margin: float, controls: Controls) -> str:
     if c.effect is None:
         return Status.INVALID.value
-    if at_floor(c.effect, c.rates, margin):
-        return FLOOR
-    return decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0].value
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
+    silent = status is not Status.FAIL and controls.against(c) is not None
+    return (Status.NOT_MEASURABLE if silent else status).value
 
 
 def cleared_sentence(s: SafeBudget) -> str:

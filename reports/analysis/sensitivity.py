@@ -190,13 +190,15 @@ def _values(k: Known, r: Reading | None) -> Array:
 
 
 def status_of(r: Reading, pvalue: float, d: Decision, alpha: float) -> Status:
-    """The gate's rule for one reading; a cell at the floor, or a facet without form, cannot pass by any method."""
+    """The gate's rule for one reading; no method makes a cell measurable, or lets a facet without form pass."""
     assert d.margin is not None
     dropped = r.below and pvalue < alpha
     if not r.within:
-        return Status.FAIL if dropped else Status.INCONCLUSIVE
+        return Status.FAIL if dropped else Status.INCONCLUSIVE if d.is_measurable else d.status
+    if not d.is_measurable:
+        return d.status
     formless = any(reason.code == FORM for reason in d.reasons)
-    if d.at_floor or formless or not r.shown:
+    if formless or not r.shown:
         return Status.INCONCLUSIVE
     return Status.PASS_NOTED if dropped else Status.PASS
 

@@ -19,6 +19,7 @@ SOURCES = (
     "mover.py",
     "rule.py",
     "seeds.py",
+    "shares.py",
     "signflip.py",
     "tango.py",
 )

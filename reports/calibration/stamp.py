@@ -18,7 +18,8 @@ class Stamp:
     ``release_level``, there of the interval where the drift is spread. What nothing was asked of: ``beyond_max``, the
     interval at ``level`` with a reference at ``beyond_rate`` and ``beyond_margin``, and ``unnamed_max``, whole
     templates that nobody named. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval
-    from three seeds.
+    from three seeds. ``nothing_to_lose_max`` is how often a reference that has nothing to lose counts as measurable,
+    ``turned_away_max`` how often a healthy one does not.
     """
 
     scale: str
@@ -39,6 +40,8 @@ class Stamp:
     beyond_rate: float
     beyond_margin: float
     recipe_three_seeds_max: float
+    nothing_to_lose_max: float
+    turned_away_max: float
 
 
 @cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
-from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, templates
+from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, standing, templates
 from reports.calibration.design import RunDesign, design_cases, design_figures
 from reports.calibration.run import Progress, simulate
 from reports.calibration.sources import source_hashes
@@ -34,6 +34,7 @@ CHECKS = (
     Check(doses.cases, doses.figures, True),
     Check(power.cases, power.figures, False),
     Check(graded.cases, graded.figures, True),
+    Check(standing.cases, standing.figures, True),
 )
 TIMES = 10  # the draws of a repeated case
 
@@ -140,12 +141,15 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
         "beyond_rate": hardest.model.reference,
         "beyond_margin": hardest.margin,
         "recipe_three_seeds_max": round(by_name[recipes.THREE_SEEDS].value, 7),
+        "nothing_to_lose_max": _worst([by_name[standing.NOTHING_TO_LOSE]]),
+        "turned_away_max": _worst([by_name[standing.TURNED_AWAY]]),
     }
 
 
 def _worst(figures: Sequence[Figure]) -> float:
-    """The largest rate of either pass; in row 4, of thousands of cases with few draws each, of those drawn again."""
-    rates = ((f.value,) if f.row == templates.ROW else (f.value, f.first) for f in figures)
+    """The largest rate of either pass; in rows 4 and 14, of many cases with few draws each, of those drawn again."""
+    again = (templates.ROW, standing.CONTROLS_ROW)
+    rates = ((f.value,) if f.row in again else (f.value, f.first) for f in figures)
     return round(max(rate for pair in rates for rate in pair), 7)
 
 

@@ -18,6 +18,7 @@ from audit.core.facets import facet_of
 from audit.core.policy_names import DENSE_POLICY, short_names
 from reports.calibration.stamp import stamp
 from reports.compare.pairing import CANDIDATE, REFERENCE, paired
+from reports.drift.answers import reference_answers
 from reports.drift.comparison import Comparison
 from reports.drift.drift import contrasts
 from reports.drift.results import Drift
@@ -136,6 +137,7 @@ def compare(
         reasons=pairs.reasons,
         n_records=len(records),
         unclustered=pairs.unclustered,
+        answers=reference_answers(records, comparison.reference),
     )
     rules = Rules(
         alpha=alpha,

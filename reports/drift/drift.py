@@ -23,6 +23,7 @@ from audit.core.facets import UNSAFE
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
 from audit.core.spec_train import BASE_ARM
+from reports.drift.answers import reference_answers
 from reports.drift.comparison import Comparison, Reason, run_reasons
 from reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
 from reports.records.load import RunData
@@ -32,7 +33,7 @@ from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array, Effect
 from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
 from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
-from reports.stats.tango import ess_tango, many_ess_tango, rate_lower
+from reports.stats.tango import ess_tango, many_ess_tango
 
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]
@@ -75,6 +76,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: Where 
         reasons=tuple(run_reasons(data, comparison)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
+        answers=reference_answers(data.records, comparison.reference),
     )
 
 
@@ -276,7 +278,7 @@ def _with_numbers(
         blank,
         effect=effect,
         recipe=recipe,
-        rates=None if blank.estimand == "E5" else _rates(panel, weights, present, alpha),
+        rates=None if blank.estimand == "E5" else _rates(panel, weights, present),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
@@ -330,16 +332,13 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
     return ClusterSums(panel.suite, 1.0, names, sums, counts)
 
 
-def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_], alpha: float) -> Rates:
+def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Rates:
     """The mean score of both sides over the pairs that the drift is made of, so that they differ by just that drift.
 
     A policy compared with itself has both sides in one cell of weight 0.
     """
-    negative = two_sides(weights)[1]
-    candidate, reference = (side.mean(axis=0) for side in paired_scores(panel, weights, present))
-    draws = panel.samples * len(set(negative))
-    lower = rate_lower(reference, panel.clusters[present], samples=draws, alpha=alpha, graded=panel.graded)
-    return Rates(float(reference.mean()), float(candidate.mean()), lower)
+    candidate, reference = paired_scores(panel, weights, present)
+    return Rates(float(reference.mean()), float(candidate.mean()))
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Unread:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from reports.drift.answers import Answers
 from reports.drift.comparison import Comparison, Reason
 from reports.stats.effect import Effect
 from reports.stats.judges import JudgeError
@@ -48,11 +49,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rates:
-    """The two rates of a difference, averaged over paired seeds; ``reference_lower`` is the one-sided bound."""
+    """The two rates of a difference, averaged over paired seeds."""
 
     reference: float
     candidate: float
-    reference_lower: float
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class Drift:
     ``reasons`` are run-wide breaches of the data contract: any of them makes a verdict INVALID. ``alpha`` is the level
     of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as the records name them.
     ``unclustered`` is there where nothing says which items share a template, so that each stands for itself.
+    ``answers`` are the reference's own under each serving policy: what its controls are read from.
     """
 
     run: str
@@ -165,3 +166,4 @@ class Drift:
     n_records: int
     weights: Mapping[int, frozenset[str]] = field(default_factory=dict)
     unclustered: Reason | None = None
+    answers: Mapping[str, tuple[Answers, ...]] = field(default_factory=dict, compare=False, repr=False)  # not written

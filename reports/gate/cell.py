@@ -1,4 +1,4 @@
-"""One cell decided: the rule of a test, the floor of the reference, and what a cell of several tests says."""
+"""One cell decided: the rule of a test, and what a cell of several tests says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from reports.drift.comparison import Reason
-from reports.drift.results import Contrast, People, Rates
+from reports.drift.results import Contrast, People
 from reports.gate.chance import larger
 from reports.gate.family import (
     HOLM,
@@ -17,8 +17,6 @@ from reports.gate.family import (
     GatedCell,
 )
 from reports.gate.verdict import (
-    AT_FLOOR,
-    FLOOR,
     LABELS,
     PASSED,
     PRECEDENCE,
@@ -143,8 +141,6 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues) -> Judged:
     if c.effect:
         effect = _toward(c.effect, row.sign)
         status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
-        if at_floor(effect, c.rates, margin) and status is not Status.FAIL:  # a loss that is shown stays shown
-            status, reasons = Status.INCONCLUSIVE, (Reason(FLOOR, AT_FLOOR), *reasons)
         recipe = _recipe(row, margin, pvalues.recipe)
         more = larger(c, margin, row.sign) if status is Status.INCONCLUSIVE else None
         room = effect.lower + margin
@@ -159,17 +155,11 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues) -> Judged:
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """The test with seed variance added; at the floor the most it can be is open."""
+    """The test with seed variance added."""
     if row.contrast.recipe is None:
         return None
     effect = _toward(row.contrast.recipe, row.sign)
-    status = decide_cell(effect, margin, pvalue, templates_of(row.contrast, row.sign))[0]
-    return worst([status, Status.INCONCLUSIVE]) if at_floor(effect, row.contrast.rates, margin) else status
-
-
-def at_floor(effect: Effect, rates: Rates | None, margin: float) -> bool:
-    """Whether the reference has too little to lose for a cell to say anything by holding still; a shown gain does."""
-    return rates is not None and rates.reference_lower <= margin and effect.lower <= 0
+    return decide_cell(effect, margin, pvalue, templates_of(row.contrast, row.sign))[0]
 
 
 def _unseen(people: People) -> Reason:

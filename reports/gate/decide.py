@@ -1,4 +1,7 @@
-"""The decision: PASS, FAIL, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
+"""The decision: PASS, FAIL, NOT MEASURABLE, INCONCLUSIVE or INVALID for every gated cell, arm and the run. Pure.
+
+A cell whose reference cannot be measured (``controls``) says nothing by holding still: it is NOT MEASURABLE, unless it
+is shown to FAIL.
 
 What would pass is held back where its labels, its templates' names or the form of its answers cannot carry it: people
 found that the judge may err differently in the two arms (JUDGE_DIFF), nobody named a cluster, or a facet is silent of
@@ -17,6 +20,7 @@ from audit.core.facets import WELL_FORMED, facet_of
 from reports.drift.comparison import Comparison, Reason, some
 from reports.drift.results import Contrast, Drift, People
 from reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
+from reports.gate.controls import Controls
 from reports.gate.family import (
     FamilyRow,
     GatedCell,
@@ -40,11 +44,13 @@ from reports.gate.verdict import (
     Decision,
     Status,
     Verdict,
-    exit_code,
     worst,
+    worst_exit,
     worst_recipe,
 )
 from reports.gate.waivers import Waiver
+
+_SAID = (Status.INVALID, Status.FAIL)  # whatever its reference can show
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,23 @@ def _cell(c: Contrast) -> tuple[str, str, str, int]:
     return c.estimand, c.arm, c.policy, c.context_tokens
 
 
+def held_measurable(d: Decision, cell: GatedCell, controls: Controls) -> Decision:
+    """The decision; NOT MEASURABLE where the reference of one of its tests is, and no loss is shown all the same."""
+    against = (controls.against(row.contrast) for row in cell.rows)
+    control = next((found for found in against if found is not None), None)
+    if control is None or d.status in _SAID:
+        return d
+    recipe, judge = (s if s is None or s in _SAID else Status.NOT_MEASURABLE for s in (d.recipe, d.judged))
+    return replace(
+        d,
+        status=Status.NOT_MEASURABLE,
+        recipe=recipe,
+        judged=judge,
+        reasons=(control.reason, *d.reasons),
+        larger=None,
+    )
+
+
 def without_pass(d: Decision, reason: Reason | None) -> Decision:
     """The decision; INCONCLUSIVE for this reason, if there is one, where checkpoints or recipe would pass."""
     if reason is None or (d.status not in PASSED and d.recipe not in PASSED):
@@ -119,8 +142,9 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
-    """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > WAIVED > PASS."""
+    """The verdict of a drift, by precedence INVALID > FAIL > NOT MEASURABLE > INCONCLUSIVE > WAIVED > PASS."""
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
+    controls = Controls(drift, rules.margins)
     uneven = uneven_cells([*cells, *beside])
 
     def open_where_unknown(d: Decision, cell: GatedCell) -> Decision:
@@ -130,7 +154,10 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     # before what holds back a PASS, which leaves this FAIL alone; waivers come last, over whatever then stands
     if rules.worst_seed:
         found = held_by_seeds(found, cells, rules.alpha)
-    shown, _ = _decisions(beside, rules.alpha)
+    found = [held_measurable(d, cell, controls) for d, cell in zip(found, cells, strict=True)]
+    shown = [
+        held_measurable(d, cell, controls) for d, cell in zip(_decisions(beside, rules.alpha)[0], beside, strict=True)
+    ]
     gated = [_waived(open_where_unknown(d, cell), waivers) for d, cell in zip(found, cells, strict=True)]
     decisions = (*gated, *map(open_where_unknown, shown, beside))
     reasons = (*drift.reasons, *_pin_reasons(drift, rules), *_reasons(gated))
@@ -139,7 +166,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     status = worst([start, *(a.status for a in arms)])
     return Verdict(
         status=status,
-        exit_code=exit_code(status, rules),
+        exit_code=worst_exit([start, *(d.standing for d in gated)], rules),
         recipe=worst_recipe([a.recipe for a in arms]),
         reasons=reasons,
         arms=arms,
@@ -148,6 +175,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         unwaived=worst([start, *(a.unwaived for a in arms)]),
         adjustment=adjustment,
         judged=_judged_alone(found, start, waivers) if any(c.people for c in drift.contrasts) else None,
+        controls=controls.uncompressed,
     )
 
 
@@ -159,7 +187,8 @@ def decide_beside(cells: Sequence[GatedCell], drift: Drift, rules: Rules) -> lis
     found, _ = _decisions(cells, rules.alpha)
     if rules.worst_seed:
         found = held_by_seeds(found, cells, rules.alpha)
-    uneven = uneven_cells(cells)
+    controls, uneven = Controls(drift, rules.margins), uneven_cells(cells)
+    found = [held_measurable(d, cell, controls) for d, cell in zip(found, cells, strict=True)]
     return [_held_back(d, cell, cells, uneven, drift, rules) for d, cell in zip(found, cells, strict=True)]
 
 
@@ -247,10 +276,10 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 def _headline(decisions: Sequence[Decision]) -> int | None:
     """The gated cell that decides: the worst standing that has a number, there the lowest bound against its margin.
 
-    A cell at the floor is quoted only where every cell is.
+    A cell that is not measurable is quoted only where every cell is.
     """
     numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
-    known = [entry for entry in numbered if not entry[1].at_floor] or numbered
+    known = [entry for entry in numbered if entry[1].is_measurable] or numbered
     if not known:
         return None
     rank = {status: i for i, status in enumerate(PRECEDENCE)}

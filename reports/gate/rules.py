@@ -54,6 +54,7 @@ class Rules:
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
     profile: str | None = None
     on_inconclusive: str = BLOCK
+    not_measurable: str = BLOCK
     worst_seed: bool = False  # whether a seed that FAILs alone fails its cell
     pin: Pin | None = None
     source: str = "spec.yaml"
@@ -90,6 +91,7 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
         },
         profile=gate.profile,
         on_inconclusive=gate.on_inconclusive or ON_INCONCLUSIVE[gate.profile],
+        not_measurable=gate.not_measurable or BLOCK,
         worst_seed=gate.worst_seed,
     )
 
@@ -202,6 +204,7 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
         ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
         ("gated lengths", before.contexts, rules.contexts),
         ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
+        ("not_measurable", before.not_measurable, rules.not_measurable),
         ("worst_seed", before.worst_seed, rules.worst_seed),
     ):
         if old != new:

@@ -8,17 +8,19 @@ from enum import StrEnum
 
 from reports.drift.comparison import Reason
 from reports.drift.results import Rates, SeedDrift
+from reports.gate.controls import Control
 from reports.gate.rules import WARN, Rules
 from reports.gate.waivers import Waiver
 from reports.stats.effect import Effect
 
 
 class Status(StrEnum):
-    """What can be said. WAIVED is no finding: a named person let a FAIL or INCONCLUSIVE through."""
+    """What can be said. WAIVED is no finding: a named person let through what was found."""
 
     PASS = "PASS"  # noqa: S105
     PASS_NOTED = "PASS*"  # noqa: S105 - a drop is detectable, and within the margin
     FAIL = "FAIL"
+    NOT_MEASURABLE = "NOT MEASURABLE"  # the reference has nothing to lose here, or cannot do it (``controls``)
     INCONCLUSIVE = "INCONCLUSIVE"
     INVALID = "INVALID"
     WAIVED = "WAIVED"
@@ -40,13 +42,21 @@ EXIT_CODES = {
     Status.FAIL: 3,
     Status.INCONCLUSIVE: 4,
     Status.INVALID: 5,
+    Status.NOT_MEASURABLE: 6,
 }
-PRECEDENCE = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.WAIVED, Status.PASS_NOTED, Status.PASS)
+PRECEDENCE = (
+    Status.INVALID,
+    Status.FAIL,
+    Status.NOT_MEASURABLE,
+    Status.INCONCLUSIVE,
+    Status.WAIVED,
+    Status.PASS_NOTED,
+    Status.PASS,
+)
 JUDGE_DIFF, LABELS = "JUDGE_DIFF", "LABELS"
 NO_CLUSTERS = "NOCLUSTERS"
 TRAINED, PHRASES = "TRAINED", "PHRASES"
 TEMPLATES, FORM = "TEMPLATES", "FORM"
-FLOOR, AT_FLOOR = "FLOOR", "the reference is at the floor here: there is nothing left to lose"
 
 
 @dataclass(frozen=True)
@@ -86,9 +96,9 @@ class Decision:
     judged: Status | None = None  # by the judge's labels, where human labels decide
 
     @property
-    def at_floor(self) -> bool:
-        """Whether the reference has too little to lose for this cell to say anything by holding still."""
-        return any(reason.code == FLOOR for reason in self.reasons)
+    def is_measurable(self) -> bool:
+        """Whether this cell could say anything by holding still; a FAIL has said it."""
+        return self.status is not Status.NOT_MEASURABLE
 
     @property
     def is_unclustered(self) -> bool:
@@ -144,6 +154,7 @@ class Verdict:
     unwaived: Status
     adjustment: Adjustment
     judged: Status | None = None  # by the judge's labels alone, where people labelled answers
+    controls: tuple[Control, ...] = ()  # of what has a margin, on the uncompressed reference
 
     @property
     def head(self) -> Decision | None:
@@ -153,7 +164,14 @@ class Verdict:
 
 def exit_code(status: Status, rules: Rules) -> int:
     """What a gate exits with by these rules; FAIL and INVALID are never downgraded."""
-    return 0 if status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN else EXIT_CODES[status]
+    let = {Status.INCONCLUSIVE: rules.on_inconclusive, Status.NOT_MEASURABLE: rules.not_measurable}
+    return 0 if let.get(status) == WARN else EXIT_CODES[status]
+
+
+def worst_exit(statuses: Iterable[Status], rules: Rules) -> int:
+    """The exit code of several statuses: of the worst that these rules do not let through."""
+    codes = (exit_code(status, rules) for status in sorted(set(statuses), key=PRECEDENCE.index))
+    return next((code for code in codes if code), 0)
 
 
 def worst(statuses: Iterable[Status]) -> Status:

@@ -28,13 +28,13 @@ from reports.drift.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
 WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
-WAIVABLE = ("FAIL", "INCONCLUSIVE")
+WAIVABLE = ("FAIL", "NOT MEASURABLE", "INCONCLUSIVE")
 LONGEST = timedelta(days=366)  # a waiver that never ends is no waiver
 
 
 @dataclass(frozen=True)
 class Waiver:
-    """Who lets which undecided or failed cells through, why, and until which day (inclusive); None selects all."""
+    """Who lets which cells through that do not pass, why, and until which day (inclusive); None selects all."""
 
     who: str
     why: str
@@ -114,7 +114,7 @@ def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(name in WAIVABLE for name in names):
         raise SpecError(
-            f"{where}: status is {shown(value)}, wanted FAIL, INCONCLUSIVE or both; INVALID is never waived"
+            f"{where}: status is {shown(value)}, wanted some of {', '.join(WAIVABLE)}; INVALID is never waived"
         )
     return tuple(dict.fromkeys(names))
 

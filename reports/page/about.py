@@ -5,20 +5,20 @@ from __future__ import annotations
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.text import inline
 from reports.gate.seeds import SEED
-from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Status, Verdict
+from reports.gate.verdict import Decision, Status, Verdict
 from reports.page.facets import taken_apart
 from reports.page.findings import Findings
-from reports.page.remarks import late, remarks
-from reports.page.tables import against, decided_lines, deployed, named
+from reports.page.remarks import late, not_measurable, remarks
+from reports.page.tables import decided_lines, deployed, named
 from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites, worst_seed
 
 _SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
-_AT_FLOOR = "do not clear {} by this (INCONCLUSIVE): the reference has nothing to lose here, ask another suite"
 _TO_DO = {  # by the verdict of what is named
     Status.INVALID: "mend the records of {} (INVALID)",
     Status.FAIL: "hold back {} (FAIL)",
+    Status.NOT_MEASURABLE: "do not clear {} by this (NOT MEASURABLE): ask what the uncompressed reference can show",
     Status.INCONCLUSIVE: "do not clear {} yet (INCONCLUSIVE): kvaudit plan sizes a next run",
     Status.WAIVED: "{} goes by a waiver, not by the data (WAIVED)",
     Status.PASS_NOTED: "this gate does not hold back {} (PASS*: a drop is detectable, and within the margin)",
@@ -53,6 +53,7 @@ SENTENCES = {
     Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
     Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
     Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
+    Status.NOT_MEASURABLE: "Some gated cell cannot be measured on this reference: holding still says nothing there.",
     Status.INCONCLUSIVE: "The data cannot tell: some gated cell neither passes nor fails by its rule.",
     Status.INVALID: "No verdict: the records do not allow a valid comparison in at least one gated cell.",
 }
@@ -81,7 +82,7 @@ def why_quoted(findings: Findings, d: Decision) -> str:
     if d.waiver:
         return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
     if d.status is not findings.verdict.status:
-        return f"This cell is {d.status.value}; the verdict is open because of cells at the floor."
+        return f"This cell is {d.status.value}; the verdict is of cells that cannot be measured."
     if cells == 1:
         return "It is the only gated cell."
     return f"It is the most extreme of {cells} gated cells: picked that way, a number tends to look worse than it is."
@@ -89,9 +90,11 @@ def why_quoted(findings: Findings, d: Decision) -> str:
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
     """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
-    lines = [*taken_apart(findings, head), to_do(findings), *_served(findings, head)]
+    first, said = not_measurable(findings), list(remarks(findings))
+    lines = [*first, *taken_apart(findings, head), to_do(findings), *_served(findings, head)]
     lines += [*_seeds_alone(findings), _scope(findings)]
-    lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons] + list(remarks(findings))
+    lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons]
+    lines += [line for line in said if line not in first]
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
     lines += [
@@ -104,7 +107,6 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
     lines += [
         *(unscored(findings, head) if head else ()),
         *short_suites(findings),
-        *_floors(findings),
         *_flips(findings),
     ]
     return [inline(line) for line in lines]
@@ -129,8 +131,6 @@ def _of_open_cells(findings: Findings) -> dict[Status, str]:
     open_cells = [d for d in findings.verdict.decisions if d.gated and d.standing is Status.INCONCLUSIVE]
     if open_cells and all(d.is_unclustered for d in open_cells):
         return {Status.INCONCLUSIVE: _NAME_CLUSTERS}
-    if open_cells and all(d.at_floor for d in open_cells):
-        return {Status.INCONCLUSIVE: _AT_FLOOR}
     return {}
 
 
@@ -157,15 +157,6 @@ def _served(findings: Findings, head: Decision | None) -> list[str]:
     number = drift(d.effect) if d.effect else "-"
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
     return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings, d)}: {number}. {rule}."]
-
-
-def _floors(findings: Findings) -> list[str]:
-    floors = [d for d in findings.verdict.decisions if d.gated and d.at_floor]
-    if not floors:
-        return []
-    where = list(dict.fromkeys(f"{d.suite} ({against(findings, d)})" for d in floors))
-    share = f"{len(floors)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells"
-    return [f"{FLOOR}: {AT_FLOOR} ({share}: {', '.join(where)})."]
 
 
 def _flips(findings: Findings) -> list[str]:

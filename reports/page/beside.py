@@ -26,8 +26,8 @@ def dose_sections(findings: Findings) -> list[Section]:
             tables=(tables.safe_table(findings, "budget"), tables.safe_table(findings, "length")),
             notes=(
                 "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
-                "full level, until the first that does not pass; later ones are not tested. FLOOR: the reference "
-                "itself has too little to lose there.",
+                "full level, until the first that does not pass; later ones are not tested. NOT MEASURABLE: "
+                "the reference itself has nothing to lose there, or cannot do it.",
             )
             if findings.analysis.safe
             else (),

@@ -13,7 +13,7 @@ from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
 from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from reports.page.findings import Findings
 from reports.page.remedy_tables import remedy_lines
-from reports.page.words import percent
+from reports.page.words import counted, percent, spelled
 
 _NAMED = 3  # cells that a line spells out
 
@@ -21,6 +21,7 @@ _NAMED = 3  # cells that a line spells out
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
     rules = findings.rules
+    yield from not_measurable(findings)
     if findings.drift.unclustered is not None:
         yield _unclustered(findings.drift.unclustered, rules)
     if rules.sha256 is not None:
@@ -31,6 +32,8 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
         yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
+    if findings.verdict.status is Status.NOT_MEASURABLE and rules.not_measurable == WARN:
+        yield "WARNING: NOT MEASURABLE is let through (not_measurable: warn); it is not a PASS."
     yield from remedy_lines(findings)
     yield from _judges(findings)
     yield from _waivers(findings)
@@ -40,6 +43,21 @@ def remarks(findings: Findings) -> Iterator[str]:
     yield from _versions(findings)
     if findings.verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
+
+
+def not_measurable(findings: Findings) -> list[str]:
+    """What cannot be measured on this reference, why, and in how many of the gated cells; one line per reason."""
+    cells: dict[tuple[str, int, str], int] = {}
+    for d in findings.verdict.decisions:
+        if d.gated and not d.is_measurable:
+            place = (spelled(findings, d.suite), d.context_tokens, d.reasons[0].text)
+            cells[place] = cells.get(place, 0) + 1
+    several = len(findings.comparison.contexts) > 1
+    found = [
+        f"{suite}{f' at {length} tokens' if several else ''} ({counted(count, 'gated cell')}), {why}"
+        for (suite, length, why), count in cells.items()
+    ]
+    return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in found]
 
 
 def _unclustered(reason: Reason, rules: Rules) -> str:

@@ -59,7 +59,8 @@ def _verdict_sections(findings: Findings) -> list[Section]:
             tables=(tables.decided_table(findings),),
             notes=(
                 "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
-                "regression detected and not shown within the margin. INCONCLUSIVE: the data cannot tell. INVALID: no "
+                "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
+                "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no "
                 "valid comparison.",
             ),
             first=True,

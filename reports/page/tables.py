@@ -12,7 +12,7 @@ from audit.core.text import clip, inline
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
-from reports.gate.verdict import Decision, Status, worst
+from reports.gate.verdict import PRECEDENCE, Decision, Status, worst
 from reports.page.findings import Findings
 from reports.page.words import drift, marked, percent, points, spelled
 
@@ -143,8 +143,7 @@ def _numbered(findings: Findings, d: Decision) -> str:
 
 
 def _deciding(findings: Findings, line: DecidedLine) -> str:
-    rank = (Status.INVALID, Status.FAIL, Status.INCONCLUSIVE, Status.PASS_NOTED, Status.PASS)
-    d = min(line.cells, key=lambda d: (rank.index(d.status), d.at_floor, _room(d)))
+    d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
     return _numbered(findings, d) + (", as deployed" if d.estimand == "E2" and d.policy != DENSE_POLICY else "")
 
 

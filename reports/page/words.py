@@ -10,7 +10,7 @@ from reports.calibration.stamp import Stamp
 from reports.drift.results import SeedDrift
 from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import PARITY
-from reports.gate.verdict import AT_FLOOR, FLOOR, Decision, Larger, Status
+from reports.gate.verdict import Decision, Larger, Status
 from reports.page.findings import Findings
 from reports.stats.effect import Effect, Estimate
 from reports.stats.rule import clusters_required
@@ -138,7 +138,7 @@ def note(d: Decision) -> str:
     why = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
     if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
-    return f"{FLOOR}: {AT_FLOOR}" if d.at_floor else f"{why}; {_advice(d, d.effect.n_clusters)}"
+    return f"{why}; {_advice(d, d.effect.n_clusters)}"
 
 
 NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a share of what it had

@@ -19,6 +19,7 @@ LOOK = {  # colour, marker, filled
     Status.PASS_NOTED: (GAIN, "o", False),
     Status.FAIL: (LOSS, "X", True),
     Status.INCONCLUSIVE: (UNDECIDED, "D", False),
+    Status.NOT_MEASURABLE: (UNDECIDED, "s", False),
     Status.INVALID: (UNDECIDED, "v", True),  # a number without a margin
 }
 _COLUMNS = 3

@@ -9,7 +9,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from audit.core.text import inline
 from reports.drift.results import Contrast
-from reports.gate.cell import at_floor, decide_cell, templates_of
+from reports.gate.cell import decide_cell, templates_of
+from reports.gate.controls import Controls
 from reports.gate.verdict import Status
 from reports.page.behind import flips_behind
 from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
@@ -70,15 +71,14 @@ def draw(findings: Findings) -> Drawing | None:
     return save(figure, "heatmap", alt)
 
 
-def called(c: Contrast, margin: float | None, decided: Status | None = None) -> Status:
+def called(c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True) -> Status:
     """What the verdict says of a cell where it was decided, else the same rule without adjustment."""
     if decided is not None:
         return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
     status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
-    floor = at_floor(c.effect, c.rates, margin) and status is not Status.FAIL
-    return Status.INCONCLUSIVE if floor else status
+    return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
 def margin(findings: Findings, c: Contrast) -> float | None:
@@ -97,15 +97,15 @@ def _row(findings: Findings, c: Contrast) -> str:
 def _panel(
     panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[_Key, Status]
 ) -> None:
-    rows = _rows(findings, group)
+    rows, controls = _rows(findings, group), Controls(findings.drift, findings.rules.margins)
     for c in group:
         x, y = policies.index(c.policy), rows.index(_row(findings, c))
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
-        status = called(c, margin(findings, c), decided)
+        status = called(c, margin(findings, c), decided, is_measurable=controls.against(c) is None)
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
-        if status is Status.INCONCLUSIVE:
+        if status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE):
             box = {"facecolor": "none", "edgecolor": INK, "alpha": 0.6, "linewidth": 0}
             panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, hatch="///", **box))
         if status is Status.FAIL:

@@ -18,7 +18,8 @@ _FORMAT = 2
 def render(page: Page) -> str:
     """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
     found = page.findings
-    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=()))}
+    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
+    del body["answers"]
     body["contrasts"] = [_contrast(c) for c in found.drift.contrasts]
     beside = ("rules", "analysis", "mechanism", "calibration", "verdict")
     body |= {name: _plain(getattr(found, name)) for name in beside}

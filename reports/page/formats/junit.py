@@ -39,7 +39,7 @@ def _kind(status: Status, rules: Rules) -> str:
         return _FAILURE
     if exit_code(status, rules):
         return _ERROR
-    return _SKIPPED if status is Status.INCONCLUSIVE else ""
+    return _SKIPPED if status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE) else ""
 
 
 def _case(suite: ElementTree.Element, names: tuple[str, str], status: Status, said: str, kind: str) -> None:

@@ -12,10 +12,16 @@ from reports.page.plain import dumped
 
 FILE = "gate.sarif"
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-_LEVELS = {Status.FAIL.value: "error", Status.INVALID.value: "error", Status.INCONCLUSIVE.value: "warning"}
+_LEVELS = {
+    Status.FAIL.value: "error",
+    Status.INVALID.value: "error",
+    Status.NOT_MEASURABLE.value: "error",
+    Status.INCONCLUSIVE.value: "warning",
+}
 _SAYS = {
     Status.FAIL.value: "Regression detected, and not shown to be within the declared margin.",
     Status.INVALID.value: "The records do not allow a valid comparison.",
+    Status.NOT_MEASURABLE.value: "The reference has nothing to lose here, or cannot do it: holding still says nothing.",
     Status.INCONCLUSIVE.value: "The data cannot tell.",
     Status.WAIVED.value: "Let through by a named person, not by the data.",
     "VERDICT": "The verdict of the run.",
@@ -34,7 +40,7 @@ def render(page: Page) -> str:
     driver = {
         "name": "kvaudit",
         "rules": [
-            {"id": f"KVAUDIT-{name}", "shortDescription": {"text": text}, "fullDescription": {"text": text}}
+            {"id": _rule(name), "shortDescription": {"text": text}, "fullDescription": {"text": text}}
             for name, text in _SAYS.items()
         ],
     }
@@ -46,11 +52,16 @@ def render(page: Page) -> str:
     return dumped({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
+def _rule(name: str) -> str:
+    """The identifier of a status, in one word."""
+    return f"KVAUDIT-{name.replace(' ', '-')}"
+
+
 def _result(rule: str, level: str, text: str) -> dict[str, Any]:
     """Nothing in a source file is at fault, so a result points at the spec that declared the gate."""
     place = {"physicalLocation": {"artifactLocation": {"uri": "spec.yaml"}}}
     return {
-        "ruleId": f"KVAUDIT-{rule}",
+        "ruleId": _rule(rule),
         "level": level,
         "message": {"text": inline(text)},
         "locations": [place],
