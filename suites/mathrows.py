@@ -1,9 +1,10 @@
-"""Mathematics from public rows: one loader for eight files, one suite for each."""
+"""Mathematics from public rows: one loader for eight files, a suite for each, and a family."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from audit.core.spans import marked
 from suites.answers import final_answer, has_algebra, same_answer, verified
 from suites.base import PUBLISHED, Split
 from suites.published import Made, Published, own_part
-from suites.sources import data_file, json_lines
+from suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
 # optional parts bring the space behind them along: two runs of spaces in a row take squares of time
@@ -180,6 +181,35 @@ class Gaokao(MathRows):
     source = "public rows: Gaokao 2023 EN in hkust-nlp/simpleRL-reason"
     licence = "as published"
     files = _rows("gaokao2023en")
+
+
+class Competition(MathRows):
+    """Competitions pooled, of which AIME and AMC alone cannot decide 5 points: every file of ``parts`` that is there.
+
+    Problems of all files are mixed, each a cluster of its own. A run notes the files that it read, and goes on, or is
+    compared, with the same ones only.
+    """
+
+    name = "competition"
+    version = "1"
+    source = "public rows: AIME 2024, AMC 12 2023, OlympiadBench, Minerva, Gaokao 2023 in hkust-nlp/simpleRL-reason"
+    licence = "as published"
+    parts: ClassVar[tuple[type[MathRows], ...]] = (Aime24, Amc23, OlympiadBench, Minerva, Gaokao)
+
+    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+        there = [part() for part in self.parts if has_file(part.files[split])]
+        if not there:
+            data_file(self.name, self.parts[0].files[split])  # says where it is looked for
+        return [
+            [partial(_renamed, self.name, made)]
+            for part in there
+            for group in part.groups(split, seed)
+            for made in group
+        ]
+
+
+def _renamed(suite: str, made: Made) -> Item:
+    return replace(made(), suite=suite)
 
 
 def extract_number(text: str) -> float | None:

@@ -65,6 +65,11 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
     return path
 
 
+def has_file(name: str) -> bool:
+    """Whether KVAUDIT_DATA holds a file, for a suite that takes as many as there are."""
+    return (Path(os.environ.get(DATA_VARIABLE, os.devnull)).expanduser() / name).exists()
+
+
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The rows of a JSON Lines file; raises DataError with the line that cannot be read."""
     rows, digest = _rows(path)

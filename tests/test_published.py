@@ -27,6 +27,7 @@ from suites.base import SUITES, Suite
 REAL_DATA = os.environ.get("KVAUDIT_DATA")
 PUBLIC = [name for name, suite in SUITES.all().items() if suite.published]
 # controls in words of ours: the forms or twins of an item that no row of the benchmark asks
+COMPETITIONS = ("aime24", "amc23", "olympiadbench", "minerva_math", "gaokao2023en")
 OURS = {"plain", "open", "clean", "asked"}
 
 
@@ -108,6 +109,9 @@ SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
     "minerva": _problems("math_eval/minerva_math.jsonl"),
     "olympiadbench": _problems("math_eval/olympiadbench.jsonl"),
     "gaokao": _problems("math_eval/gaokao2023en.jsonl"),
+    "competition": lambda data: _problems(
+        *(name for name in (f"math_eval/{file}.jsonl" for file in COMPETITIONS) if (data / name).exists())
+    )(data),
 }
 BY_USER = {"realguardrails": "user"}  # a form in which the user repeats the rule in words of ours
 TOOLED = {"injecagent", "bfcl", "tau_bench"}  # the system message lists tools, which no row holds as text

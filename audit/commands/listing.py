@@ -57,6 +57,7 @@ def list_suites(plugin: Plugins = None) -> None:
             for name, cls in SUITES.all().items()
         ]
         _print(["suite", "kind", "version", "turns", "new tokens", "clusters", "source", "licence"], rows)
+        say(wide_console(), "rows of public suites are asked as published; SUITE@CONTEXT: kvaudit list contexts")
         say(wide_console(), "lm-eval:TASK is any generate_until or multiple_choice task of lm-evaluation-harness")
 
 
@@ -116,6 +117,21 @@ def list_rewards(plugin: Plugins = None) -> None:
         load_plugins(plugin or ())
         rows = [[name, cls.says, ", ".join(cls.takes or options(cls))] for name, cls in REWARDS.all().items()]
         _print(["reward", "pays by", "options and defaults"], rows)
+
+
+@listing.command("contexts")
+def list_contexts() -> None:
+    """Contexts: what rows of public suites may be put into, by name, and what that does to a model by itself."""
+    with user_errors():
+        from suites.contexts import CONTEXTS
+
+        rows = [[name, one.says, "tokens" if one.fills else "-"] for name, one in CONTEXTS.items()]
+        _print(["context", "the row stands", "length"], rows)
+        say(
+            wide_console(),
+            "none is ever on by itself: suites: {xstest: {context: [published, book], context_tokens: 2048}}; the page "
+            "of a run says what each did to the uncompressed model",
+        )
 
 
 def _print_card(text: str, data: Path | None) -> None:

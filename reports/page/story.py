@@ -7,6 +7,7 @@ from reports.drift.drift import AMPLIFICATION
 from reports.gate.rules import DECLARED_AFTER_RUN
 from reports.page import beside, detail_tables, summaries, tables
 from reports.page.about import about, asides, number, verdict_sentence
+from reports.page.context_tables import contexts_section
 from reports.page.facets import facet_notes, facet_table, failed_table, finding
 from reports.page.findings import Findings
 from reports.page.gate_table import beside_notes, gate_notes, gate_table
@@ -76,6 +77,7 @@ def _verdict_sections(findings: Findings) -> list[Section]:
         _gate_section(findings),
         _beside_section(findings),
         *([remedies] if (remedies := remedies_section(findings)) else []),
+        *([contexts] if (contexts := contexts_section(findings)) else []),
         _compared_section(findings),
     ]
 

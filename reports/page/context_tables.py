@@ -1,0 +1,87 @@
+"""What each context does by itself: the uncompressed reference on the same rows, as published and in the context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from audit.core.facets import FACETS
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.text import inline
+from reports.drift.answers import Answers
+from reports.page.findings import Findings
+from reports.page.page import Section
+from reports.page.tables import Table, table_of
+from reports.page.words import percent, points
+
+LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
+
+
+class Moved(NamedTuple):
+    """One facet, or the score, of rows as published and in a context."""
+
+    bare: Answers
+    within: Answers
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The share of answers in which it happened, bare and in the context; of a score the mean."""
+        facet = FACETS.get(self.bare.facet)
+        before, after = (float(own.wanted.mean()) for own in self)
+        return (before, after) if facet is None or facet.wanted else (1 - before, 1 - after)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it moved by more than ``LARGE``, in either direction."""
+        before, after = self.shares
+        return abs(after - before) > LARGE
+
+
+def contexts_section(findings: Findings) -> Section | None:
+    """The contexts of a run; None without one."""
+    found = list(moved(findings))
+    if not found:
+        return None
+    large = [one for one in found if one.is_large and one.bare.facet]
+    return Section(
+        "contexts",
+        "What the contexts do by themselves",
+        "The uncompressed reference on the rows as published, and on the same rows in each context. One that moves a "
+        f"facet by more than {100 * LARGE:g} points asks for something else than its rows do: what compression does "
+        "there is not what it does to the benchmark.",
+        tables=(contexts_table(found),),
+        finding="; ".join(map(_words, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points",
+    )
+
+
+def moved(findings: Findings) -> Iterator[Moved]:
+    """Every metric of every suite in a context beside the same of its bare rows."""
+    known = findings.drift.answers.get(DENSE_POLICY, ())
+    bare = {(own.suite, own.facet): own for own in known}
+    for own in known:
+        name, at, _ = own.suite.rpartition("@")
+        if at and (name, own.facet) in bare:
+            yield Moved(bare[name, own.facet], own)
+
+
+def contexts_table(found: list[Moved]) -> Table:
+    """Each facet as what it counts: as published, in the context, and by how much it moved."""
+    rows = [
+        [
+            one.within.suite,
+            str(one.within.context_tokens or "-"),
+            one.bare.facet or "score",
+            percent(one.shares[0]),
+            percent(one.shares[1]),
+            points(one.shares[1] - one.shares[0]),
+            "more than a context should" if one.is_large else "",
+        ]
+        for one in found
+    ]
+    return table_of(["suite", "tokens", "facet", "as published", "in the context", "moved, pp", ""], rows, words=3)
+
+
+def _words(one: Moved) -> str:
+    before, after = one.shares
+    facet = FACETS[one.bare.facet]
+    return inline(f"{one.within.suite}: {facet.says}, {percent(before)} to {percent(after)}")
