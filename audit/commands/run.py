@@ -31,8 +31,6 @@ from audit.core.errors import DataError, SpecError
 from audit.core.provenance import ANYWAY, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from audit.core.spec import RunSpec
     from audit.core.spec_parts import Names
     from audit.runs.folder import RunFolder
@@ -336,7 +334,7 @@ def _open(
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec)
     if not begun:
-        _check_possible(asked.spec, prepared, options, console)
+        _check_possible(asked.spec, prepared, options)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
@@ -345,11 +343,13 @@ def _open(
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
 
 
-def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options, console: Console) -> None:
+def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) -> None:
     """Raise CannotPass for a spec whose gate its items cannot pass; a line each where it is to run anyway.
 
     ``--limit`` asks for a try of fewer items, which decides nothing and is told so.
     """
+    from rich.console import Console
+
     from audit.runs.pilot import check_possible, impossible
     from audit.sampling.given import chat_named
 
@@ -358,7 +358,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options, 
         check_possible(spec, chat.count_tokens)
         return
     for line in impossible(spec, chat.count_tokens):
-        say(console, f"cannot pass: {line}")
+        say(Console(stderr=True), f"cannot pass: {line}")
 
 
 def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:

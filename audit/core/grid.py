@@ -27,8 +27,11 @@ from audit.core.spec_parts import (
 )
 
 STRIP = "strip"
-AUTO, ALL = "auto", "all"  # items: what the margins need, by the pilot; every template with each of its twins once
-PILOT = 32  # items at each length, where a spec does not say
+AUTO_ITEMS, ALL_ITEMS = (
+    "auto",
+    "all",
+)  # items: what the margins need, by the pilot; every template with each of its twins once
+PILOT_ITEMS = 32  # items at each length, where a spec does not say
 LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 
 
@@ -38,9 +41,9 @@ def _several(value: Any) -> Any:
 
 
 def _items(value: Any) -> Any:
-    if value in (AUTO, ALL) or (type(value) is int and 1 <= value <= _MOST_ITEMS):
+    if value in (AUTO_ITEMS, ALL_ITEMS) or (type(value) is int and 1 <= value <= _MOST_ITEMS):
         return value
-    raise PydanticCustomError("items", f"a whole number from 1 to 1,000,000, {AUTO} or {ALL}")
+    raise PydanticCustomError("items", f"a whole number from 1 to 1,000,000, {AUTO_ITEMS} or {ALL_ITEMS}")
 
 
 def _pilot(value: Any) -> Any:
@@ -58,7 +61,7 @@ class SuiteSpec(Part):
     ``context_tokens`` for what the grid says.
     """
 
-    items: Annotated[int | str, BeforeValidator(_items)] = AUTO
+    items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
     max_new_tokens: Count | None = None
     samples: Group | None = None
     context_tokens: Annotated[tuple[Tokens, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
@@ -105,7 +108,7 @@ class EvaluateSpec(Part):
     @property
     def piloted(self) -> int:
         """How many items of a suite the reference answers at each length before the grid is served."""
-        return PILOT if self.pilot is None else self.pilot
+        return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
         """The same grid with ``numbers`` of items in place of ``auto`` and ``all``; others stay."""
@@ -172,10 +175,10 @@ class EvaluateSpec(Part):
         unique(f"{key}.placement", part.placement or ())
 
     def _check_pilot(self, suite: str, part: SuiteSpec) -> None:
-        if self.pilot == 0 and part.items == AUTO:
+        if self.pilot == 0 and part.items == AUTO_ITEMS:
             raise SpecError(
-                f"evaluate.suites.{suite}.items is {AUTO}, which takes its size from the pilot, and evaluate.pilot is "
-                f"0; give a number, {ALL}, or leave pilot out"
+                f"evaluate.suites.{suite}.items is {AUTO_ITEMS}, which takes its size from the pilot, and "
+                f"evaluate.pilot is 0; give a number, {ALL_ITEMS}, or leave pilot out"
             )
         if isinstance(part.items, int) and part.items < (self.pilot or 0):
             raise SpecError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from audit.core.errors import CannotPass, NotMeasurable
 from audit.core.facets import WELL_FORMED, facet_of
-from audit.core.grid import AUTO
+from audit.core.grid import AUTO_ITEMS
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Record
 from audit.core.spec import RunSpec
@@ -22,8 +22,8 @@ from audit.runs.evaluate import asked_suite, clusters_of, grid, made
 from audit.runs.units import Unit
 from reports.gate.controls import Control, Standing, controls_of
 from reports.gate.enough import (
-    UNSEEN,
-    Asked,
+    ASSUMED_CHURN,
+    Counted,
     Enough,
     Layout,
     Metric,
@@ -35,7 +35,7 @@ from reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Desig
 from suites.base import CountTokens
 
 _MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked once
-Answers = Mapping[Unit, Sequence[Record]]
+Answered = Mapping[Unit, Sequence[Record]]
 
 
 def pilot_units(spec: RunSpec) -> list[Unit]:
@@ -67,7 +67,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     context = min(part.contexts_of(name))
     items = clusters_of(suite, part.seed, context, count) * suite.twins
     round_ = made("evaluate", suite, "eval", items, part.seed, context, count)
-    return [Asked(item.cluster_id, (*suite.facets(item), WELL_FORMED)) for item in round_]
+    return [Counted(item.cluster_id, (*suite.facets(item), WELL_FORMED)) for item in round_]
 
 
 # --- what cannot pass ------------------------------------------------------------------------------------------------
@@ -108,7 +108,9 @@ class Churn:
     pairs: int
 
 
-def found_by(spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]) -> dict[str, Any]:
+def found_by(
+    spec: RunSpec, answers: Answered, layouts: Mapping[str, Layout], most: Mapping[str, int]
+) -> dict[str, Any]:
     """What the pilot says, as it is noted: its controls, and the number of items of every suite that left it open.
 
     ``most`` says how many items a suite has.
@@ -123,7 +125,7 @@ def found_by(spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], mos
         if isinstance(part.items, int):
             continue
         items[name] = len(layouts[name])
-        if part.items == AUTO and metrics:
+        if part.items == AUTO_ITEMS and metrics:
             sized = {m.name: _sized(spec, m, answers, layouts[name], most[name]) for m in metrics}
             items[name] = max(one["items"] for one in sized.values())
             why |= sized
@@ -137,17 +139,17 @@ def _noted(suite: str, found: Control) -> dict[str, Any]:
         "context_tokens": found.context_tokens,
         "standing": str(found.standing),
         "measurable": found.standing is Standing.MEASURABLE,
-        "rate": found.rate,
-        "answers": found.answers,
-        "clusters": found.clusters,
+        "rate": float(found.rate),
+        "answers": int(found.answers),
+        "clusters": int(found.clusters),
         "says": found.says,
     }
 
 
-def _sized(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
+def _sized(spec: RunSpec, metric: Metric, answers: Answered, layout: Layout, most: int) -> dict[str, Any]:
     """How many items a metric needs, at the length and under the policy that need most, and for what churn."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
-    planned = UNSEEN if worst is None else planned_discordance(worst.differing, worst.pairs)
+    planned = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
     found = enough_items(layout, metric, _design(spec, metric, planned), most)
     pilot = None if worst is None else {"differing": worst.differing, "pairs": worst.pairs}
     return {**found._asdict(), "discordance": planned, "pilot": pilot}
@@ -169,7 +171,7 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
     )
 
 
-def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
+def churns_of(spec: RunSpec, metric: Metric, answers: Answered) -> Iterator[Churn]:
     """The churn of a metric under every gated policy at every gated length, over all seeds."""
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):
@@ -201,7 +203,7 @@ def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> 
 # --- reading it ------------------------------------------------------------------------------------------------------
 
 
-def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
+def pilot_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """What the pilot found, a line for every suite and gated facet, then every number of items."""
     lengths = {one["context_tokens"] for one in found["controls"]}
     for one in found["controls"]:

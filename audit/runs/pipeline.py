@@ -52,8 +52,8 @@ from audit.runs.pilot import (
     check_measurable,
     found_by,
     layout_of,
-    lines_of,
     most_items,
+    pilot_lines,
     pilot_units,
 )
 from audit.runs.progress import Meter
@@ -279,7 +279,7 @@ class Pipeline:
         if PILOT not in story:
             return
         found = story[PILOT][FOUND]
-        for line in lines_of(found):
+        for line in pilot_lines(found):
             self._say(f"pilot: {line}")
         for suite in found["items"]:  # a round until now
             for key in [key for key in self._batches if key[0] == suite]:

@@ -13,26 +13,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reports.stats.effect import Array
 from reports.gate.sizes import Design, chance
 from reports.stats.binomial import clopper_pearson
+from reports.stats.effect import Array
 from reports.stats.rule import clusters_required, effective_clusters, too_large
 
-FLOOR = 0.05  # discordance: no pilot sizes a run for fewer items that differ
-UNSEEN = 0.10  # discordance that is assumed where no pilot saw a pair
-LEVEL = 0.5  # two-sided, of the pilot's churn, whose upper end is planned with: one in four churns more
+LEAST_CHURN = 0.05  # discordance: no pilot sizes a run for fewer items that differ
+ASSUMED_CHURN = 0.10  # discordance that is assumed where no pilot saw a pair
+CHURN_LEVEL = 0.5  # two-sided, of the pilot's churn, whose upper end is planned with: one in four churns more
 _SEARCHED = 200  # audits at each step of a search
 _STEP = 1.1
 
 
-class Asked(NamedTuple):
+class Counted(NamedTuple):
     """What of an item decides how much it counts."""
 
     cluster: str
     facets: tuple[str, ...]
 
 
-Layout = Sequence[Asked]  # one round, in the order in which items are asked
+Layout = Sequence[Counted]  # one round, in the order in which items are asked
 
 
 class Metric(NamedTuple):
@@ -121,10 +121,10 @@ def short_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Short 
 
 
 def planned_discordance(differing: int, pairs: int) -> float:
-    """The share of items that is planned to differ: the upper end of the pilot's churn, ``FLOOR`` at the least."""
+    """The share of items that is planned to differ: the upper end of the pilot's churn, or ``LEAST_CHURN``."""
     if not pairs:
-        return UNSEEN
-    return max(FLOOR, min(clopper_pearson(differing, pairs, level=LEVEL).high, 0.99))
+        return ASSUMED_CHURN
+    return max(LEAST_CHURN, min(clopper_pearson(differing, pairs, level=CHURN_LEVEL).high, 0.99))
 
 
 def enough_items(layout: Layout, metric: Metric, design: Design, most: int) -> Enough:
