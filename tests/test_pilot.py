@@ -442,7 +442,7 @@ def test_auto_without_a_pilot_is_refused() -> None:
 
 def test_a_probe_wants_numbers() -> None:
     text = "{name: p, model: m, probe: {}, evaluate: {suites: [refusal]}}"
-    with pytest.raises(SpecError, match="refusal.items is auto: a probe has no pilot"):
+    with pytest.raises(SpecError, match=r"refusal.items is auto: a probe has no pilot"):
         parse_spec(text, "spec", NAMES)
 
 

@@ -68,7 +68,7 @@ class Short:
 
     @property
     def line(self) -> str:
-        """For a person; a wider margin is nobody's advice."""
+        """For a person; that more may be lost is nobody's advice."""
         name = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} templates"
         if self.enough is None:
             return f"{name}, the suite has {self.most} at the most: no number of items would do"
