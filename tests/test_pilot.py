@@ -416,6 +416,35 @@ def test_a_spec_that_cannot_pass_is_refused_before_its_folder_is_there(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gate_file_is_what_has_to_be_possible(tmp_path: Path, tiny_folder: Path) -> None:
+    (tmp_path / "gate.yaml").write_text("{format: 1, margins: {math: 3}}")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(MUTE.format(model=tiny_folder).replace("margins: {math: 5}", f"gate_file: {tmp_path}/gate.yaml"))
+    code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
+    assert (code, err.splitlines()[1]) == (
+        2,
+        "  math: 3 points need 99 templates, the suite has 72 at the most: no number of items would do",
+    )
+
+
+def test_a_limited_run_is_a_try_and_told_so(tmp_path: Path, tiny_folder: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(MUTE.format(model=tiny_folder))
+    code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1, "--limit", 2)
+    assert code == 6  # and its pilot finds nothing, as before
+    assert err.splitlines()[0] == "cannot pass: math: 5 points need 59 templates, 2 items hold 2: 59 items would do"
+
+
+def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_folder: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    text = MUTE.format(model=tiny_folder).replace("items: 60, max_new_tokens: 1", "items: auto")
+    spec.write_text(text.replace("[900]", "[900000]"))
+    code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "lower context_tokens" in err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -17,7 +17,7 @@ from audit.core.facets import WELL_FORMED, facet_of
 from audit.core.grid import AUTO_ITEMS
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Record
-from audit.core.spec import RunSpec
+from audit.core.spec import RunSpec, with_gate
 from audit.runs.evaluate import asked_suite, clusters_of, grid, made
 from audit.runs.units import Unit
 from reports.gate.controls import Control, Standing, controls_of
@@ -31,11 +31,18 @@ from reports.gate.enough import (
     planned_discordance,
     short_of,
 )
+from reports.gate.rules import kept_gate_file
 from reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from suites.base import CountTokens
 
 _MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked once
 Answered = Mapping[Unit, Sequence[Record]]
+
+
+def declared_in(spec: RunSpec, story: Mapping[str, Any]) -> RunSpec:
+    """The spec with the gate file that was kept when the run began in place of its own gate section, if it has one."""
+    file = kept_gate_file(story)
+    return spec if file is None else with_gate(spec, file)
 
 
 def pilot_units(spec: RunSpec) -> list[Unit]:
