@@ -327,7 +327,7 @@ def _open(
 
     from audit.runs.folder import check_folder, open_run, utc_now
     from audit.runs.names import NAMES
-    from audit.runs.pilot import declared_in
+    from audit.runs.pilot import with_kept_gate
     from audit.runs.pipeline import Pipeline, prepare_run
 
     console = Console()
@@ -335,7 +335,7 @@ def _open(
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec)
     if not begun:
-        _check_possible(declared_in(asked.spec, kept or {}), prepared, options)
+        _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})

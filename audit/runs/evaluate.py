@@ -170,7 +170,7 @@ class Evaluator:
                         own = [prompts[name] for name in key]
                         played = self._play(Sampler(self._served, unit.policy, shared), suite, fresh[unit], own)
                         records = [self._record(unit, suite, one) for one in played]
-                        files[unit].append(_whole(suite, batch, records, known[unit], samples))
+                        files[unit].append(_whole(batch, records, known[unit], samples))
                         note(unit, files[unit])
 
     def _answered(self, unit: Unit, run: RunFolder) -> Mapping[Row, Record]:
@@ -319,23 +319,15 @@ def _unanswered(batch: Sequence[Item], known: Mapping[Row, Record]) -> list[Item
 
 
 def _whole(
-    suite: Suite, batch: Sequence[Item], played: Sequence[Record], known: Mapping[Row, Record], samples: range
+    batch: Sequence[Item], played: Sequence[Record], known: Mapping[Row, Record], samples: range
 ) -> list[Record]:
-    """The records of a batch in its order, those that were played now and those of the pilot.
+    """The records of a batch in its order: those that were played now, and those of the pilot.
 
-    A cache is as wide as its widest row, so the batch would have taken what the wider of its parts took.
+    Their seconds and peak bytes are a row's share of what it was played in.
     """
     rows = {(record.item_id, record.sample_index): record for record in played}
-    if len(rows) == len(batch) * len(samples):
-        return list(played)
     wanted = [(item.item_id, sample) for item in batch for sample in samples]
-    rows |= {row: known[row] for row in wanted if row not in rows}
-    chosen = {item.item_id: bool(suite.options(item)) for item in batch}  # which are served apart from those that speak
-    peak = {
-        kind: max((rows[row].kv_bytes_peak for row in rows if chosen[row[0]] is kind), default=0)
-        for kind in (False, True)
-    }
-    return [replace(rows[row], kv_bytes_peak=peak[chosen[row[0]]]) for row in wanted]
+    return [rows[row] if row in rows else known[row] for row in wanted]
 
 
 def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens) -> list[Item]:

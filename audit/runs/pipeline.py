@@ -50,12 +50,12 @@ from audit.runs.launchers.base import Job
 from audit.runs.launchers.local import idle_cores
 from audit.runs.pilot import (
     check_measurable,
-    declared_in,
     found_by,
     layout_of,
     most_items,
     pilot_lines,
     pilot_units,
+    with_kept_gate,
 )
 from audit.runs.progress import Meter
 from audit.runs.ranks import check_ranks, started
@@ -258,7 +258,7 @@ class Pipeline:
         Raises NotMeasurable where a suite has nothing to lose, unless the run is to go on anyway.
         """
         story = self._run.provenance()
-        units = pilot_units(declared_in(self._spec, story))
+        units = pilot_units(with_kept_gate(self._spec, story))
         is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
         # a run of an earlier version is past it: what it has sealed would be answered twice
         if PILOT not in story and (is_open or not any(map(self._is_sealed, grid(self._spec)))) and (units or is_open):
@@ -300,7 +300,7 @@ class Pipeline:
         open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
         layouts = {name: layout_of(self._spec, name, count) for name in open_}
         most = {name: most_items(self._spec, name, layouts[name], count) for name in open_}
-        return found_by(declared_in(self._spec, self._run.provenance()), answers, layouts, most)
+        return found_by(with_kept_gate(self._spec, self._run.provenance()), answers, layouts, most)
 
     def evaluate(self) -> None:
         """Write and seal the records of every unit of the grid."""
