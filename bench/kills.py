@@ -169,7 +169,7 @@ class Chains:
         return Process(self._words(run), self._folder / "run.log")
 
     def _words(self, run: Path) -> list[object]:
-        return ["run", self._spec, "--out", run, "--resume", "--workers", 1, "--threads", 1]
+        return ["run", self._spec, "--out", run, "--resume", "--workers", 1, "--threads", 1, "--anyway"]
 
     def _instant(self) -> float:
         return 0.8 * self._rng.random() * self._seconds
@@ -198,13 +198,14 @@ class Chains:
 
 
 def _look(run: Path) -> Look:
-    seals = list(run.glob("records/*.done.json"))
+    grid = list(run.glob("records/*.done.json"))
+    seals = [*grid, *run.glob("pilot/*.done.json")]
     provenances = list(run.glob("checkpoints/*/*/provenance.json"))
-    sealed = {(path := _records(seal)).name: _sha256(path) for seal in seals}
+    sealed = {str((path := _records(seal)).relative_to(run)): _sha256(path) for seal in seals}
     for provenance in provenances:
         for path in provenance.parent.glob("*.safetensors"):
             sealed[f"{provenance.parent.parent.name}/{path.name}"] = _sha256(path)
-    phase = "train" if len(provenances) < 2 else "evaluate" if len(seals) < 4 else "report"
+    phase = "train" if len(provenances) < 2 else "evaluate" if len(grid) < 4 else "report"
     return Look(phase, sealed, (*_corrupt(run, seals), *_doubled(run)))
 
 
@@ -229,7 +230,7 @@ def _corrupt(run: Path, seals: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 def _doubled(run: Path) -> Iterator[tuple[str, str]]:
     """Answers that stand twice, and steps that do, or are out of order."""
-    for records in run.glob("records/*.jsonl"):
+    for records in [*run.glob("records/*.jsonl"), *run.glob("pilot/*.jsonl")]:
         keys = [(row.item_id, row.sample_index) for row in map(Record.from_json, _whole_lines(records))]
         if len(set(keys)) < len(keys):
             yield "doubled", records.name
@@ -253,7 +254,8 @@ def _outcome(run: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(run.glob("checkpoints/*/*/**/*.safetensors")):
         found[str(path.relative_to(run))] = _sha256(path)
-    for path in sorted([*run.glob("records/*.jsonl"), *run.glob("checkpoints/*/*/telemetry.jsonl")]):
+    rows_in = ("records/*.jsonl", "pilot/*.jsonl", "checkpoints/*/*/telemetry.jsonl")
+    for path in sorted(path for pattern in rows_in for path in run.glob(pattern)):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         timeless = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
         found[str(path.relative_to(run))] = timeless

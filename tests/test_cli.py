@@ -64,7 +64,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
 
 
 def kvaudit(*words: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    """A command; what the runs of these tests ask is too little to decide anything, and their models can do nothing."""
+    anyway = ["--anyway"] if words[0] in ("run", "train", "evaluate") else []
+    result = CliRunner().invoke(app, [*(str(word) for word in words), *anyway])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

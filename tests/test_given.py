@@ -67,7 +67,7 @@ def spec(folder: Path | str, **changes: object) -> dict:
 
 def run(tmp_path: Path, body: dict) -> tuple[int, str, Path]:
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(body))
-    words = ["run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--resume", "--threads", 1]
+    words = ["run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--resume", "--threads", 1, "--anyway"]
     result = CliRunner().invoke(app, [str(word) for word in words])
     return result.exit_code, " ".join(result.output.split()), tmp_path / "run"
 

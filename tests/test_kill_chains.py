@@ -64,6 +64,7 @@ def with_worker(folder: Path) -> tuple[subprocess.Popen[str], int]:
         folder / "run",
         "--workers",
         "2",
+        "--anyway",
     ]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
     log = folder / "run" / "logs" / "worker-1.log"

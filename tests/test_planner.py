@@ -1,9 +1,12 @@
 """Sizes before a run, against simulations of another kind and the printed figures of the protocol."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import reports_synthetic as synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -251,3 +254,34 @@ def test_bad_numbers_are_one_line_and_exit_2(words, said):
     assert done.exit_code == 2
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_run_says_how_many_would_decide_each_of_its_cells(tmp_path):
+    design = synthetic.Design(
+        arms=("base",), seeds=(0,), train=False, policies=("none", synthetic.policy("streaming", 96)),
+        suites=("refusal", "math"), clusters=20, items=40, primary=(synthetic.policy("streaming", 96),),
+    )  # fmt: skip
+    run = synthetic.build(tmp_path / "run", design)
+    done = CliRunner().invoke(app, ["plan", str(run)])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["refusal at 192 tokens", "math at 192 tokens"]
+    for line in lines:
+        assert "INCONCLUSIVE with 40 items in 20 templates; " in line
+    needed = [int(re.search(r" items in (\d+) templates would decide it", line)[1]) for line in lines]
+    assert needed[0] >= 59  # C_min at 5 points
+    assert needed[1] >= 99  # at 3
+
+
+def test_what_is_no_run_has_no_plan(tmp_path):
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
+    assert "give the folder of a run" in done.stderr
+
+
+def test_nothing_that_is_printed_advises_to_tolerate_more():
+    root = Path(__file__).parent.parent
+    advice = re.compile(r"\b(raise|widen|wider|larger|loosen|increase)\s+(the|a|its|your)?\s*margin", re.IGNORECASE)
+    files = [path for room in ("audit", "reports", "suites") for path in (root / room).rglob("*.py")]
+    assert len(files) > 200
+    assert [path.name for path in files if advice.search(" ".join(path.read_text("utf-8").split()))] == []

@@ -35,7 +35,7 @@ def parsed(old: str = "", new: str = "") -> RunSpec:
 
 def test_what_is_left_open_is_filled_in() -> None:
     spec = parsed()
-    assert spec.evaluate.suites["math"].items == 128
+    assert spec.evaluate.suites["math"].items == "auto"
     assert spec.gate.reference == "dense"
     assert spec.gate.primary == (STREAMING,)
     assert spec.gate.margins == {"refusal": 5.0, "math": 3.0}
@@ -64,7 +64,7 @@ def test_the_dumped_spec_reads_back_equal() -> None:
     [
         ('"snapkv:budget=48,window=8"', "{name: snapkv, budget: 48, window: 8}"),
         ('"snapkv:budget=48,window=8"', '"snapkv: window=8, budget=48"'),
-        ("[refusal, math]\n  context", "{refusal: {items: 128}, math: {}}\n  context"),
+        ("[refusal, math]\n  context", "{refusal: {items: auto}, math: {}}\n  context"),
         ("[192]", "[192]\n  samples: 1"),
         ("format: 1", "data: /somewhere/else"),
     ],
@@ -92,7 +92,9 @@ def test_a_limited_spec_is_another_spec_unless_nothing_is_cut() -> None:
     spec = parsed()
     assert {part.items for part in spec.limited(3).evaluate.suites.values()} == {3}
     assert spec.limited(3).sha256 != spec.sha256
-    assert spec.limited(1000).sha256 == spec.sha256
+    sized = parsed("suites: [refusal, math]\n  c", "suites: {refusal: {items: 9}, math: {items: 7}}\n  c")
+    assert sized.limited(1000).sha256 == sized.sha256
+    assert {part.items for part in spec.limited(1000).evaluate.suites.values()} == {1000}  # of auto: that number
 
 
 def test_two_training_runs_differ_in_arm_and_seed_only() -> None:

@@ -42,6 +42,13 @@ Limit = Annotated[
     int | None,
     typer.Option(min=1, help="At most this many items per suite; counts as another spec.", show_default=False),
 ]
+Anyway = Annotated[
+    bool,
+    typer.Option(
+        "--anyway",
+        help="Run what cannot pass, and what the pilot found nothing to measure in. Kept with the run.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -109,7 +116,7 @@ def user_errors(hint: str = "") -> Iterator[None]:
     try:
         yield
     except AuditError as error:
-        raise _failed(str(error)) from None
+        raise _failed(str(error), error.lines, error.exit_code) from None
     except KeyboardInterrupt as stop:
         what, code = ("terminated", _TERMINATED) if isinstance(stop, Terminated) else ("interrupted", _INTERRUPTED)
         typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
@@ -126,9 +133,10 @@ def user_errors(hint: str = "") -> Iterator[None]:
         raise _failed(f"cannot write{where} ({error.strerror}){more}") from None
 
 
-def _failed(message: str) -> typer.Exit:
-    typer.echo(f"error: {inline(clip(' '.join(message.split()), LONGEST_LINE))}", err=True)
-    return typer.Exit(USAGE)
+def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
+    for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
+        typer.echo(inline(clip(text, LONGEST_LINE)), err=True)
+    return typer.Exit(code)
 
 
 def resume_hint(command: str, spec: Path, out: Path | None, limit: int | None) -> str:

@@ -1,4 +1,4 @@
-"""``kvaudit plan``: sizes before a run; nothing is loaded."""
+"""``kvaudit plan``: sizes before a run, of a design or of what another run found; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from audit.core.errors import SpecError
 from audit.core.files import write_output
 
 if TYPE_CHECKING:
+    from reports.gate.family import GatedCell
     from reports.gate.sizes import Design, Sizes
+    from reports.gate.verdict import Decision
+    from reports.page.findings import Findings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
 def plan(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run: how many templates would decide each of its cells.", show_default=False),
+    ] = None,
     *,
     margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
     discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
@@ -44,8 +51,14 @@ def plan(
     suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
     out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
 ) -> None:
-    """Before a run: its chance to pass, what it can detect, what to buy, and how long that takes."""
+    """Before a run: its chance to pass, what it can detect, what to buy, and how long that takes.
+
+    With RUN: how many templates would decide each of its cells. The options are of a plan without.
+    """
     with user_errors():
+        if run is not None:
+            _plan_next(run)
+            return
         from reports.gate.sizes import Design
 
         design = Design(
@@ -67,6 +80,43 @@ def plan(
             remedies=remedies,
         )
         _plan(design, suite, out)
+
+
+def _plan_next(path: Path) -> None:
+    """Print for every gated cell of a run what it has, and how many templates would decide it."""
+    from reports.gate.family import gated_cells
+    from reports.records.load import load_run
+    from reports.run import decided
+
+    found = decided(load_run(path))
+    cells = gated_cells(found.drift, found.rules)
+    console = wide_console()
+    if not cells:
+        say(console, "nothing is gated, so nothing is to be decided")
+    for cell, decision in zip(cells, found.verdict.decisions, strict=False):
+        say(console, _next(found, cell, decision))
+
+
+def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
+    """A cell in one line: its verdict, what it has, and what would decide it."""
+    from reports.gate.chance import templates_for
+    from reports.gate.verdict import Status
+
+    policy = findings.comparison.labels.get(d.policy, d.policy)
+    name = f"{d.suite} at {d.context_tokens} tokens, {d.estimand} of {d.arm} under {policy}"
+    if d.effect is None or d.margin is None:
+        return f"{name}: {d.status.value}, no number of items is known to decide it"
+    has = f"{d.effect.n_items} items in {d.effect.n_clusters} templates"
+    if d.status is not Status.INCONCLUSIVE:
+        return f"{name}: {d.status.value} with {has}"
+    needed = [templates_for(row.contrast, d.margin) for row in cell.rows]
+    if None in needed:
+        past = d.effect.estimate <= -d.margin
+        why = "the drop is past the margin already" if past else "not even forty times as many templates would"
+        return f"{name}: {d.status.value} with {has}; {why}"
+    most = max(count for count in needed if count is not None)
+    items = round(most * d.effect.n_items / d.effect.n_clusters)
+    return f"{name}: {d.status.value} with {has}; {items} items in {most} templates would decide it, if nothing is lost"
 
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:

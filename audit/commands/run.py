@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from audit.commands.command_line import (
+    Anyway,
     LauncherText,
     Limit,
     Plugins,
@@ -27,13 +28,13 @@ from audit.commands.command_line import (
     user_errors,
 )
 from audit.core.errors import DataError, SpecError
-from audit.core.provenance import DEFAULT_MARGINS, PROVENANCE, read_provenance
+from audit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
     from audit.core.spec import RunSpec
     from audit.core.spec_parts import Names
     from audit.runs.folder import RunFolder
-    from audit.runs.pipeline import Pipeline
+    from audit.runs.pipeline import Pipeline, Prepared
     from reports.page.findings import Findings
     from reports.records.load import RunData
 
@@ -48,6 +49,7 @@ class Options:
     plugins: tuple[Path, ...] = ()
     takeover: bool = False
     launcher: str = "local"
+    anyway: bool = False
 
 
 def run(
@@ -61,8 +63,12 @@ def run(
     launcher: LauncherText = "local",
     plugin: Plugins = None,
     takeover: Takeover = False,
+    anyway: Anyway = False,
 ) -> None:
-    """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides."""
+    """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides.
+
+    Exits with 6, before the grid is served, where the pilot of a suite has nothing to lose.
+    """
     with user_errors(resume_hint("run", spec, out, limit)):
         options = Options(
             limit=limit,
@@ -71,6 +77,7 @@ def run(
             plugins=tuple(plugin or ()),
             takeover=takeover,
             launcher=launcher,
+            anyway=anyway,
         )
         _run(spec, out, options, resume=resume)
 
@@ -90,10 +97,11 @@ def train(
     threads: Threads = None,
     plugin: Plugins = None,
     takeover: Takeover = False,
+    anyway: Anyway = False,
 ) -> None:
     """Only train the arms of a spec."""
     with user_errors(resume_hint("train", spec, out, limit)):
-        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover, anyway=anyway)
         _train(spec, out, options, resume=resume)
 
 
@@ -105,10 +113,11 @@ def evaluate(
     threads: Threads = None,
     plugin: Plugins = None,
     takeover: Takeover = False,
+    anyway: Anyway = False,
 ) -> None:
     """Only evaluate the grid of a spec, on the checkpoints that `train` left in the run folder."""
     with user_errors(resume_hint("evaluate", spec, out, limit).removesuffix(" --resume")):
-        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover, anyway=anyway)
         _evaluate(spec, out, options)
 
 
@@ -139,8 +148,10 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
+            pipeline.check_pilot()
             pipeline.check_done()
         pipeline.train()
+        pipeline.pilot()
         pipeline.evaluate()
         known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
@@ -247,6 +258,7 @@ def _join(path: Path, options: Options) -> None:
         return
     pipeline, run = _open(asked, options, options.threads, resume=True)
     pipeline.train()
+    pipeline.pilot()
     pipeline.evaluate()
     if run.spec.remedies:
         served_again(pipeline, run)
@@ -278,6 +290,7 @@ def _evaluate(path: Path, out: Path | None, options: Options) -> None:
     from rich.console import Console
 
     pipeline, run = _open(_asked(path, out, options), options, options.threads, resume=True)
+    pipeline.pilot()
     pipeline.evaluate()
     say(Console(), f"records: {run.records}")
 
@@ -312,8 +325,9 @@ def _open(
     """
     from rich.console import Console
 
-    from audit.runs.folder import check_folder, open_run
+    from audit.runs.folder import check_folder, open_run, utc_now
     from audit.runs.names import NAMES
+    from audit.runs.pilot import with_kept_gate
     from audit.runs.pipeline import Pipeline, prepare_run
     from reports.gate.rules import defaults_said
 
@@ -321,12 +335,34 @@ def _open(
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec)
+    if not begun:
+        _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
+    if options.anyway and ANYWAY not in run.provenance():
+        run.note(**{ANYWAY: utc_now()})
     say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
     return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
+
+
+def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) -> None:
+    """Raise CannotPass for a spec whose gate its items cannot pass; a line each where it is to run anyway.
+
+    ``--limit`` asks for a try of fewer items, which decides nothing and is told so.
+    """
+    from rich.console import Console
+
+    from audit.runs.pilot import check_possible, impossible
+    from audit.sampling.given import chat_named
+
+    chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
+    if not options.anyway and options.limit is None:
+        check_possible(spec, chat.count_tokens)
+        return
+    for line in impossible(spec, chat.count_tokens):
+        say(Console(stderr=True), f"cannot pass: {line}")
 
 
 def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:

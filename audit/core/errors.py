@@ -2,20 +2,29 @@
 
 AuditError
 ├── SpecError       the user's specification or option is wrong            exit 2
-│   └── UnknownName a name that no plug-in answers to, with a suggestion   exit 2
+│   ├── UnknownName a name that no plug-in answers to, with a suggestion   exit 2
+│   └── CannotPass  too few items or templates for a margin, a line each   exit 2
 ├── DataError       a checkpoint, record, ledger or data file is missing or corrupt   exit 2
 │   └── OffScale    a score on another scale than [0, 1]                               exit 2
-└── RunError        the run cannot go on here (folder of another spec, full disk)     exit 2
+├── RunError        the run cannot go on here (folder of another spec, full disk)     exit 2
+└── NotMeasurable   the reference shows nothing that could be lost, a line each suite     exit 6
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 
 class AuditError(Exception):
-    """Base of every error that is the user's to fix; the command line prints it as one line and exits with 2."""
+    """Base of every error that is the user's to fix; the command line prints it as one line and exits with 2.
+
+    ``lines`` are what it is about where that is several things, printed below it.
+    """
+
+    exit_code: ClassVar[int] = 2
+    lines: tuple[str, ...] = ()
 
 
 class SpecError(AuditError):
@@ -31,6 +40,24 @@ class UnknownName(SpecError):
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
         self.kind, self.name, self.known = kind, name, names
+
+
+class CannotPass(SpecError):
+    """Some gated cells would be INCONCLUSIVE whatever the model answered."""
+
+    def __init__(self, message: str, lines: Sequence[str]) -> None:
+        super().__init__(message)
+        self.lines = tuple(lines)
+
+
+class NotMeasurable(AuditError):
+    """The pilot found suites with nothing that a policy could lose; the run waits for somebody to decide."""
+
+    exit_code = 6
+
+    def __init__(self, message: str, lines: Sequence[str]) -> None:
+        super().__init__(message)
+        self.lines = tuple(lines)
 
 
 class DataError(AuditError):

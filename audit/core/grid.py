@@ -29,6 +29,12 @@ from audit.core.spec_parts import (
 from audit.core.text import shown
 
 STRIP = "strip"
+AUTO_ITEMS, ALL_ITEMS = (
+    "auto",
+    "all",
+)  # items: what the margins need, by the pilot; every template with each of its twins once
+PILOT_ITEMS = 32  # items at each length, where a spec does not say
+LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 
 
 def _several(value: Any) -> Any:
@@ -36,15 +42,29 @@ def _several(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
+def _items(value: Any) -> Any:
+    if value in (AUTO_ITEMS, ALL_ITEMS) or (type(value) is int and 1 <= value <= _MOST_ITEMS):
+        return value
+    raise PydanticCustomError("items", f"a whole number from 1 to 1,000,000, {AUTO_ITEMS} or {ALL_ITEMS}")
+
+
+def _pilot(value: Any) -> Any:
+    if value is None or (type(value) is int and (value == 0 or LEAST_PILOT <= value <= MOST_PILOT)):
+        return value
+    raise PydanticCustomError("pilot", f"0 for none, or a whole number from {LEAST_PILOT} to {MOST_PILOT}")
+
+
 class SuiteSpec(Part):
     """How much of a suite is asked, and what it does otherwise than the grid or the suite itself says.
+
+    ``items`` is a number, ``auto`` or ``all``; what these come to is in the run's provenance once it is known.
 
     ``max_new_tokens`` and ``placement`` (some of the suite's) stand for what the suite says, ``samples`` and
     ``context_tokens`` for what the grid says. Public rows are asked as published, which is the length 0, unless the
     suite names a context: SUITE@CONTEXT, or ``context:`` with one or several of them, which stands for such suites.
     """
 
-    items: Count = 128
+    items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
     max_new_tokens: Count | None = None
     samples: Group | None = None
     context_tokens: Annotated[tuple[ContextLength, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
@@ -103,6 +123,20 @@ class EvaluateSpec(Part):
     batch_tokens: BatchTokens = 16384
     think: Annotated[Thinking | None, BeforeValidator(_thinking)] = None
     own_policy_only: bool = False
+    pilot: Annotated[int | None, BeforeValidator(_pilot)] = None  # items that the reference answers first; 0: none
+
+    @property
+    def piloted(self) -> int:
+        """How many items of a suite the reference answers at each length before the grid is served."""
+        return PILOT_ITEMS if self.pilot is None else self.pilot
+
+    def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
+        """The same grid with ``numbers`` of items in place of ``auto`` and ``all``; others stay."""
+        open_ = {
+            name: part for name, part in self.suites.items() if name in numbers and not isinstance(part.items, int)
+        }
+        suites = {name: part.model_copy(update={"items": numbers[name]}) for name, part in open_.items()}
+        return self.model_copy(update={"suites": {**self.suites, **suites}})
 
     def contexts_of(self, suite: str) -> tuple[int, ...]:
         """The lengths at which a suite is asked."""
@@ -120,6 +154,8 @@ class EvaluateSpec(Part):
             row["think"] = thinking if thinking["budget"] else STRIP
         if not self.own_policy_only:
             del row["own_policy_only"]
+        if self.pilot is None:
+            del row["pilot"]
         return row
 
     @property
@@ -149,6 +185,7 @@ class EvaluateSpec(Part):
         unique("evaluate.context_tokens", self.context_tokens)
         for suite, part in self.suites.items():
             self._check_suite(f"evaluate.suites.{suite}", part)
+            self._check_pilot(suite, part)
             if info.context is not None:
                 info.context.kind(suite)
                 _check_placements(suite, part, info.context)
@@ -189,6 +226,17 @@ class EvaluateSpec(Part):
     def _check_suite(self, key: str, part: SuiteSpec) -> None:
         unique(f"{key}.context_tokens", part.context_tokens or ())
         unique(f"{key}.placement", part.placement or ())
+
+    def _check_pilot(self, suite: str, part: SuiteSpec) -> None:
+        if self.pilot == 0 and part.items == AUTO_ITEMS:
+            raise SpecError(
+                f"evaluate.suites.{suite}.items is {AUTO_ITEMS}, which takes its size from the pilot, and "
+                f"evaluate.pilot is 0; give a number, {ALL_ITEMS}, or leave pilot out"
+            )
+        if isinstance(part.items, int) and part.items < (self.pilot or 0):
+            raise SpecError(
+                f"evaluate.pilot is {self.pilot}, suite {suite} has {part.items} items; leave pilot out, or ask more"
+            )
 
     def check_draws(self) -> None:
         """Raise SpecError where a checkpoint would be asked for the same greedy answer again."""
@@ -257,7 +305,12 @@ def check_probed(grid: EvaluateSpec) -> None:
     """Raise SpecError for a grid that cannot be asked of an endpoint."""
     if grid.policies != PROBED["policies"]:
         raise SpecError("evaluate.policies: nobody chooses the cache policy of an endpoint; leave it out")
-    for suite in grid.suites:
+    for suite, part in grid.suites.items():
+        if not isinstance(part.items, int):
+            raise SpecError(
+                f"evaluate.suites.{suite}.items is {part.items}: a probe has no pilot and pays for every answer; give "
+                "a number (kvaudit plan)"
+            )
         if len(grid.contexts_of(suite)) < 2 and any(grid.contexts_of(suite)):
             raise SpecError(
                 f"a probe asks every item at a short length too; suite {suite} has {grid.contexts_of(suite)[0]} tokens "

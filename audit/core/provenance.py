@@ -32,10 +32,17 @@ ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # th
 WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
 DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a margin and the default of its kind holds
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
+PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
+FOUND = "found"  # the one entry of it
+ANYWAY = "anyway"  # when somebody let a run go on that cannot pass, or that has nothing to measure
 MOST_THREADS = 1024  # of one process
 Digests = Mapping[str, str]
+_MOST_ITEMS = 1_000_000  # of a suite
 _NAMED = 3  # changes that a refusal spells out
-_TEXTS = ("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype")
+_TEXTS = (
+    *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype"),
+    ANYWAY,
+)
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
     *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED, DEFAULT_MARGINS),
@@ -86,6 +93,12 @@ def table_of(story: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def items_in(story: Mapping[str, Any]) -> Mapping[str, int]:
+    """Suite -> number of items that a run's pilot gave in place of ``auto`` and ``all``."""
+    items: Mapping[str, int] = table_of(table_of(table_of(story, PILOT), FOUND), "items")
+    return items
+
+
 def read_provenance(run: Path) -> dict[str, Any]:
     """What is known of the run in a folder; raises DataError where that is of another kind than a run writes."""
     return check_provenance(read_json(run / PROVENANCE), run / PROVENANCE)
@@ -107,8 +120,21 @@ def _wrong(story: dict[str, Any]) -> list[tuple[str, str]]:
     wanted += [(key, "names and texts", _texts(story.get(key, {}))) for key in (*_TABLES, WORKED_WITH)]
     inputs = story.get(INPUTS, {})
     wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
+    wanted += [(PILOT, "what a pilot found", _pilot(story.get(PILOT, {})))]
     wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", _usable(story.get("threads")))]
     return [(key, kind) for key, kind, right in wanted if not right]
+
+
+def _pilot(table: Any) -> bool:
+    """Whether readers of the pilot find what they look for."""
+    if table == {}:
+        return True
+    found = table.get("found") if isinstance(table, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("items", "sizes")):
+        return False
+    controls = found.get("controls")
+    rows = isinstance(controls, list) and all(isinstance(row, dict) for row in controls)
+    return rows and all(type(number) is int and 1 <= number <= _MOST_ITEMS for number in found["items"].values())
 
 
 def _texts(table: Any) -> bool:

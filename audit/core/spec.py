@@ -261,10 +261,14 @@ class RunSpec(Part):
         """The model with ${VARIABLES} filled in."""
         return expand("model", self.model)
 
+    def sized(self, numbers: Mapping[str, int]) -> RunSpec:
+        """The same run with the numbers of items that its pilot gave; the hash is that of the run as asked."""
+        return self.model_copy(update={"evaluate": self.evaluate.sized(numbers)})
+
     def limited(self, items: int) -> RunSpec:
         """The same run with at most ``items`` items per suite: another spec, with another hash."""
         suites = {
-            name: part.model_copy(update={"items": min(items, part.items)})
+            name: part.model_copy(update={"items": min(items, part.items) if isinstance(part.items, int) else items})
             for name, part in self.evaluate.suites.items()
         }
         return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})

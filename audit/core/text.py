@@ -41,6 +41,16 @@ def clip(text: str, length: int) -> str:
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
 
 
+def length_of(tokens: int) -> str:
+    """The length of a context in words: a row as published has none, which is noted as 0."""
+    return f"{tokens} tokens" if tokens else "as published"
+
+
+def at_length(tokens: int) -> str:
+    """The same after what is asked: "at 512 tokens"."""
+    return f"at {tokens} tokens" if tokens else "as published"
+
+
 def is_text(value: str) -> bool:
     """Whether a file in UTF-8 can hold it: JSON can spell halves of characters that nothing can."""
     return not any("\ud800" <= character <= "\udfff" for character in value)

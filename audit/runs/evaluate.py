@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from audit.core.spec_train import TrainSpec
 from audit.policies import Policy, parse_policy
 from audit.policies.draws import derive_seed
 from audit.runs.folder import RunFolder
-from audit.runs.units import RecordFile, Rows, Unit, UnitFiles
+from audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
 from audit.sampling.chat import Rendered
 from audit.sampling.conversations import Played, check_fits, opening_of, play
 from audit.sampling.model import LoadedModel
@@ -31,6 +31,7 @@ from audit.training.tryout import try_out
 from suites.base import SUITES, CountTokens, Split, Suite
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
+_MOST_CLUSTERS = 20_000  # that are counted
 
 
 def grid(spec: RunSpec) -> list[Unit]:
@@ -108,6 +109,18 @@ class Evaluator:
         """``run_together`` for one unit."""
         self.run_together([unit], run, progress)
 
+    def items(self, suite: str, context: int) -> list[Item]:
+        """What is asked of a suite at a length, batch by batch."""
+        return [item for batch in self._batches(asked_suite(self._spec, suite), context) for item in batch]
+
+    def pilot_batches(self, suite: Suite, context: int) -> list[list[Item]]:
+        """The batches of the grid without what is no part of the pilot, none of them empty."""
+        batches = self._batches(suite, context)
+        asked = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
+        chosen = {item.item_id for item in piloted(suite, asked, self._spec.evaluate.piloted)}
+        parts = [[item for item in batch if item.item_id in chosen] for batch in batches]
+        return [part for part in parts if part]
+
     def run_together(
         self,
         units: Sequence[Unit],
@@ -119,14 +132,17 @@ class Evaluator:
     ) -> None:
         """Write what is missing of the records of units that differ in their policy alone, then seal them.
 
-        They lie in ``folder``, by default that of the run's own grid.
+        They lie in ``folder``, by default that of the run's own grid. In that of the pilot only its items are played;
+        what a sealed file there answers is taken from it everywhere else.
 
         They are played batch by batch, one after the other, so that a batch is prefilled once (``SharedPrefill``).
         ``keeps`` is asked before every batch of every unit; one that it refuses is left as it is. Raises DataError when
         a file holds records of another checkpoint.
         """
         suite = asked_suite(self._spec, units[0].suite)
-        batches = self._batches(suite, units[0].context_tokens)
+        is_pilot = folder == run.path / PILOT_FOLDER
+        batches = (self.pilot_batches if is_pilot else self._batches)(suite, units[0].context_tokens)
+        known = {unit: {} if is_pilot else self._answered(unit, run) for unit in units}
         samples = range(self._spec.evaluate.samples_of(suite.name))
         wanted = [[(item.item_id, sample) for item in batch for sample in samples] for batch in batches]
 
@@ -142,14 +158,26 @@ class Evaluator:
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
-                shared = SharedPrefill([unit.policy for unit in due])
-                prompts: list[Rendered] = []
+                fresh = {unit: _unanswered(batch, known[unit]) for unit in due}
+                prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by what is played of the batch
+                prompts: dict[str, Rendered] = {}
                 for unit in due:
                     if keeps is None or keeps(unit):
-                        prompts = prompts or [opening_of(self._model.chat, item) for item in batch]
-                        played = self._play(Sampler(self._served, unit.policy, shared), suite, batch, prompts)
-                        files[unit].append([self._record(unit, suite, one) for one in played])
+                        key = tuple(item.item_id for item in fresh[unit])
+                        alike = [other.policy for other in due if fresh[other] == fresh[unit]]
+                        shared = prefills.setdefault(key, SharedPrefill(alike))
+                        for item in fresh[unit]:
+                            prompts[item.item_id] = prompts.get(item.item_id) or opening_of(self._model.chat, item)
+                        own = [prompts[name] for name in key]
+                        played = self._play(Sampler(self._served, unit.policy, shared), suite, fresh[unit], own)
+                        records = [self._record(unit, suite, one) for one in played]
+                        files[unit].append(_whole(batch, records, known[unit], samples))
                         note(unit, files[unit])
+
+    def _answered(self, unit: Unit, run: RunFolder) -> Mapping[Row, Record]:
+        """What the pilot of a run has answered of a unit, nothing where it did not ask it."""
+        identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
+        return sealed_records(UnitFiles.of(run.path / PILOT_FOLDER, unit), identity)
 
     @cached_property
     def _served(self) -> LoadedModel:
@@ -167,6 +195,8 @@ class Evaluator:
     def _play(
         self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
     ) -> list[Played]:
+        if not batch:
+            return []
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
         seeds = [row_seed(part.seed, item, sample) for item in batch for sample in range(samples)]
@@ -229,12 +259,82 @@ class Evaluator:
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:
-    """What the grid asks of one suite at one length, under whatever policy and from whatever model."""
+    """What the grid asks of one suite at one length, under whatever policy and from whatever model.
+
+    Until the pilot has told how many, ``auto`` is a round, as ``all`` is.
+    """
     part = spec.evaluate
-    items = part.suites[suite.name].items
+    items = items_asked(spec, suite, count)
     if spec.probe is not None and context:
         return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
     return made("evaluate", suite, "eval", items, part.seed, context, count)
+
+
+def items_asked(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
+    """The number of items of a suite, by the spec or as long as a round."""
+    number = spec.evaluate.suites[suite.name].items
+    return number if isinstance(number, int) else round_of(spec, suite, count)
+
+
+def round_of(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
+    """How many items are a round: every template with each of its twins, or every row of a suite that has an end."""
+    part = spec.evaluate
+    if (rows := suite.rows("eval", part.seed)) is not None:
+        return rows
+    return clusters_of(suite, part.seed, min(part.contexts_of(suite.name)), count) * suite.twins
+
+
+def clusters_of(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
+    """How many clusters an evaluation visits: as many as come before the first one comes again.
+
+    Raises SpecError where there are more than 20,000.
+    """
+    asked = 64
+    while True:
+        names = [item.cluster_id for item in made("evaluate", suite, "eval", asked, seed, context, count)]
+        held = set[str]()
+        for name in names:
+            if name in held:
+                return len(held)
+            held.add(name)
+        if asked > _MOST_CLUSTERS:
+            raise SpecError(f"suite {suite.name} has more than {_MOST_CLUSTERS:,} clusters; give a number of items")
+        asked *= 4
+
+
+def piloted(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
+    """The first items of whole clusters, each with all of its twins that are among ``items``: ``number`` of them or a
+    few more.
+
+    Where all clusters together have fewer, the next twins of the first ones follow.
+    """
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.cluster_id, []).append(item)
+    chosen: list[Item] = []
+    for start in range(0, max(map(len, groups.values()), default=0), suite.twins):
+        for own in groups.values():
+            if len(chosen) >= number:
+                return chosen
+            chosen += own[start : start + suite.twins]
+    return chosen
+
+
+def _unanswered(batch: Sequence[Item], known: Mapping[Row, Record]) -> list[Item]:
+    """The items of a batch that the pilot has not answered."""
+    return [item for item in batch if (item.item_id, 0) not in known]
+
+
+def _whole(
+    batch: Sequence[Item], played: Sequence[Record], known: Mapping[Row, Record], samples: range
+) -> list[Record]:
+    """The records of a batch in its order: those that were played now, and those of the pilot.
+
+    Their seconds and peak bytes are a row's share of what it was played in.
+    """
+    rows = {(record.item_id, record.sample_index): record for record in played}
+    wanted = [(item.item_id, sample) for item in batch for sample in samples]
+    return [rows[row] if row in rows else known[row] for row in wanted]
 
 
 def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens) -> list[Item]:

@@ -161,7 +161,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Reco
     if (folder / PROVENANCE).is_file():
         check_checkpoint(folder)
     with watched() as rows:
-        items = evaluation_items(run.spec, suite, record.context_tokens, model.chat.count_tokens)
+        items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
     noted = run.provenance().get(INPUTS)
     if isinstance(noted, dict):  # a run of an earlier version noted none
         check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)

@@ -19,7 +19,7 @@ from typing import Any
 
 from audit.core.errors import DataError, RunError
 from audit.core.files import mutex, write_json, write_whole
-from audit.core.provenance import PROVENANCE, read_provenance
+from audit.core.provenance import PROVENANCE, items_in, read_provenance
 from audit.core.spec import RunSpec, dump_spec, load_spec
 from audit.runs.names import NAMES
 
@@ -33,6 +33,11 @@ class RunFolder:
 
     def __init__(self, path: Path, spec: RunSpec) -> None:
         self.path, self.spec = path, spec
+
+    @property
+    def sized(self) -> RunSpec:
+        """The spec with the numbers of items that the pilot gave, once it has."""
+        return self.spec.sized(items_in(self.provenance()))
 
     @property
     def records(self) -> Path:

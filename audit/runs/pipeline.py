@@ -19,10 +19,13 @@ from audit.core.alarms import ringing
 from audit.core.errors import DataError, RunError
 from audit.core.files import read_json, write_json
 from audit.core.provenance import (
+    ANYWAY,
     CHECKPOINTS,
+    FOUND,
     INPUTS,
     JUDGED,
     MODEL,
+    PILOT,
     PLUGINS,
     REWARD,
     REWARD_JUDGES,
@@ -33,6 +36,7 @@ from audit.core.provenance import (
     check_checkpoints,
     check_same,
     inputs_sha256,
+    items_in,
 )
 from audit.core.recipe import RECIPE
 from audit.core.spec import RunSpec
@@ -41,13 +45,22 @@ from audit.core.text import inline
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
 from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_reward, check_training, grid, served
-from audit.runs.folder import RunFolder, utc_now, versions_line
+from audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
 from audit.runs.launchers.base import Job
 from audit.runs.launchers.local import idle_cores
+from audit.runs.pilot import (
+    check_measurable,
+    found_by,
+    layout_of,
+    most_items,
+    pilot_lines,
+    pilot_units,
+    with_kept_gate,
+)
 from audit.runs.progress import Meter
 from audit.runs.ranks import check_ranks, started
 from audit.runs.recipe import recipe_of
-from audit.runs.units import Unit, UnitFiles
+from audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from audit.sampling.given import check_given, load_given, load_named
 from audit.sampling.model import LoadedModel, load_model
 from audit.sampling.packed import packs
@@ -124,7 +137,8 @@ class Pipeline:
                 "then judge it again"
             )
         check_checkpoints(run.path)
-        self._run, self._spec, self._console, self._takeover = run, run.spec, console, takeover
+        self._run, self._console, self._takeover = run, console, takeover
+        self._spec = run.spec.sized(items_in(run.provenance()))
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
@@ -238,8 +252,59 @@ class Pipeline:
                 takeover=self._takeover,
             )
 
+    def pilot(self) -> None:
+        """Have the reference answer first what its pilot asks, and say what that shows.
+
+        Raises NotMeasurable where a suite has nothing to lose, unless the run is to go on anyway.
+        """
+        story = self._run.provenance()
+        units = pilot_units(with_kept_gate(self._spec, story))
+        is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
+        # a run of an earlier version is past it: what it has sealed would be answered twice
+        if PILOT not in story and (is_open or not any(map(self._is_sealed, grid(self._spec)))) and (units or is_open):
+            self._say(f"pilot: {len(units)} units")
+            folder = self._run.path / PILOT_FOLDER
+            make_folder(folder)
+            self._serve("pilot", units, folder)
+            if PILOT not in self._run.provenance():
+                self._run.keep(PILOT, FOUND, self._found(units))
+        self._take_sizes()
+
+    def check_pilot(self) -> None:
+        """Raise NotMeasurable as ``pilot`` does, where it is done."""
+        story = self._run.provenance()
+        if PILOT in story and ANYWAY not in story:
+            check_measurable(with_kept_gate(self._spec, story), story[PILOT][FOUND])
+
+    def _take_sizes(self) -> None:
+        story = self._run.provenance()
+        if PILOT not in story:
+            return
+        found = story[PILOT][FOUND]
+        for line in pilot_lines(found):
+            self._say(f"pilot: {line}")
+        for suite in found["items"]:  # a round until now
+            for key in [key for key in self._batches if key[0] == suite]:
+                del self._batches[key]
+        self._evaluator, self._spec = None, self._spec.sized(found["items"])
+        self.check_pilot()
+
+    def _found(self, units: Sequence[Unit]) -> dict[str, Any]:
+        """What the pilot's sealed answers say; raises DataError where they are not what was sealed."""
+        count = self._load_base().chat.count_tokens
+        folder = self._run.path / PILOT_FOLDER
+        answers = {}
+        for unit in units:
+            identity = (self._sha256_of((unit.arm, unit.seed)), unit.policy.hash, SUITES.get(unit.suite).version)
+            answers[unit] = list(sealed_records(UnitFiles.of(folder, unit), identity).values())
+        open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
+        layouts = {name: layout_of(self._spec, name, count) for name in open_}
+        most = {name: most_items(self._spec, name, layouts[name], count) for name in open_}
+        return found_by(with_kept_gate(self._spec, self._run.provenance()), answers, layouts, most)
+
     def evaluate(self) -> None:
         """Write and seal the records of every unit of the grid."""
+        self._check_sized()
         units = grid(self._spec)
         self._say(f"evaluate: {len(units)} units, {len(self._spec.arms)} checkpoints")
         was_whole = self._serve("evaluate", units, self._run.records)
@@ -250,6 +315,12 @@ class Pipeline:
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
+
+    def _check_sized(self) -> None:
+        """Raise RunError where nobody has said how many items to ask."""
+        open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
+        if open_:
+            raise RunError(f"how many items of {', '.join(open_)} to ask follows from the pilot, which was not run")
 
     def check_there(self, pairs: Iterable[Pair]) -> None:
         """Raise DataError for a checkpoint that the run trained and that is not there any more."""
@@ -267,6 +338,7 @@ class Pipeline:
     def _serve(self, phase: str, units: Sequence[Unit], folder: Path) -> bool:
         """Serve what is not sealed in ``folder``; whether all of it was."""
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
+        rows_of = self._piloted if phase == "pilot" else self._rows
 
         def is_sealed(unit: Unit) -> bool:
             return files[unit].seal.exists()
@@ -278,9 +350,9 @@ class Pipeline:
         before = 0  # their sum
 
         def others() -> int:
-            return sum(self._rows(unit) for unit in units if not rows[unit] and is_sealed(unit))
+            return sum(rows_of(unit) for unit in units if not rows[unit] and is_sealed(unit))
 
-        with Meter(self._console, phase, sum(map(self._rows, units)), sum(map(self._rows, sealed)), others) as meter:
+        with Meter(self._console, phase, sum(map(rows_of, units)), sum(map(rows_of, sealed)), others) as meter:
 
             def count(unit: Unit, done: int) -> None:
                 nonlocal before
@@ -288,7 +360,7 @@ class Pipeline:
                 rows[unit] = done
 
             def finished(unit: Unit) -> None:
-                count(unit, self._rows(unit))
+                count(unit, rows_of(unit))
                 meter.at(before, _unit_line(unit))
 
             def work(hand: Hand[Unit]) -> None:
@@ -465,7 +537,15 @@ class Pipeline:
         return UnitFiles.of(self._run.records, unit).seal.exists()
 
     def _rows(self, unit: Unit) -> int:
-        return self._spec.evaluate.suites[unit.suite].items * self._spec.evaluate.samples_of(unit.suite)
+        items = self._spec.evaluate.suites[unit.suite].items
+        assert isinstance(items, int), "the pilot has said how many"
+        return items * self._spec.evaluate.samples_of(unit.suite)
+
+    def _piloted(self, unit: Unit) -> int:
+        """Rows of a unit of the pilot, to within a few: only the suite knows how many twins a template has."""
+        part, items = self._spec.evaluate, self._spec.evaluate.suites[unit.suite].items
+        least = min(items, part.piloted) if isinstance(items, int) else part.piloted
+        return least * part.samples_of(unit.suite)
 
     def _steps(self, pair: Pair) -> int:
         """Steps that a checkpoint has on disk so far, whoever trains it."""

@@ -72,7 +72,7 @@ class Items:
         if self._asked is None or self._asked[0] != key:
             suite = asked_suite(self._run.spec, unit.suite)
             with watched() as rows:
-                items = evaluation_items(self._run.spec, suite, unit.context_tokens, self._count)
+                items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
             self._hold(rows)
             self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
         return self._asked[1]

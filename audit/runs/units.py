@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from audit.core.errors import DataError
-from audit.core.files import write_json
+from audit.core.files import read_json, write_json
+from audit.core.provenance import check_sealed
 from audit.core.records import Record
 from audit.policies import Policy
 
-Rows = Sequence[tuple[str, int]]  # item id and number of the sample of every row of a batch
+PILOT_FOLDER = "pilot"  # of a run: units that hold the pilot's items alone
+Row = tuple[str, int]  # item id and number of the sample
+Rows = Sequence[Row]  # of a batch
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,20 @@ class UnitFiles:
     @classmethod
     def of(cls, folder: Path, unit: Unit) -> UnitFiles:
         return cls(*(folder / f"{unit.name}.{ending}" for ending in ("jsonl", "done.json", "lock")))
+
+
+def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
+    """The records of a finished unit, none of another; DataError where they are not those that were sealed, or are of
+    another ``identity``.
+    """
+    if not files.seal.exists():
+        return {}
+    raw = files.records.read_bytes() if files.records.exists() else b""
+    check_sealed(files.records, hashlib.sha256(raw).hexdigest(), read_json(files.seal))
+    rows = [row.record for row in _readable_rows(files.records)]
+    if rows:
+        _check_own(files.records, rows[0], identity)
+    return {(row.item_id, row.sample_index): row for row in rows}
 
 
 class RecordFile:
@@ -97,7 +114,7 @@ class RecordFile:
         """
         rows = _readable_rows(self._files.records)
         if rows:  # the first speaks for all: nobody appends without this check
-            self._check_own(rows[0].record)
+            _check_own(self._files.records, rows[0].record, self._identity)
         whole, kept = 0, 0
         for wanted in batches:
             if [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]] != list(
@@ -108,14 +125,15 @@ class RecordFile:
         os.truncate(self._files.records, sum(len(row.line) for row in rows[:kept]))
         return whole, kept
 
-    def _check_own(self, record: Record) -> None:
-        ours, theirs = self._identity, (record.checkpoint, record.policy_hash, record.suite_version)
-        if ours != theirs:
-            raise DataError(
-                f"{str(self._files.records)!r} holds records of another checkpoint, policy or suite version "
-                f"({', '.join(part[:12] for part in theirs)}; now {', '.join(part[:12] for part in ours)}); "
-                "delete it to evaluate again"
-            )
+
+def _check_own(path: Path, record: Record, ours: tuple[str, str, str]) -> None:
+    theirs = (record.checkpoint, record.policy_hash, record.suite_version)
+    if ours != theirs:
+        raise DataError(
+            f"{str(path)!r} holds records of another checkpoint, policy or suite version "
+            f"({', '.join(part[:12] for part in theirs)}; now {', '.join(part[:12] for part in ours)}); "
+            "delete it to evaluate again"
+        )
 
 
 class _Row(NamedTuple):

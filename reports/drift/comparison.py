@@ -15,7 +15,7 @@ import pandas as pd
 
 from audit.core.facets import facet_of
 from audit.core.policy_names import DENSE_POLICY, match_policies, short_names
-from audit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, table_of
+from audit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
 from audit.core.records import Outcome
 from audit.core.spec import RunSpec
 from audit.core.spec_train import BASE_ARM, DENSE_ARM
@@ -118,7 +118,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         capability=_capability(suites, provenance),
         trained_under=dict(_trained_under(spec, policies)),
         labels=short_names(policies),
-        planned=tuple(_planned(spec, policies)),
+        planned=tuple(_planned(spec.sized(items_in(provenance)), policies)),
         unserved=frozenset(_unserved(spec, policies)),
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
@@ -167,7 +167,8 @@ def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
         for (arm, seed), policy, context in product(spec.arms, asked, grid.contexts_of(suite)):
             if (arm, policy) in unserved:
                 continue
-            yield PlannedUnit(arm, seed, policy, suite, context, part.items * grid.samples_of(suite))
+            items = part.items if isinstance(part.items, int) else 0  # a run whose pilot is not done has none yet
+            yield PlannedUnit(arm, seed, policy, suite, context, items * grid.samples_of(suite))
 
 
 def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ _HELD = 600_000  # templates of all audits of one question
 AUDITS = 1000  # of one question, fewer where they would be larger than that: a standard error of .013 at .8
 _FEWEST_AUDITS, _FEWEST_TURNED = 64, 16  # a class is not a chance, and a report has many cells
 _POWER = 0.8
+_TIMES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40)  # as many templates, in a search
 
 
 class Differences(NamedTuple):
@@ -155,6 +156,23 @@ def larger(c: Contrast, margin: float, sign: int) -> Larger | None:
         if pass_rate(found, margin=margin, alpha=e.alpha) >= _POWER:
             return word
     return Larger.NEVER
+
+
+def templates_for(c: Contrast, margin: float) -> int | None:
+    """How many templates like those at hand would pass, were there no drift, to a fifth of their number or so.
+
+    None where no number up to forty times as many would, where the estimate is past the margin already, and where
+    several suites are combined.
+    """
+    e = c.judged or c.effect
+    if e is None or c.effect is None or c.effect.estimate <= -margin or len(c.sums) != 1:
+        return None
+    [own] = c.sums
+    for times in _TIMES:
+        found = turned(own.sums, own.counts, moved=e.losses + e.gains, floor=min(1.0, e.deff), times=times, audits=128)
+        if pass_rate(found, margin=margin, alpha=e.alpha) >= _POWER:
+            return times * len(own.sums)
+    return None
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:

@@ -183,7 +183,8 @@ def needed_clusters(design: Design) -> int:
     while high > _MOST_CLUSTERS or not _enough(design, high):
         if high >= _MOST_CLUSTERS:
             raise SpecError(
-                f"more than {_MOST_CLUSTERS:,} templates would be needed; assume a smaller drop or ask a larger margin"
+                f"more than {_MOST_CLUSTERS:,} templates would be needed; plan more samples or seeds, or assume a "
+                "smaller drop"
             )
         low, high = high, min(2 * high, _MOST_CLUSTERS)
     while high - low > max(1, high // 50):

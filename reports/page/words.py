@@ -209,11 +209,8 @@ def _advice(d: Decision, have: int) -> str:
 
 
 def too_few(required: int, margin: float, have: int) -> str:
-    """Why a cell could not pass whatever came out, and what to do."""
-    return (
-        f"needs {required} templates for {100 * margin:g} pp, the run has {have}: raise the margin before a run or add "
-        "templates"
-    )
+    """Why a cell could not pass whatever came out, and what to do: never to tolerate more."""
+    return f"needs {required} templates for {100 * margin:g} pp, the run has {have}: add templates"
 
 
 def short_suites(findings: Findings) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ class Producer:
             suite = asked_suite(self._spec, unit.suite)
             self._refusals[place] = None
             if suite.refusal:
-                items = evaluation_items(self._spec, suite, unit.context_tokens, chat.count_tokens)
+                items = evaluation_items(self._run.sized, suite, unit.context_tokens, chat.count_tokens)
                 wanted = frozenset(item.item_id for item in items if suite.gold(item)[0].startswith(suite.refusal))
                 self._refusals[place] = Refusal(tokens_of(chat, suite.refusal)[0], wanted)
         return self._refusals[place]

@@ -1,0 +1,262 @@
+"""The pilot: what the reference answers before the grid is served, and what follows from it.
+
+The reference answers some items of every suite at every length, uncompressed and under every gated policy. That says
+whether a cell has anything to lose (``reports.gate.controls``), and how often an answer changes at all, from which
+``items: auto`` takes its number (``reports.gate.enough``). Both are noted once and read by everybody from there. The
+answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from audit.core.errors import CannotPass, NotMeasurable
+from audit.core.facets import WELL_FORMED, facet_of
+from audit.core.grid import ALL_ITEMS, AUTO_ITEMS
+from audit.core.policy_names import DENSE_POLICY
+from audit.core.records import Record
+from audit.core.spec import RunSpec, with_gate
+from audit.core.text import at_length
+from audit.runs.evaluate import asked_suite, grid, made, round_of
+from audit.runs.units import Unit
+from reports.gate.controls import Control, Standing, controls_of
+from reports.gate.enough import (
+    ASSUMED_CHURN,
+    Counted,
+    Enough,
+    Layout,
+    Metric,
+    enough_items,
+    planned_discordance,
+    short_of,
+)
+from reports.gate.rules import kept_gate_file
+from reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
+from suites.base import CountTokens
+
+_DESCRIBES = 128  # items at the most of a suite of which nothing is gated
+_MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked once
+Answered = Mapping[Unit, Sequence[Record]]
+
+
+def with_kept_gate(spec: RunSpec, story: Mapping[str, Any]) -> RunSpec:
+    """The spec with the gate file that was kept when the run began in place of its own gate section, if it has one."""
+    file = kept_gate_file(story)
+    return spec if file is None else with_gate(spec, file)
+
+
+def pilot_units(spec: RunSpec) -> list[Unit]:
+    """The units of the grid that the pilot begins: the reference's, uncompressed and under every gated policy."""
+    gated = {DENSE_POLICY, *spec.gate.primary}
+    mine = [unit for unit in grid(spec) if unit.arm == spec.gate.reference and unit.policy.canonical in gated]
+    return mine if spec.evaluate.piloted else []
+
+
+def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
+    """A suite's score, and its facets that have a margin; none where nothing is gated."""
+    margins = spec.gate.margins
+    facets = [name for name in margins if name not in spec.evaluate.suites and facet_of(name)[0] == suite]
+    found = [Metric(suite, None, margins[suite] / 100)] if suite in margins else []
+    found += [Metric(suite, facet_of(name)[1].name, margins[name] / 100) for name in facets]
+    arms = {arm for arm, _ in spec.arms} - {spec.gate.reference}
+    return found if spec.gate.primary or arms else []
+
+
+def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
+    """The lengths at which a suite is decided."""
+    asked = spec.evaluate.contexts_of(suite)
+    return [length for length in asked if length in (spec.gate.contexts or asked)]
+
+
+def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
+    """One round of a suite, or as much of it as is asked."""
+    suite, part = asked_suite(spec, name), spec.evaluate
+    context = min(part.contexts_of(name))
+    round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
+    return [Counted(item.cluster_id, (*suite.facets(item), WELL_FORMED)) for item in round_]
+
+
+# --- what cannot pass ------------------------------------------------------------------------------------------------
+
+
+def impossible(spec: RunSpec, count: CountTokens) -> Iterator[str]:
+    """The gated cells that cannot pass with the items that are asked, a line each with the number that would do."""
+    assert spec.gate.alpha is not None, "a complete spec has a level"
+    for name in spec.evaluate.suites:
+        if not (metrics := gated_metrics(spec, name)):
+            continue
+        layout = layout_of(spec, name, count)
+        part = spec.evaluate.suites[name]
+        items = part.items if isinstance(part.items, int) else len(layout)  # more templates than these there are not
+        for metric in metrics:
+            if (found := short_of(layout, metric, items, spec.gate.alpha)) is not None:
+                yield found.line
+
+
+def check_possible(spec: RunSpec, count: CountTokens) -> None:
+    """Raise CannotPass, with a line for every gated cell that could not pass whatever was answered."""
+    if lines := tuple(impossible(spec, count)):
+        raise CannotPass(
+            "the spec asks for a decision that its items cannot give; ask the number that would do, or run it as a "
+            "description with --anyway",
+            lines,
+        )
+
+
+# --- what the pilot found --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Churn:
+    """How many of the pilot's answers differ between the uncompressed cache and a gated policy."""
+
+    differing: int
+    pairs: int
+
+
+def found_by(
+    spec: RunSpec, answers: Answered, layouts: Mapping[str, Layout], most: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the pilot says, as it is noted: its controls, and the number of items of every suite that left it open.
+
+    ``most`` says how many items a suite has.
+    """
+    dense = [row for unit, rows in answers.items() if unit.policy.canonical == DENSE_POLICY for row in rows]
+    controls = []
+    items, why = dict[str, int](), dict[str, Any]()
+    for name, part in spec.evaluate.suites.items():
+        metrics, lengths = gated_metrics(spec, name), gated_lengths(spec, name)
+        own = [row for row in dense if row.suite == name and row.context_tokens in lengths]
+        controls += [_noted(name, one) for one in controls_of(own, {m.name: m.margin for m in metrics}) if own]
+        if isinstance(part.items, int):
+            continue
+        items[name] = min(len(layouts[name]), len(layouts[name]) if part.items == ALL_ITEMS else _DESCRIBES)
+        if part.items == AUTO_ITEMS and metrics:
+            sized = {m.name: _sized(spec, m, answers, layouts[name], most[name]) for m in metrics}
+            items[name] = max(one["items"] for one in sized.values())
+            why |= sized
+    return {"controls": controls, "items": items, "sizes": why}
+
+
+def _noted(suite: str, found: Control) -> dict[str, Any]:
+    return {
+        "suite": suite,
+        "metric": found.metric,
+        "context_tokens": found.context_tokens,
+        "standing": str(found.standing),
+        "measurable": found.standing is Standing.MEASURABLE,
+        "rate": float(found.rate),
+        "answers": int(found.answers),
+        "clusters": int(found.clusters),
+        "says": found.says,
+    }
+
+
+def _sized(spec: RunSpec, metric: Metric, answers: Answered, layout: Layout, most: int) -> dict[str, Any]:
+    """How many items a metric needs, at the length and under the policy that need most, and for what churn."""
+    worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
+    planned = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
+    found = enough_items(layout, metric, _design(spec, metric, planned), most)
+    pilot = None if worst is None else {"differing": worst.differing, "pairs": worst.pairs}
+    return {**found._asdict(), "discordance": planned, "pilot": pilot}
+
+
+def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
+    """What is known before the grid is served: a reference without drift, as many samples and seeds as are asked."""
+    assert spec.gate.alpha is not None
+    trained = spec.train is not None
+    return Design(
+        margin=metric.margin,
+        discordance=discordance,
+        clusters=2,
+        samples=spec.evaluate.samples_of(metric.suite),
+        sampling_share=DEFAULT_SAMPLING_SHARE if spec.evaluate.temperature > 0 else 0.0,
+        seeds=len({seed for _, seed in spec.arms}) if trained else 1,
+        seed_share=DEFAULT_SEED_SHARE if trained else 0.0,
+        alpha=spec.gate.alpha,
+    )
+
+
+def churns_of(spec: RunSpec, metric: Metric, answers: Answered) -> Iterator[Churn]:
+    """The churn of a metric under every gated policy at every gated length, over all seeds."""
+    values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
+    for length in gated_lengths(spec, metric.suite):
+        own = [unit for unit in answers if (unit.suite, unit.context_tokens) == (metric.suite, length)]
+        for policy in dict.fromkeys(unit.policy for unit in own if unit.policy.canonical != DENSE_POLICY):
+            pairs = [
+                (values[dense][row], value)
+                for unit in own
+                for dense in own
+                if unit.policy == policy and dense.seed == unit.seed and dense.policy.canonical == DENSE_POLICY
+                for row, value in values[unit].items()
+            ]
+            known = [(a, b) for a, b in pairs if a is not None and b is not None]
+            yield Churn(sum(a != b for a, b in known), len(known))
+
+
+def _value(record: Record, metric: Metric) -> float | bool | None:
+    return record.score if metric.facet is None else record.facets.get(metric.facet)
+
+
+def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
+    """How many items a suite has: a round, or several of a suite whose next round asks something new."""
+    suite, part = asked_suite(spec, name), spec.evaluate
+    if suite.rows("eval", part.seed) is not None:
+        return len(layout)
+    context, items = min(part.contexts_of(name)), 2 * len(layout)
+    asked = [item.messages for item in made("evaluate", suite, "eval", items, part.seed, context, count)]
+    return len(layout) * (_MOST_ROUNDS if len(set(asked)) == len(asked) else 1)
+
+
+# --- reading it ------------------------------------------------------------------------------------------------------
+
+
+def pilot_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """What the pilot found, a line for every suite and gated facet, then every number of items."""
+    lengths = {one["context_tokens"] for one in found["controls"]}
+    for one in found["controls"]:
+        at = f" {at_length(one['context_tokens'])}" if len(lengths) > 1 else ""
+        yield f"{one['metric']}{at}: {_says(one)}"
+    for suite, items in found["items"].items():
+        yield f"{suite}: {items} items{_why(suite, found['sizes'])}"
+
+
+def _says(one: Mapping[str, Any]) -> str:
+    if one["measurable"]:
+        return f"measurable ({one['rate'] * one['answers']:.4g} of {one['answers']})"
+    return f"NOT MEASURABLE: {one['standing']}, {one['says']}"
+
+
+def _why(suite: str, sizes: Mapping[str, Any]) -> str:
+    own = {name: row for name, row in sizes.items() if suite in (name, facet_of_name(name))}
+    if not own:
+        return ", every template with each of its twins"
+    name, row = max(own.items(), key=lambda pair: pair[1]["items"])
+    return f" for {name}: {Enough(row['items'], row['chance']).chance:.0%} to pass if {row['discordance']:.1%} differ"
+
+
+def facet_of_name(metric: str) -> str:
+    """The suite of SUITE.FACET."""
+    return metric.rpartition(".")[0]
+
+
+def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:
+    """Raise NotMeasurable, with a line for every suite of which no gated cell is measurable.
+
+    Not where the gate's rules let such cells through (``not_measurable: warn``).
+    """
+    if spec.gate.not_measurable == "warn":
+        return
+    lines = []
+    for suite in spec.evaluate.suites:
+        own = [one for one in found["controls"] if one["suite"] == suite]
+        if own and not any(one["measurable"] for one in own):
+            lines.append(f"{suite}: NOT MEASURABLE: {own[0]['standing']}, {own[0]['says']}")
+    if lines:
+        raise NotMeasurable(
+            f"nothing can be lost in {len(lines)} of {len(spec.evaluate.suites)} suites, so the grid was not served; "
+            "ask what the reference can do, or go on with --resume --anyway",
+            lines,
+        )
