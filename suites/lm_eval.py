@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from audit.core.facets import readable, unknown, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
 from suites.base import CountTokens, Split, Suite
 from suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
+from suites.templates import in_turn
 
 _RIGHT = 0.5  # of a metric that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
@@ -98,15 +98,9 @@ class LmEval(Suite):
 
     def _order(self, split: Split, seed: int) -> list[int]:
         """The documents in the order they are asked in: shuffled, and every cluster once before any comes again."""
-        documents = _documents(self._task, split)
-        order = list(range(len(documents)))
+        order = list(range(len(_documents(self._task, split))))
         random.Random(f"{self.name}-{split}-{seed}").shuffle(order)
-        visits, turn = Counter[str](), {}
-        for number in order:
-            cluster = self._cluster(split, number)
-            turn[number] = visits[cluster]
-            visits[cluster] += 1
-        return sorted(order, key=turn.__getitem__)
+        return in_turn(order, [self._cluster(split, number) for number in range(len(order))])
 
     def _cluster(self, split: Split, number: int) -> str:
         column = self._task.asked.column
