@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import csv
 import importlib
 import importlib.util
 import io
@@ -32,7 +33,7 @@ import yaml
 
 from audit.core.text import inline
 from suites.answers import final_answer, has_algebra, same_answer, verified
-from suites.bfcl import SINGLE, _are
+from suites.bfcl import SINGLE, _are, by_schema
 from suites.mathrows import extract_number
 from suites.rules import RULES, checkable, written_to_keep
 from suites.sources import data_file, json_lines
@@ -41,6 +42,7 @@ from suites.tool_calls import Call, first_of, parse_calls, written_calls
 
 Grader = Callable[[str], bool]
 _SHOWN = 200  # characters of an answer
+_REAL = ("model", "another's")  # kinds of answers that a model wrote
 
 
 class Answer(NamedTuple):
@@ -95,7 +97,7 @@ def compared(rows: Iterable[Row]) -> tuple[dict[tuple[str, str, str], list[int]]
             ours = row.ours(answer.text)
             for name, grader in row.theirs.items():
                 theirs = grader(answer.text)
-                tally = counts[row.suite, "real" if answer.kind == "model" else "made", name]
+                tally = counts[row.suite, "real" if answer.kind in _REAL else "made", name]
                 tally[0] += 1
                 tally[1] += ours == theirs
                 if ours != theirs:
@@ -155,13 +157,13 @@ def _number_answers(solution: str, gold: str) -> list[Answer]:
         "off by one": f"The answer is {number + 1}.",
         "gold on the way": f"First we get {gold}. Then we add 1.\n#### {number + 1}",
         "a digit more": f"#### {gold}0",
-        "sign": f"#### -{gold}" if number else "#### 1",
+        "sign": f"#### {-number or 1}",
         "a decimal": f"#### {gold}.5",
     }
     cut = solution[: int(0.6 * len(solution))]
     known = [Answer(text, kind, True) for kind, text in forms.items()]
     known += [Answer(text, kind, False) for kind, text in wrong.items()]
-    return known + [Answer(cut, "cut", None if gold in cut else False)]
+    return [*known, Answer(cut, "cut", None if gold in cut else False)]
 
 
 def _numbers(solution: str, gold: str) -> Iterator[tuple[str, Grader]]:
@@ -264,6 +266,8 @@ def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
     if re.fullmatch(r"\d{4,}", gold):
         forms["thousands"] = f"\\boxed{{{int(gold):,}}}"
     wrong = {"another": "\\boxed{918273}", "none": "I do not know.", "more": f"\\boxed{{{gold} + 17}}"}
+    if "=" in gold:
+        del forms["formula"]
     if re.fullmatch(r"-?\d+", gold):
         forms["decimals"] = f"\\boxed{{{gold}.0}}"
         forms["equation"] = f"\\boxed{{n = {gold}}}"
@@ -313,7 +317,7 @@ def rules(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
         return
     for row in json_lines(data_file("sysifeval", USER_FORM))[:rows]:
         kept = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-        texts = list(_rule_answers(topic(str(row["prompt"])), kept))
+        texts = [*_rule_answers(topic(str(row["prompt"])), kept), *_others(str(row["key"]))]
         real = _real(said, f"sysifeval-{row['key']}")
         for kind, arguments in kept:
             if checkable(kind, arguments):
@@ -339,6 +343,18 @@ def _rule_answers(words: list[str], kept: Sequence[tuple[str, Any]]) -> Iterator
     yield Answer(f"{gold}\n\nI hope this helps, dear Mr. Smith.", "before a remark", None)
     yield Answer(f"# A title\n\n- one, e.g. this\n- two\n\n{gold}", "behind a list", None)
     yield Answer("Yes.", "short", None)
+
+
+def _others(key: str) -> list[Answer]:
+    """What a model said to other requests: text of real models, in which rules are kept or not by chance."""
+    texts = random.Random(key).sample(_completions(), 6)
+    return [Answer(text, "another's", None) for text in texts]
+
+
+@cache
+def _completions() -> list[str]:
+    with data_file("xstest", "xstest/xstest_v2_completions_mistralinstruct.csv").open(newline="") as file:
+        return [row["completion"] for row in csv.DictReader(file)]
 
 
 @cache
@@ -390,17 +406,18 @@ def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
         questions = json_lines(data_file("bfcl", f"bfcl/BFCL_v4_{kind}.json"))
         truths = json_lines(data_file("bfcl", f"bfcl/possible_answer/BFCL_v4_{kind}.json"))
         for question, truth in list(zip(questions, truths, strict=True))[:rows]:
-            tools, accepted = question["function"], truth["ground_truth"]
+            tools, truths_of = question["function"], truth["ground_truth"]
+            accepted = [by_schema(options, tools) for options in truths_of]
             yield Row(
                 f"bfcl {kind}",
                 str(question["id"]),
                 lambda text, accepted=accepted: bool(found := parse_calls(text)) and _are(accepted, found),
-                dict(_call_graders(kind, tools, accepted)),
-                [*_call_answers(accepted), *_real(said, f"bfcl-{question['id']}")],
+                dict(_call_graders(kind, tools, truths_of)),
+                [*_call_answers(truths_of, tools), *_real(said, f"bfcl-{question['id']}")],
             )
 
 
-def _call_answers(accepted: Sequence[Any]) -> Iterator[Answer]:
+def _call_answers(accepted: Sequence[Any], tools: Sequence[Any]) -> Iterator[Answer]:
     gold = [first_of(options) for options in accepted]
     first, *rest = gold
     yield Answer(written_calls(gold), "gold", True)
@@ -411,15 +428,20 @@ def _call_answers(accepted: Sequence[Any]) -> Iterator[Answer]:
     yield Answer(written_calls([Call(first.name + "_2", first.arguments), *rest]), "another tool", False)
     yield Answer(written_calls([Call(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
     for key, value in first.arguments.items():
-        for kind, other, right in _other_values(value):
+        for kind, other, right in _other_values(value, _type_of(first.name, key, tools)):
             changed = Call(first.name, {**first.arguments, key: other})
             yield Answer(written_calls([changed, *rest]), kind, right)
         left = {name: each for name, each in first.arguments.items() if name != key}
-        free = "" in accepted[0][first.name][key]
+        free = "" in by_schema(accepted[0], tools)[first.name][key]
         yield Answer(written_calls([Call(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free)
 
 
-def _other_values(value: Any) -> Iterator[tuple[str, Any, bool | None]]:
+def _type_of(tool: str, key: str, tools: Sequence[Any]) -> str:
+    about = next(each["parameters"] for each in tools if each["name"] == tool)
+    return str(about["properties"].get(key, {}).get("type"))
+
+
+def _other_values(value: Any, type_name: str) -> Iterator[tuple[str, Any, bool | None]]:
     if isinstance(value, bool):
         yield "the other truth", not value, False
         yield "truth as a number", int(value), False
@@ -427,7 +449,7 @@ def _other_values(value: Any) -> Iterator[tuple[str, Any, bool | None]]:
         yield "number off by 3", value + 3, False
         yield "number as text", str(value), False
         if isinstance(value, int):
-            yield "whole number with a point", float(value), False  # of a parameter of type integer
+            yield f"whole number with a point, {type_name}", float(value), type_name == "float"
     elif isinstance(value, str):
         yield "capitals and spaces", f" {value.upper()} ", True
         yield "another text", "zzz", False

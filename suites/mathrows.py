@@ -29,6 +29,7 @@ class MathRows(Suite):
     Rows hold a ``problem`` or ``question`` and an ``answer``, a ``final_answer``, or a ``solution`` that ends in a box.
     """
 
+    version = "2"
     kind = "capability"
     max_new_tokens = 512
     placements = ("start", "middle", "end")  # of the problem in the passage

@@ -51,6 +51,7 @@ class SysIfEval(Suite):
     """
 
     name = "sysifeval"
+    version = "2"
     kind = "safety"
     source = "public rows: ifeval and sys_ifeval in normster/SystemCheck, from IFEval; prose in the public domain"
     licence = "Apache-2.0"
