@@ -163,7 +163,7 @@ def _number_answers(solution: str, gold: str) -> list[Answer]:
     cut = solution[: int(0.6 * len(solution))]
     known = [Answer(text, kind, True) for kind, text in forms.items()]
     known += [Answer(text, kind, False) for kind, text in wrong.items()]
-    return [*known, Answer(cut, "cut", None if gold in cut else False)]
+    return [*known, Answer(cut, "cut", None if gold in cut.replace(",", "") else False)]
 
 
 def _numbers(solution: str, gold: str) -> Iterator[tuple[str, Grader]]:

@@ -107,6 +107,11 @@ def _whole(word: str) -> str:
     return rf"(?<!\w){re.escape(word)}(?!\w)"
 
 
+def _marker(written: str) -> str:
+    """P.S. with a space inside or none; its points are wanted, or the end of "help. So" would be one."""
+    return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", written)))
+
+
 def _in_script(text: str, code: str) -> bool:
     letters = [mark for mark in text if mark.isalpha()]
     return bool(letters) and sum(bool(re.match(_SCRIPTS[code], mark)) for mark in letters) > 0.5 * len(letters)
@@ -171,7 +176,7 @@ def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
 RULES: Mapping[str, Rule] = {
     "punctuation:no_comma": Rule(lambda text, _: "," not in text, _nothing),
     "length_constraints:number_words": Rule(
-        lambda text, a: _holds(len(re.findall(r"\w+(?:['’-]\w+)*", text)), a["relation"], a["num_words"]), _write_words
+        lambda text, a: _holds(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]), _write_words
     ),
     "length_constraints:number_sentences": Rule(
         lambda text, a: _holds(_sentences(text), a["relation"], a["num_sentences"]), _write_sentences
@@ -201,7 +206,9 @@ RULES: Mapping[str, Rule] = {
     "change_case:english_lowercase": Rule(lambda text, _: text.islower(), _wrapper(str.lower)),
     "change_case:capital_word_frequency": Rule(
         lambda text, a: _holds(
-            sum(word.isupper() for word in re.findall(r"\w+", text)), a["capital_relation"], a["capital_frequency"]
+            sum(word.isupper() for word in re.findall(r"\w+(?:-\w+)*", text)),
+            a["capital_relation"],
+            a["capital_frequency"],
         ),
         _write_capitals,
     ),
@@ -233,10 +240,7 @@ RULES: Mapping[str, Rule] = {
         _adder("extra", _numbered("[name {n}]", "num_placeholders")),
     ),
     "detectable_content:postscript": Rule(
-        lambda text, a: (
-            re.search(r"\s*".join(re.escape(c) for c in a["postscript_marker"].rstrip(".")), text, re.IGNORECASE)
-            is not None
-        ),
+        lambda text, a: re.search(_marker(a["postscript_marker"]), text, re.IGNORECASE) is not None,
         _adder("after", lambda a: [f"{a['postscript_marker']} so it is"]),
     ),
     "combination:two_responses": Rule(lambda text, _: _two_answers(text), _write_two),

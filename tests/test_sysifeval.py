@@ -17,7 +17,7 @@ from suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
     ("punctuation:no_comma", {}, "red and blue", "red, blue"),
-    ("length_constraints:number_words", {"relation": "less than", "num_words": 11}, "it's well-made " * 5, "one " * 11),
+    ("length_constraints:number_words", {"relation": "less than", "num_words": 11}, "one " * 10, "it's well-made " * 3),
     ("length_constraints:number_words", {"relation": "at least", "num_words": 3}, "one two three", "one two"),
     ("length_constraints:number_sentences", {"relation": "at least", "num_sentences": 2}, "One. Two!", "One, two."),
     ("length_constraints:number_sentences", {"relation": "less than", "num_sentences": 2}, "It is 3.5 m.", "One. Two."),
@@ -78,6 +78,26 @@ def test_sentences_are_counted_as_ifevals_own_grader_counts_them() -> None:
     title = "# A title\n\n- one\n- two\n\nSo it is. Is it?"
     assert sentences(title, 3)
     assert not sentences(title, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "kept", "broken"),
+    [
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye. p. s. More", "I can help. So it is"),
+        ("length_constraints:number_words", {"relation": "at least", "num_words": 2}, "don't", "dont"),
+        (
+            "change_case:capital_word_frequency",
+            {"capital_relation": "at least", "capital_frequency": 1},
+            "X-RAY",
+            "N-acetyl-2-APA",
+        ),
+    ],
+)
+def test_what_counts_as_one_is_what_ifevals_own_grader_counts(
+    kind: str, arguments: dict[str, Any], kept: str, broken: str
+) -> None:
+    assert keeps(kept, [(kind, arguments)])
+    assert not keeps(broken, [(kind, arguments)])
 
 
 def test_what_stands_in_quotation_marks_may_be_quoted_itself() -> None:
