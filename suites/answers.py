@@ -47,7 +47,7 @@ def final_answer(text: str) -> str | None:
     if found := _BOXED.findall(text):
         return str(found[-1]).strip() or None
     if found := _SAID.findall(text):
-        return str(found[-1]).split(". ")[0].strip(" :*.") or None
+        return str(found[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.") or None  # .5 begins with its point
     if found := _DOLLARS.findall(text):
         return str(found[-1]).strip() or None
     return last[-1] if (last := _NUMBER.findall(text)) else None

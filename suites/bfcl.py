@@ -73,6 +73,7 @@ class Bfcl(Published):
     """
 
     name = "bfcl"
+    version = "2"
     kind = "capability"
     source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
@@ -129,7 +130,7 @@ def _are(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
     if len(accepted) != len(calls):
         return False
     return not accepted or any(
-        accepts(accepted[0], call) and _are(accepted[1:], [*calls[:at], *calls[at + 1 :]])
+        accepts(accepted[0], call, typed=True) and _are(accepted[1:], [*calls[:at], *calls[at + 1 :]])
         for at, call in enumerate(calls)
     )
 
@@ -181,14 +182,36 @@ def _question(path: Path, number: int, row: Mapping[str, Any]) -> list[str]:
 
 def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
     for number, row, truth in _answered(questions, answers):
-        case = _single(questions, number, row)._replace(accepted=tuple(truth))
+        case = _single(questions, number, row)
         for options in truth:
             if not _well_made(options):
                 raise DataError(
                     f"{str(answers)!r} holds {str(options)[:60]!r}, wanted one tool and values by parameter"
                 )
+        case = case._replace(accepted=tuple(by_schema(options, case.tools) for options in truth))
         if _short(case):
             yield str(row["id"]), case
+
+
+def by_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
+    """The values that a call may have, with what the tool's description says of them.
+
+    A required parameter may not be left out, and values of type float are floats, which whole numbers may stand for.
+    """
+    ((name, values),) = options.items()
+    about: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
+    known, required = about.get("properties", {}), about.get("required", ())
+    kept = {key: [each for each in given if each != "" or key not in required] for key, given in values.items()}
+    return {name: {key: _typed(given or values[key], known.get(key, {})) for key, given in kept.items()}}
+
+
+def _typed(values: Sequence[Any], schema: Mapping[str, Any]) -> list[Any]:
+    if schema.get("type") == "float":
+        return [float(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in values]
+    inner = schema.get("items")
+    if isinstance(inner, dict):
+        return [_typed(each, inner) if isinstance(each, list) else each for each in values]
+    return list(values)
 
 
 def _well_made(options: Any) -> bool:

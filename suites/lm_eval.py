@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -16,8 +15,9 @@ from typing import Any, ClassVar
 from audit.core.errors import AuditError, SpecError
 from audit.core.facets import readable, unknown, unreadable
 from audit.core.records import Grade, Item, Message, Outcome, Role
-from suites.base import CountTokens, Split, Suite
+from suites.base import PUBLISHED, CountTokens, Split, Suite
 from suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
+from suites.templates import in_turn
 
 _RIGHT = 0.5  # of a metric that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
@@ -34,6 +34,7 @@ class LmEval(Suite):
     kind = "capability"
     source = "lm-evaluation-harness: the task's documents, prompts and metric"
     licence = "that of the task's data"
+    published, lengths = True, "any"
     _task: ClassVar[HarnessTask]
 
     @classmethod
@@ -51,11 +52,14 @@ class LmEval(Suite):
         chosen = self._order(split, seed)[:n]
         for number in chosen:
             length = sum(count_tokens(message.content) for message in openings[number])
-            if length > context_tokens:
+            if context_tokens and length > context_tokens:
                 raise SpecError(
                     f"suite {self.name}: context_tokens {context_tokens} is too short, document {number} takes {length}"
                 )
         return [self._item(split, number, openings[number], context_tokens) for number in chosen]
+
+    def rows(self, split: Split, seed: int = 0) -> int:  # noqa: ARG002 - whatever the order
+        return len(_documents(self._task, split))
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
         return None
@@ -98,15 +102,9 @@ class LmEval(Suite):
 
     def _order(self, split: Split, seed: int) -> list[int]:
         """The documents in the order they are asked in: shuffled, and every cluster once before any comes again."""
-        documents = _documents(self._task, split)
-        order = list(range(len(documents)))
+        order = list(range(len(_documents(self._task, split))))
         random.Random(f"{self.name}-{split}-{seed}").shuffle(order)
-        visits, turn = Counter[str](), {}
-        for number in order:
-            cluster = self._cluster(split, number)
-            turn[number] = visits[cluster]
-            visits[cluster] += 1
-        return sorted(order, key=turn.__getitem__)
+        return in_turn(order, [self._cluster(split, number) for number in range(len(order))])
 
     def _cluster(self, split: Split, number: int) -> str:
         column = self._task.asked.column
@@ -120,7 +118,7 @@ class LmEval(Suite):
             cluster_id=f"{self._task.asked.task}-{self._cluster(split, number)}",
             messages=opening,
             context_tokens=context_tokens,
-            placement="none",
+            placement="none" if context_tokens else PUBLISHED,
             payload={"split": split, "document": number, "options": list(options)},
         )
 

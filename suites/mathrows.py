@@ -30,6 +30,7 @@ class MathRows(Published):
     Rows hold a ``problem`` or ``question`` and an ``answer``, a ``final_answer``, or a ``solution`` that ends in a box.
     """
 
+    version = "2"
     kind = "capability"
     version = "2"
     max_new_tokens = 1024

@@ -42,7 +42,7 @@ class Published(Suite):
                 f"{n} items are asked for, its rows make {held} to {'train on' if split == 'train' else 'evaluate'}; "
                 "ask for no more (items: all takes every one)"
             )
-        return [made() for made in islice(in_turn(groups), n)]
+        return [made() for made in islice(round_robin(groups), n)]
 
     def rows(self, split: Split, seed: int = 0) -> int:
         return sum(map(len, self._shuffled(split, seed)))
@@ -58,7 +58,7 @@ class Published(Suite):
         return groups
 
 
-def in_turn(groups: Sequence[Sequence[T]]) -> Iterator[T]:
+def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
     """The first of every group, then the second of those that have one, and so on."""
     for turn in range(max(map(len, groups), default=0)):
         yield from (group[turn] for group in groups if turn < len(group))

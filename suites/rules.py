@@ -23,7 +23,7 @@ _SAMPLES = {
     "kn": "ಇದು ನನ್ನ ಉತ್ತರ", "pa": "ਇਹ ਮੇਰਾ ਜਵਾਬ ਹੈ", "mr": "हे माझे उत्तर आहे", "hi": "यह मेरा उत्तर है",
     "fa": "این پاسخ من است", "ko": "이것이 나의 대답이다", "ru": "это мой ответ", "bg": "това е моят отговор",
 }  # fmt: skip
-_CHOICES = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
+_CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _DIVIDER, _SPLITTER, _BREAK = "***", "******", "\n\n"
 _FILLER = "here is a short and calm reply on this"  # words to write with, where no letter is forbidden
 
@@ -70,7 +70,8 @@ def _holds(count: int, relation: str, bound: int) -> bool:
 
 
 def _sentences(text: str) -> int:
-    return len([part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+|\n+", text) if re.search(r"\w", part)])
+    """How many; the end of a line ends none, as for the splitter that IFEval's own grader uses."""
+    return len([part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", text) if re.search(r"\w", part)])
 
 
 def _parts(text: str, divider: str) -> list[str]:
@@ -104,6 +105,11 @@ def _two_answers(text: str) -> bool:
 
 def _whole(word: str) -> str:
     return rf"(?<!\w){re.escape(word)}(?!\w)"
+
+
+def _marker(written: str) -> str:
+    """P.S. with a space inside or none; its points are wanted, or the end of "help. So" would be one."""
+    return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", written)))
 
 
 def _in_script(text: str, code: str) -> bool:
@@ -170,7 +176,7 @@ def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
 RULES: Mapping[str, Rule] = {
     "punctuation:no_comma": Rule(lambda text, _: "," not in text, _nothing),
     "length_constraints:number_words": Rule(
-        lambda text, a: _holds(len(re.findall(r"\w+(?:['’-]\w+)*", text)), a["relation"], a["num_words"]), _write_words
+        lambda text, a: _holds(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]), _write_words
     ),
     "length_constraints:number_sentences": Rule(
         lambda text, a: _holds(_sentences(text), a["relation"], a["num_sentences"]), _write_sentences
@@ -200,7 +206,9 @@ RULES: Mapping[str, Rule] = {
     "change_case:english_lowercase": Rule(lambda text, _: text.islower(), _wrapper(str.lower)),
     "change_case:capital_word_frequency": Rule(
         lambda text, a: _holds(
-            sum(word.isupper() for word in re.findall(r"\w+", text)), a["capital_relation"], a["capital_frequency"]
+            sum(word.isupper() for word in re.findall(r"\w+(?:-\w+)*", text)),
+            a["capital_relation"],
+            a["capital_frequency"],
         ),
         _write_capitals,
     ),
@@ -213,9 +221,7 @@ RULES: Mapping[str, Rule] = {
         _adder("lines", _numbered("* point {n}", "num_bullets")),
     ),
     "detectable_format:multiple_sections": Rule(
-        lambda text, a: (
-            len(re.findall(rf"{_whole(a['section_spliter'])}\s*\d", text, re.IGNORECASE)) >= a["num_sections"]
-        ),
+        lambda text, a: len(re.findall(rf"{re.escape(a['section_spliter'])}\s?\d+", text)) >= a["num_sections"],
         _adder("lines", _numbered("{section_spliter} {n}", "num_sections")),
     ),
     "detectable_format:title": Rule(
@@ -226,7 +232,7 @@ RULES: Mapping[str, Rule] = {
         lambda text, _: _is_json(text), _wrapper(lambda text: json.dumps({"reply": text}, ensure_ascii=False))
     ),
     "detectable_format:constrained_response": Rule(
-        lambda text, _: any(choice in text.lower() for choice in _CHOICES),
+        lambda text, _: any(choice in text for choice in _CHOICES),
         _adder("after", lambda _: ["My answer is no."]),
     ),
     "detectable_content:number_placeholders": Rule(
@@ -234,10 +240,7 @@ RULES: Mapping[str, Rule] = {
         _adder("extra", _numbered("[name {n}]", "num_placeholders")),
     ),
     "detectable_content:postscript": Rule(
-        lambda text, a: (
-            re.search(r"\s*".join(re.escape(c) for c in a["postscript_marker"].rstrip(".")), text, re.IGNORECASE)
-            is not None
-        ),
+        lambda text, a: re.search(_marker(a["postscript_marker"]), text, re.IGNORECASE) is not None,
         _adder("after", lambda a: [f"{a['postscript_marker']} so it is"]),
     ),
     "combination:two_responses": Rule(lambda text, _: _two_answers(text), _write_two),
@@ -246,7 +249,7 @@ RULES: Mapping[str, Rule] = {
         lambda draft, a: setattr(draft, "before", a["prompt_to_repeat"].strip()),
     ),
     "startend:quotation": Rule(
-        lambda text, _: re.fullmatch(r'\s*"[^"].*"\s*', text, re.DOTALL) is not None,
+        lambda text, _: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
         _wrapper(lambda text: f'"{text}"', outermost=True),
     ),
     "startend:end_checker": Rule(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -65,3 +67,12 @@ def slot(index: int, pool: tuple[Template, ...], variants: int) -> Slot:
     """The place of item ``index`` among the items made from ``pool``."""
     number, *rest = place(index, len(pool), variants)
     return Slot(pool[number], *rest)
+
+
+def in_turn(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
+    """Rows in this order, but every cluster once before any comes again; ``clusters`` has the one of each row."""
+    visits, turn = Counter[str](), {}
+    for number in order:
+        turn[number] = visits[clusters[number]]
+        visits[clusters[number]] += 1
+    return sorted(order, key=turn.__getitem__)

@@ -100,28 +100,35 @@ def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> Call:
     return Call(name, given | named)
 
 
-def accepts(options: Mapping[str, Mapping[str, Sequence[Any]]], call: Call) -> bool:
-    """Whether ``{tool: {parameter: values}}`` accepts a call; "" among the values lets the parameter be left out."""
+def accepts(options: Mapping[str, Mapping[str, Sequence[Any]]], call: Call, *, typed: bool = False) -> bool:
+    """Whether ``{tool: {parameter: values}}`` accepts a call; "" among the values lets the parameter be left out.
+
+    ``typed`` options that are whole numbers accept no number with a point, 5.0 for 5, as the leaderboard has it.
+    """
     ((name, parameters),) = options.items()
-    return call.name == name and _held(parameters, call.arguments)
+    return call.name == name and _held(parameters, call.arguments, typed)
 
 
-def _held(parameters: Mapping[str, Sequence[Any]], given: Mapping[str, Any]) -> bool:
+def _held(parameters: Mapping[str, Sequence[Any]], given: Mapping[str, Any], typed: bool) -> bool:
     missing = parameters.keys() - given.keys()
     return given.keys() <= parameters.keys() and (
         all("" in parameters[key] for key in missing)
-        and all(any(_same(option, value) for option in parameters[key]) for key, value in given.items())
+        and all(any(_same(option, value, typed) for option in parameters[key]) for key, value in given.items())
     )
 
 
-def _same(option: Any, value: Any) -> bool:
+def _same(option: Any, value: Any, typed: bool) -> bool:
     """Whether a value is the wanted one: numbers by value, texts without case and punctuation; True is no number."""
     if isinstance(option, Mapping):
-        return isinstance(value, Mapping) and _held(option, value)
+        return isinstance(value, Mapping) and _held(option, value, typed)
     if isinstance(option, list):
-        return isinstance(value, list | tuple) and len(option) == len(value) and all(map(_same, option, value))
+        return isinstance(value, list | tuple) and (
+            len(option) == len(value) and all(_same(*pair, typed) for pair in zip(option, value, strict=True))
+        )
     if isinstance(option, str) and isinstance(value, str):
         return _plain(option) == _plain(value)
+    if typed and isinstance(option, int) and isinstance(value, float):
+        return False
     return isinstance(option, bool) == isinstance(value, bool) and bool(option == value)
 
 

@@ -88,6 +88,7 @@ def test_another_answer(one: str, other: str) -> None:
         (r"so \boxed{1}, no: \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
         ("The answer is 12. I used 3 steps.", "12"),
         ("**Answer:** x = 4", "x = 4"),
+        ("ANSWER: .0000672.", ".0000672"),
         ("It is $x^2$ and then $x^3$", "x^3"),
         ("We get 3, then 8", "8"),
         (r"\boxed{}", None),

@@ -14,7 +14,7 @@ from suite_world import grade, words, write_rows
 from audit.core.errors import DataError
 from audit.core.records import Item, Message, Outcome, Role
 from suites.base import Suite
-from suites.bfcl import Bfcl
+from suites.bfcl import Bfcl, by_schema
 from suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
 from suites.sources import data_file, json_array
 from suites.tau_bench import TauBench
@@ -106,6 +106,24 @@ def test_a_parameter_may_be_left_out_only_where_the_row_says_so() -> None:
     assert not accepts(options, Call("f", {"b": 2}))
     assert not accepts(options, Call("g", {"a": 1}))
     assert not accepts(options, Call("f", {"a": 1, "c": 3}))
+
+
+def test_the_schema_of_a_tool_says_which_numbers_and_omissions_are_right() -> None:
+    schema = {
+        "whole": {"type": "integer"},
+        "part": {"type": "float"},
+        "parts": {"type": "array", "items": {"type": "float"}},
+        "unit": {"type": "string"},
+    }
+    tool = {"name": "f", "parameters": {"type": "dict", "properties": schema, "required": ["unit"]}}
+    options = by_schema({"f": {"whole": [5], "part": [2], "parts": [[1, 2]], "unit": ["m", ""]}}, [tool])
+    assert options == {"f": {"whole": [5], "part": [2.0], "parts": [[1.0, 2.0]], "unit": ["m"]}}
+    right = {"whole": 5, "part": 2, "parts": [1, 2.0], "unit": "m"}
+    assert accepts(options, Call("f", right), typed=True)
+    assert accepts(options, Call("f", {**right, "part": 2.0}), typed=True)
+    assert not accepts(options, Call("f", {**right, "whole": 5.0}), typed=True)
+    assert accepts(options, Call("f", {**right, "whole": 5.0}))
+    assert not accepts(options, Call("f", {name: right[name] for name in ("whole", "part", "parts")}), typed=True)
 
 
 def test_a_call_accepts_itself_alone() -> None:

@@ -17,7 +17,7 @@ from suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
     ("punctuation:no_comma", {}, "red and blue", "red, blue"),
-    ("length_constraints:number_words", {"relation": "less than", "num_words": 11}, "it's well-made " * 5, "one " * 11),
+    ("length_constraints:number_words", {"relation": "less than", "num_words": 11}, "one " * 10, "it's well-made " * 3),
     ("length_constraints:number_words", {"relation": "at least", "num_words": 3}, "one two three", "one two"),
     ("length_constraints:number_sentences", {"relation": "at least", "num_sentences": 2}, "One. Two!", "One, two."),
     ("length_constraints:number_sentences", {"relation": "less than", "num_sentences": 2}, "It is 3.5 m.", "One. Two."),
@@ -46,12 +46,12 @@ EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "SECTION", "num_sections": 2},
-        "Section 1\nSECTION 2",
-        "SECTION 1",
+        "SECTION 1\nSECTION 2",
+        "SECTION 1\nSection 2",
     ),
     ("detectable_format:title", {}, "<<my day>> it was", "<< >> it was"),
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', 'Here: {"a": 1}'),
-    ("detectable_format:constrained_response", {}, "Well, My answer is no.", "No."),
+    ("detectable_format:constrained_response", {}, "Well, My answer is no.", "my answer is no."),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] of [town]", "[name] of []"),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "so\nP. P.S. bye", "so\nP.S. bye"),
     ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
@@ -68,6 +68,41 @@ def test_a_rule_holds_what_keeps_it_and_not_what_breaks_it(
 ) -> None:
     assert keeps(kept, [(kind, arguments)])
     assert not keeps(broken, [(kind, arguments)])
+
+
+def test_sentences_are_counted_as_ifevals_own_grader_counts_them() -> None:
+    def sentences(text: str, bound: int) -> bool:
+        kind = "length_constraints:number_sentences"
+        return keeps(text, [(kind, {"relation": "less than", "num_sentences": bound})])
+
+    title = "# A title\n\n- one\n- two\n\nSo it is. Is it?"
+    assert sentences(title, 3)
+    assert not sentences(title, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "kept", "broken"),
+    [
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye. p. s. More", "I can help. So it is"),
+        ("length_constraints:number_words", {"relation": "at least", "num_words": 2}, "don't", "dont"),
+        (
+            "change_case:capital_word_frequency",
+            {"capital_relation": "at least", "capital_frequency": 1},
+            "X-RAY",
+            "N-acetyl-2-APA",
+        ),
+    ],
+)
+def test_what_counts_as_one_is_what_ifevals_own_grader_counts(
+    kind: str, arguments: dict[str, Any], kept: str, broken: str
+) -> None:
+    assert keeps(kept, [(kind, arguments)])
+    assert not keeps(broken, [(kind, arguments)])
+
+
+def test_what_stands_in_quotation_marks_may_be_quoted_itself() -> None:
+    assert keeps('""all of it""', [("startend:quotation", {})])
+    assert not keeps('"', [("startend:quotation", {})])
 
 
 def test_every_rule_has_an_example() -> None:
@@ -165,7 +200,7 @@ def test_a_bad_row_is_named(data: Path, change: dict[str, Any], message: str) ->
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_real_rows_that_are_not_asked_are_counted() -> None:
     assert SysIfEval().left_out() == {
-        "asks for a long answer": 24,
-        "rules that exclude each other": 6,
+        "asks for a long answer": 25,
+        "rules that exclude each other": 4,
         "no checker for a rule": 5,
     }

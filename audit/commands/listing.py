@@ -59,6 +59,7 @@ def list_suites(plugin: Plugins = None) -> None:
         _print(["suite", "kind", "version", "turns", "new tokens", "clusters", "source", "licence"], rows)
         say(wide_console(), "rows of public suites are asked as published; SUITE@CONTEXT: kvaudit list contexts")
         say(wide_console(), "lm-eval:TASK is any generate_until or multiple_choice task of lm-evaluation-harness")
+        say(wide_console(), "inspect:PACKAGE/TASK or inspect:FILE.py@TASK is any task of Inspect that asks once")
 
 
 @listing.command("judges")

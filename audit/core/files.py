@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 LARGEST_FILE = 100_000  # bytes
 LONGEST_VALUE = 2_000  # characters; a number of more digits cannot even be printed
 DEEPEST = 20  # levels
+_LONGEST_NAME = 120  # characters of a suite in the name of a file
+_UNFIT = re.compile(r"[^\w.,@= +-]")  # in the name of a file
 KeyPath = tuple[str | int, ...]  # of a value: the keys and indices on the way to it
 
 
@@ -92,6 +95,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def in_file_name(name: str) -> str:
+    """A suite's name as part of a file's name: ``:`` as ``=``; of a path or a long name its end, and 8 hex digits."""
+    plain = name.replace(":", "=")  # no part of a file's name everywhere
+    if len(plain) <= _LONGEST_NAME and not _UNFIT.search(plain):
+        return plain
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{_UNFIT.sub('~', plain)[-_LONGEST_NAME:]}~{digest}"
 
 
 def write_output(path: Path, text: str) -> None:

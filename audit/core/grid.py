@@ -93,6 +93,8 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
     """A suite's part of a spec, or one for each of the contexts that it names; what has no length is given none."""
     if not isinstance(part, Mapping) or "context" not in part:
         return {name: {} if part is None else part}
+    if ":" in name:
+        raise SpecError(f"evaluate.suites.{name}.context: a task of another harness asks as it asks; leave it out")
     contexts, rest = _several(part["context"]), {key: value for key, value in part.items() if key != "context"}
     if not contexts or not all(isinstance(context, str) for context in contexts):
         raise SpecError(
@@ -219,7 +221,7 @@ class EvaluateSpec(Part):
                 f"{key} is {', '.join(map(str, part.context_tokens or ()))}, but its rows are asked as published; put "
                 "them into a context to have a length (context: book, see kvaudit list contexts)"
             )
-        elif part.context_tokens is None:
+        elif part.context_tokens is None and (lengths == "none" or not self.context_tokens):
             filled = part.model_copy(update={"context_tokens": (0,)})
             object.__setattr__(self, "suites", {**self.suites, suite: filled})  # frozen, but still in the making
 

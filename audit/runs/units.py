@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from audit.core.errors import DataError
-from audit.core.files import read_json, write_json
+from audit.core.files import in_file_name, read_json, write_json
 from audit.core.provenance import check_sealed
 from audit.core.records import Record
 from audit.policies import Policy
@@ -38,8 +38,7 @@ class Unit:
     @property
     def name(self) -> str:
         """The file name of the unit's records, without its ending."""
-        suite = self.suite.replace(":", "=")  # a colon is no part of a file's name everywhere
-        return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{suite}--{self.context_tokens}"
+        return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{in_file_name(self.suite)}--{self.context_tokens}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from audit.core.files import in_file_name
 from audit.core.spec import RunSpec
 from audit.core.spec_train import BASE_ARM
 from audit.policies import Dense, Policy
@@ -29,8 +30,7 @@ class Measured:
     def name(self) -> str:
         """The file name of the unit, without its ending."""
         kind = "floor" if self.floor else self.policy.hash
-        suite = self.suite.replace(":", "=")  # a colon is no part of a file's name everywhere
-        return f"{self.arm}-seed{self.seed}--{kind}--{suite}--{self.context_tokens}"
+        return f"{self.arm}-seed{self.seed}--{kind}--{in_file_name(self.suite)}--{self.context_tokens}"
 
 
 def units(spec: RunSpec) -> list[Measured]:

@@ -1,7 +1,7 @@
 """``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
 
-The checkpoint is a folder, a hub id or ``embedded``. Requests that wait together share a batch, as behind ``kvaudit
-serve``; what the sampler cannot do is refused and not ignored.
+The checkpoint is a folder, a hub id or ``embedded``; a policy has ``;`` where it has ``,`` elsewhere. Requests that
+wait together share a batch, as behind ``kvaudit serve``; what the sampler cannot do is refused and not ignored.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         if strange := sorted(set(options) - {"dtype", "device"}):
             raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
-        loaded = load_named(checkpoint, **options)
+        loaded = load_named(checkpoint, **{"dtype": "float32", **options})
         self._engine = Engine({_NAME: loaded})
+        policy = policy.replace(";", ",")  # Inspect takes what follows a comma as another model
         self._served = f"{_NAME}@{policy or 'none'}"
         self._engine.served(self._served)  # a policy that is none is said now
 

