@@ -248,7 +248,8 @@ def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count
 def bare_name(suite: str) -> str:
     """The suite whose rows a suite in a context asks; itself where it stands in none."""
     bare, at, context = suite.rpartition("@")
-    return bare if at and context in CONTEXTS and ":" not in bare else suite  # tasks of other harnesses have names of theirs
+    # a task of another harness may have an @ in its own name
+    return bare if at and context in CONTEXTS and ":" not in bare else suite
 
 
 def behind(

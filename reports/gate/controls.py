@@ -35,6 +35,7 @@ from reports.drift.results import Contrast, Drift
 from reports.records.rows import FACET_COLUMNS, UNREAD
 from reports.stats.clustered import Array
 from reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
+from reports.stats.signflip import FEWEST_CLUSTERS
 
 
 class Standing(StrEnum):
@@ -72,6 +73,7 @@ TWINS = {
 @dataclass(frozen=True)
 class Control:
     """The standing of one metric at one length; ``rate`` of what is wanted, with the one-sided bounds that decide.
+    Under six templates there are none to show.
 
     ``answers`` are the graded ones that it rests on, ``says`` is one sentence with the figure.
     """
@@ -80,8 +82,8 @@ class Control:
     context_tokens: int
     standing: Standing
     rate: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     answers: int
     clusters: int
     says: str
@@ -159,15 +161,17 @@ def _of_metric(facets: Mapping[str, Answers], own: Answers, margin: float, how: 
     rate = _share(own)
     failed = next(_not_shown(facets, own, rate, margin, how), None)
     standing, says = failed or (Standing.MEASURABLE, f"{_said(own)} {how}")
+    clusters = len(np.unique(own.clusters))
+    bounds = (float(rate.low), float(rate.high)) if clusters >= FEWEST_CLUSTERS else (None, None)
     return Control(
         metric=own.metric,
         context_tokens=own.context_tokens,
         standing=standing,
         rate=float(rate.rate),
-        low=float(rate.low),
-        high=float(rate.high),
+        low=bounds[0],
+        high=bounds[1],
         answers=own.answers,
-        clusters=len(np.unique(own.clusters)),
+        clusters=clusters,
         says=says,
     )
 
