@@ -12,7 +12,7 @@ import typer
 from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from audit.core.errors import SpecError
 from audit.core.provenance import INPUTS, PLUGINS, check_same
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 
 if TYPE_CHECKING:
     from audit.runs.displacement.units import Measured
@@ -93,7 +93,7 @@ def threads_of(run: RunFolder) -> int:
 def _line(unit: Measured) -> str:
     name, _, fields = unit.policy.canonical.partition(":")
     kind = "floor" if unit.floor else f"{name} {fields.partition(',')[0]}".strip()
-    return f"{unit.arm} seed {unit.seed}, {kind}, {unit.suite} {unit.context_tokens}"
+    return f"{unit.arm} seed {unit.seed}, {kind}, {unit.suite} {length_label(unit.context_tokens)}"
 
 
 def _print(rows: Sequence[Displacement]) -> None:

@@ -46,6 +46,11 @@ def length_of(tokens: int) -> str:
     return f"{tokens} tokens" if tokens else "as published"
 
 
+def length_label(tokens: int) -> str:
+    """The same in a column of lengths."""
+    return str(tokens) if tokens else "published"
+
+
 def at_length(tokens: int) -> str:
     """The same after what is asked: "at 512 tokens"."""
     return f"at {tokens} tokens" if tokens else "as published"

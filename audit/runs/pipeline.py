@@ -41,7 +41,7 @@ from audit.core.provenance import (
 from audit.core.recipe import RECIPE
 from audit.core.spec import RunSpec
 from audit.core.spec_train import BASE_ARM, TrainSpec
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from audit.policies import POLICIES
 from audit.runs.claims import Claim, Hand, work_through, work_through_groups
 from audit.runs.evaluate import Batches, Evaluator, check_contexts, check_reward, check_training, grid, served
@@ -584,7 +584,8 @@ def _enough_memory(work: str, less: str) -> Iterator[None]:
 
 def _unit_line(unit: Unit) -> str:
     name, _, fields = unit.policy.canonical.partition(":")
-    return f"{unit.arm} seed {unit.seed}, {name} {fields.partition(',')[0]}, {unit.suite} {unit.context_tokens}"
+    asked = f"{unit.suite} {length_label(unit.context_tokens)}"
+    return f"{unit.arm} seed {unit.seed}, {name} {fields.partition(',')[0]}, {asked}"
 
 
 def _training_line(pair: Pair, row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from audit.core.records import Record
 from audit.core.shading import ALL, AnswerKey, Shading, read_shadings, write_shadings
+from audit.core.text import length_label
 from audit.runs.checkpoints import load_checkpoint
 from audit.runs.evaluate import Evaluator, asked_suite, grid
 from audit.runs.explain import check_answers, finished_records, is_same, items_again
@@ -34,7 +35,9 @@ def shade(run: RunFolder, wanted: Mapping[str, Collection[AnswerKey]], progress:
         for unit, records in missing.items():
             for found in _served(run, unit, model, records):
                 done += found
-                progress(done, f"{arm} seed {seed}, {unit.policy.name}, {unit.suite} {unit.context_tokens}")
+                progress(
+                    done, f"{arm} seed {seed}, {unit.policy.name}, {unit.suite} {length_label(unit.context_tokens)}"
+                )
 
 
 def _missing(run: RunFolder, unit: Unit, wanted: Collection[AnswerKey]) -> dict[AnswerKey, Record]:

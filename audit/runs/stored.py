@@ -14,6 +14,7 @@ from audit.core.errors import DataError
 from audit.core.files import read_json
 from audit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
 from audit.core.records import Item, Record, Role
+from audit.core.text import length_label
 from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.runs.folder import RunFolder
@@ -143,7 +144,7 @@ def work_on(
         def finished(unit: StoredUnit) -> None:
             nonlocal worked
             worked += unit.rows
-            meter.at(worked, f"{unit.suite} {unit.context_tokens}")
+            meter.at(worked, f"{unit.suite} {length_label(unit.context_tokens)}")
 
         def waiting(text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from audit.core.policy_names import DENSE_POLICY
-from audit.core.text import inline
+from audit.core.text import at_length, inline
 from reports.gate.seeds import SEED
 from reports.gate.verdict import Decision, Status, Verdict
 from reports.page.facets import taken_apart
@@ -71,7 +71,7 @@ def about(findings: Findings, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against the same model under none"
     near = f" Rates: {rates(findings, d)}." if is_relative(d) else ""
     return inline(
-        f"{named(findings, d)} at {d.context_tokens} tokens, {who}: {effect.n_items} items in {effect.n_clusters} "
+        f"{named(findings, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in {effect.n_clusters} "
         f"templates, 95 % interval, {churn_words(findings, d)}.{near} {why_quoted(findings, d)}"
     ).strip()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.text import clip, inline
+from audit.core.text import clip, inline, length_label
 from reports.analysis.cache_use import cache_use
 from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
@@ -90,7 +90,7 @@ def place_name(findings: Findings, name: CellName) -> str:
     where = (
         f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {spelled(findings, name.suite)}"
     )
-    return where if len(findings.comparison.contexts) == 1 else f"{where}, {name.context_tokens}"
+    return where if len(findings.comparison.contexts) == 1 else f"{where}, {length_label(name.context_tokens)}"
 
 
 def safe_table(findings: Findings, axis: str) -> Table:
@@ -100,7 +100,9 @@ def safe_table(findings: Findings, axis: str) -> Table:
     rows = list(dict.fromkeys((s.arm, s.family) for s in found))
     by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in found}
     several = len({context for _, context in columns}) > 1
-    heads = [f"{suite}, {context} tokens" if several else suite for suite, context in columns]
+    heads = [
+        f"{suite}, {length_of(context)}" if several and context is not None else suite for suite, context in columns
+    ]
     cells = [
         [arm, family, *(_cleared(by_place.get((arm, family, *column))) for column in columns)] for arm, family in rows
     ]
@@ -130,7 +132,7 @@ def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
     suite = (
         c.suite
         if c.context_tokens is None or len(findings.comparison.contexts) == 1
-        else f"{c.suite}, {c.context_tokens}"
+        else f"{c.suite}, {length_label(c.context_tokens)}"
     )
     rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
     own = drift(c.slope) if c.slope else "-"
@@ -305,7 +307,7 @@ def displacement_table(findings: Findings) -> Table:
         row = [
             arm,
             findings.comparison.labels.get(d.policy, d.policy),
-            f"{d.suite}, {d.context_tokens}",
+            f"{d.suite}, {length_label(d.context_tokens)}",
             str(d.tokens),
             kl,
         ]

@@ -15,6 +15,7 @@ from audit.core.provenance import table_of
 from audit.core.recipe import SECTIONS, digests
 from audit.core.spec import UNKNOWN as UNSAID
 from audit.core.spec_train import BASE_ARM
+from audit.core.text import at_length
 from reports.analysis.cache_use import cache_use
 from reports.analysis.guarded import GuardEffect, Hidden
 from reports.gate.verdict import PRECEDENCE, Decision
@@ -90,7 +91,7 @@ class Measured:
     @property
     def slice(self) -> str:
         """What tells this difference from every other."""
-        return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} at {self.context_tokens} tokens"
+        return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
     def number(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from audit.core.facets import WELL_FORMED, Facet, facet_of
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from reports.analysis.results import CellName
 from reports.drift.results import Contrast
 from reports.gate.verdict import Decision, Status
@@ -237,7 +237,7 @@ def _gated(d: Decision | None) -> str:
 
 def _row(findings: Findings, e: Event, *, sides: bool) -> list[str]:
     c = e.contrast
-    suite = e.suite if len(findings.comparison.contexts) == 1 else f"{e.suite}, {c.context_tokens}"
+    suite = e.suite if len(findings.comparison.contexts) == 1 else f"{e.suite}, {length_label(c.context_tokens)}"
     suite += marked(findings, e.suite)
     who = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}"
     return [suite, who, *([against(findings, c)] if sides else []), *event_cells(e)]

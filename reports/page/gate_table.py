@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from reports.drift.comparison import Comparison
 from reports.gate.decide import suite_of
 from reports.gate.verdict import Decision
@@ -32,7 +32,9 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
 
 def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, seeds: bool) -> list[str]:
     suite = (
-        named(findings, d) if len(findings.comparison.contexts) == 1 else f"{named(findings, d)}, {d.context_tokens}"
+        named(findings, d)
+        if len(findings.comparison.contexts) == 1
+        else f"{named(findings, d)}, {length_label(d.context_tokens)}"
     )
     suite += marked(findings, suite_of(d.suite, findings.comparison))
     labels = findings.comparison.labels

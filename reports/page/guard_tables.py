@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from audit.core.facets import FACETS, facet_of
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from reports.analysis.guarded import GuardEffect, Hidden
 from reports.drift.results import Contrast
 from reports.page.facets import Event
@@ -72,7 +72,7 @@ def _is_shown(row: Hidden) -> bool:
 def _row(findings: Findings, row: Hidden) -> list[str]:
     c = row.without
     suite, facet = facet_of(c.suite)
-    where = suite if len(findings.comparison.contexts) == 1 else f"{suite}, {c.context_tokens}"
+    where = suite if len(findings.comparison.contexts) == 1 else f"{suite}, {length_label(c.context_tokens)}"
     who = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}"
     return [where, who, against(findings, c), facet.name, _moved(c), _moved(row.behind), hidden_words(c, row.hidden)]
 

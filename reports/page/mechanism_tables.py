@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from audit.core.facets import Facet, facet_of
 from audit.core.spans import SPANS
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from reports.analysis.mechanism import UNMOVED, Group, Share, SpanRates, SpanSlope
 from reports.page.findings import Findings
 from reports.page.page import Section
@@ -95,7 +95,7 @@ def _slopes_table(findings: Findings) -> Table:
 
 def _place(findings: Findings, r: SpanRates) -> str:
     where = f"{r.arm} @ {findings.comparison.labels.get(r.policy, r.policy)}"
-    return where if len(findings.comparison.contexts) == 1 else f"{where}, {r.context_tokens}"
+    return where if len(findings.comparison.contexts) == 1 else f"{where}, {length_label(r.context_tokens)}"
 
 
 def _lost_in(r: SpanRates) -> str:

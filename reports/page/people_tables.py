@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from audit.core.policy_names import short_names
+from audit.core.text import length_label
 from reports.drift.results import Contrast, People
 from reports.gate.decide import judge_may_pass
 from reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
@@ -50,7 +51,7 @@ def labelled_cells(findings: Findings) -> list[LabelledCell]:
 
 def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
     if c.people and c.effect and c.judged and d.judged and d.margin:
-        name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {c.context_tokens}"
+        name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {length_label(c.context_tokens)}"
         yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from audit.core.alarms import ALARMS, alarm_key
 from audit.core.provenance import STOPPED, WORKED_WITH, table_of
+from audit.core.text import length_label
 from reports.drift.comparison import Reason
 from reports.gate.decide import is_apart, suite_of
 from reports.gate.family import gated_cells
@@ -151,7 +152,7 @@ def _versions(findings: Findings) -> Iterator[str]:
 
 
 def _place(findings: Findings, d: Decision) -> str:
-    return f"{d.estimand}, {d.arm}, {d.suite} {d.context_tokens} @ {findings.comparison.labels.get(d.policy, d.policy)}"
+    return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {findings.comparison.labels.get(d.policy, d.policy)}"
 
 
 def _waivers(findings: Findings) -> Iterator[str]:

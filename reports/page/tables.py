@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
-from audit.core.text import clip, inline
+from audit.core.text import at_length, clip, inline
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
@@ -168,7 +168,7 @@ def compared_table(findings: Findings) -> Table:
     rows += [
         ("serving policies", "; ".join(sides.labels.get(p, p) for p in sides.policies) + _own_alone(sides)),
         ("gated policies", "; ".join(sides.labels.get(p, p) for p in findings.rules.primary)),
-        ("suites", "; ".join(f"{s} at {c} tokens: {n} items, {k} templates" for s, c, n, k in items)),
+        ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(_margin(findings.rules, suite) for suite in findings.rules.margins)),
         ("one-sided level", f"{findings.rules.alpha:.3g}"),
         *_declared(findings.rules),

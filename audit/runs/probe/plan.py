@@ -12,6 +12,7 @@ from audit.core.grid import ProbeSpec
 from audit.core.provenance import Digests
 from audit.core.records import Item
 from audit.core.spec import RunSpec, expand
+from audit.core.text import at_length
 from audit.runs.evaluate import asked_suite, evaluation_items
 from audit.sampling.model import load_chat
 from suites.base import CountTokens, Suite
@@ -67,7 +68,7 @@ class Plan:
         turns = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
         for unit in self.units:
             samples = self.spec.evaluate.samples_of(unit.suite.name)
-            yield f"{unit.suite.name} at {unit.context_tokens} tokens: {len(unit.items)} items, {samples} answers each"
+            yield f"{unit.suite.name} {at_length(unit.context_tokens)}: {len(unit.items)} items, {samples} answers each"
         yield f"requests: {requests}{turns}, of about {read:,} tokens to read and at most {drawn:,} to write"
         yield f"tokens are {self.counted}"
         price = _probe(self.spec).price

@@ -26,6 +26,7 @@ from audit.core.files import read_json, write_json
 from audit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
 from audit.core.records import Item, Message, Record, Role
 from audit.core.spec import ENDPOINT_ARM, UNKNOWN
+from audit.core.text import length_label
 from audit.runs.claims import Claim, work_through
 from audit.runs.evaluate import row_seed
 from audit.runs.folder import RunFolder, utc_now
@@ -169,7 +170,7 @@ class Probe:
         with self._door:
             self._over += 1
             self._models.update(said.model for said in found if said.model)
-            self._meter.at(self._before + self._over, f"{unit.suite.name} {unit.context_tokens}")
+            self._meter.at(self._before + self._over, f"{unit.suite.name} {length_label(unit.context_tokens)}")
         return _Talk(sample, exchange, tuple(found), why)
 
     def _answer(self, unit: ProbeUnit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:

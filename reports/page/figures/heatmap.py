@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from audit.core.text import inline
+from audit.core.text import inline, length_label, length_of
 from reports.drift.results import Contrast
 from reports.gate.cell import decide_cell, templates_of
 from reports.gate.controls import Controls
@@ -41,7 +41,7 @@ def draw(findings: Findings) -> Drawing | None:
     groups: dict[str, list[Contrast]] = {}
     for c in known:
         title = (
-            f"{spelled(findings, c.suite)}, {c.context_tokens} tokens"
+            f"{spelled(findings, c.suite)}, {length_of(c.context_tokens)}"
             if sides.mode == "training"
             else f"{c.arm}, drift from none"
         )
@@ -91,7 +91,11 @@ def _rows(findings: Findings, group: list[Contrast]) -> list[str]:
 
 
 def _row(findings: Findings, c: Contrast) -> str:
-    return c.arm if findings.comparison.mode == "training" else f"{spelled(findings, c.suite)}, {c.context_tokens}"
+    return (
+        c.arm
+        if findings.comparison.mode == "training"
+        else f"{spelled(findings, c.suite)}, {length_label(c.context_tokens)}"
+    )
 
 
 def _panel(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
-from audit.core.text import inline
+from audit.core.text import inline, length_of
 from reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
 from reports.page.page import Page
 from reports.page.plain import dumped
@@ -65,7 +65,7 @@ def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
 
 def _metric(m: Measured) -> dict[str, Any]:
     margin = "none" if m.margin is None else f"{100 * m.margin:g} pp"
-    where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {m.context_tokens} tokens"
+    where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
     return {
         "type": inline(f"drift of {m.says} in percentage points, margin {margin}: {m.verdict}"),
         "value": f"{100 * (m.estimate or 0.0):.4g}",
