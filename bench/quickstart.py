@@ -137,13 +137,12 @@ def block(figures: Mapping[str, Any]) -> str:
     """The figures in Markdown."""
     told = ", ".join(f"{count} {status}" for status, count in figures["cells"].items())
     parts = [
-        f"Verdict: **{figures['verdict']}**; of {sum(figures['cells'].values())} gated cells {told}. With seed variance "
-        f"{figures['recipe']}.",
+        f"Verdict: **{figures['verdict']}** (with seed variance {figures['recipe']}). Gated cells: {told}.",
         table(["cell", "dense", "arm", "drift, wanted direction", ""], map(_cell, _worst(figures["gated"]))),
         table(["served uncompressed, by seed", *figures["counts"][COUNTED[0]]], map(_count, figures["counts"].items())),
         table(["checkpoint", "sha256"], ([name, digest[:16]] for name, digest in figures["checkpoints"].items())),
-        f"`quickstart.json` holds the whole hashes, those of {len(figures['records'])} record files, and of each file's "
-        "answers without `seconds` and `kv_bytes_peak`, which depend on the machine.",
+        f"`quickstart.json` holds the whole hashes, those of {len(figures['records'])} record files, and of the answers "
+        "of each without `seconds` and `kv_bytes_peak`, which depend on the machine.",
     ]
     return "\n\n".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.text import clip, inline, length_label
+from audit.core.text import clip, inline, length_label, length_of
 from reports.analysis.cache_use import cache_use
 from reports.analysis.curves import Curve
 from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
@@ -100,9 +100,7 @@ def safe_table(findings: Findings, axis: str) -> Table:
     rows = list(dict.fromkeys((s.arm, s.family) for s in found))
     by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in found}
     several = len({context for _, context in columns}) > 1
-    heads = [
-        f"{suite}, {length_of(context)}" if several and context is not None else suite for suite, context in columns
-    ]
+    heads = [f"{suite}, {length_of(n)}" if several and n is not None else suite for suite, n in columns]
     cells = [
         [arm, family, *(_cleared(by_place.get((arm, family, *column))) for column in columns)] for arm, family in rows
     ]

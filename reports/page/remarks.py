@@ -152,7 +152,8 @@ def _versions(findings: Findings) -> Iterator[str]:
 
 
 def _place(findings: Findings, d: Decision) -> str:
-    return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {findings.comparison.labels.get(d.policy, d.policy)}"
+    policy = findings.comparison.labels.get(d.policy, d.policy)
+    return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {policy}"
 
 
 def _waivers(findings: Findings) -> Iterator[str]:
