@@ -1,8 +1,8 @@
 """A suite as published against its rows asked without us: stock ``generate``, or lm-evaluation-harness' own hf model.
 
 Run: KVAUDIT_REAL_MODEL=FOLDER KVAUDIT_DATA=ROWS python -m bench.stock RUN
-RUN has policy none (examples/published.yaml). The same rows are read from the source file, put into the chat template by
-the tokenizer itself and answered greedily, as many tokens as the run gave; both sides are graded by the same words.
+RUN has policy none (examples/published.yaml). The same rows are read from the source file, put into the chat template
+by the tokenizer itself and answered greedily, as many tokens as the run gave; both sides are graded by the same words.
 Prints the two rates, how many answers are alike to the letter, and exits with 1 where a rate is off by more than 3
 points.
 """
@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def main(folder: str) -> int:
             assert all(prompt in rows for prompt in prompts), "a prompt is no row of the source"
             theirs = asked(prompts, most)
             ours = [_said(record) for record in own]
-            right = judged or (lambda prompt, text: _solves(rows[prompt], text))
+            right = judged or partial(_solves, rows)
             failed |= _told(suite, prompts, ours, theirs, right)
     return int(failed)
 
@@ -85,8 +86,8 @@ def _refuses(_: str, text: str) -> bool:
     return refuses(text)
 
 
-def _solves(answer: str, text: str) -> bool:
-    return extract_number(text) == extract_number(answer)
+def _solves(rows: Mapping[str, str], prompt: str, text: str) -> bool:
+    return extract_number(text) == extract_number(rows[prompt])
 
 
 def _generated(prompts: Sequence[str], most: int) -> list[str]:

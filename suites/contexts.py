@@ -10,16 +10,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cache
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import SpecError, UnknownName
+from audit.core.errors import DataError, SpecError, UnknownName
 from audit.core.records import Item, Message, Role
 from suites.base import SUITES, CountTokens, Split, Suite
 from suites.haystack import filler_lines
-from suites.sources import fit_prose, read_about, read_aloud
+from suites.sources import data_file, fit_prose, json_array, read_about, read_aloud, rows_of
 from suites.words import ANIMALS, CLERKS, NOUNS
 
+TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of what stands around a row
 PROCEDURAL = ("talk", "pages")  # those that take no public prose, for suites that build a context of their own
 _SHORT = "Answer in at most three sentences."
@@ -161,6 +164,32 @@ def _reading(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
     return _dialogue(read_aloud(fit.suite, draw), draw, room, fit.count)
 
 
+def _chatting(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
+    """What customers and an agent said, conversation after conversation, as far as whole exchanges fit."""
+    talks = _talks(data_file(fit.suite, TALKS))
+    for talk in draw.sample(talks, len(talks)):
+        for asked, said in talk:
+            cost = fit.count(asked) + fit.count(said)
+            if cost > room:
+                return
+            yield Message(Role.USER, asked)
+            yield Message(Role.ASSISTANT, said)
+            room -= cost
+
+
+@cache
+def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """The exchanges in words of every conversation; raises DataError where there is none."""
+    found = []
+    for number, row in enumerate(json_array(path), start=1):
+        said = [(turn.get("role"), turn.get("content") or "") for turn in rows_of(path, number, row, "traj")]
+        talk = tuple((a[1], b[1]) for a, b in pairwise(said) if (a[0], b[0]) == ("user", "assistant") and a[1] and b[1])
+        found += [talk] if talk else []
+    if not found:
+        raise DataError(f"{str(path)!r} holds no exchange of a user with an assistant")
+    return tuple(found)
+
+
 def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
     return _pages(draw, room, fit.count)
 
@@ -169,6 +198,7 @@ CONTEXTS: dict[str, Context] = {
     "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
     "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
     "talk": Context("behind small talk in which a book is read aloud", _after(_reading)),
+    "chat": Context("behind what customers of an airline and its agent said", _after(_chatting)),
     "pages": Context("behind the pages that a tool gave", _after(_paging)),
     "book": Context("below a part of a book", _with_prose(_above)),
     "about": Context("below sentences of books that share its words", _about),
