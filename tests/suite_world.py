@@ -148,7 +148,8 @@ def write_rows(folder: Path) -> Path:
     lines("gsm8k/test.jsonl", problems[920:])
     lines("gsm8k/train_first2000.jsonl", problems[:180])
     for name, count in (("math500", 200), ("amc23", 40), ("aime24", 30), ("gaokao2023en", 200)):
-        lines(f"math_eval/{name}.jsonl", [{"problem": f"What is {n} + 1?", "answer": f"{n + 1}"} for n in range(count)])
+        rows = [{"problem": f"In {name}, what is {n} + 1?", "answer": f"{n + 1}"} for n in range(count)]
+        lines(f"math_eval/{name}.jsonl", rows)
     boxed = [{"problem": f"What is {n} + 2?", "solution": f"It is $\\boxed{{{n + 2}}}$."} for n in range(200)]
     lines("math_eval/minerva_math.jsonl", boxed)
     finals = [{"question": f"What is {n} + 3?", "final_answer": [f"${n + 3}$"]} for n in range(200)]

@@ -306,7 +306,7 @@ def test_a_probe_is_compared_and_judged_like_any_run(world: World) -> None:
     assert world.probe(right, plan=SMALL, out="before")[0].exit_code == now.exit_code == 0
     before, after, judged = (world.folder / name for name in ("before", "now", "judged"))
     told = invoked("compare", before, after)
-    assert told.exit_code == 4, told.output  # six templates decide nothing
+    assert told.exit_code == 6, told.output  # six templates do not even show that anything could be lost
     assert invoked("judge", after, "--out", judged, "--judge", "phrases").exit_code == 0
     assert [r.score for r in world.records("judged")] == [r.score for r in world.records("now")]
     assert "against the baseline" in invoked("probe", judged, "--baseline", after).stdout

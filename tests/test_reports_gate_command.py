@@ -314,9 +314,9 @@ def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     """The complete spec names all of them; its hash is that of one that declares the same."""
     spec = spec_with({"margins": {"refusal": 5}})
     assert kept_gate(spec, NAMES) == {"default_margins": {"math": "capability"}}
-    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 3}}), NAMES) == {"default_margins": {}}
-    assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 3}}).sha256
-    assert spec == spec_with({"margins": {"refusal": 5, "math": 3}})
+    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 5}}), NAMES) == {"default_margins": {}}
+    assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 5}}).sha256
+    assert spec == spec_with({"margins": {"refusal": 5, "math": 5}})
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
     kept = kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert kept["default_margins"] == {"refusal": "safety"}

@@ -38,7 +38,7 @@ def test_what_is_left_open_is_filled_in() -> None:
     assert spec.evaluate.suites["math"].items == "auto"
     assert spec.gate.reference == "dense"
     assert spec.gate.primary == (STREAMING,)
-    assert spec.gate.margins == {"refusal": 5.0, "math": 3.0}
+    assert spec.gate.margins == {"refusal": 5.0, "math": 5.0}
     assert spec.gate.estimands == ("E1", "E2")
     assert spec.arms == (("dense", 1), ("dense", 2), ("naive", 1), ("naive", 2))
 

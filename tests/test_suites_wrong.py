@@ -273,6 +273,18 @@ class TooShort(Right):
         return replace(item, messages=(replace(message, content=message.content[: len(message.content) // 2]),))
 
 
+class NoEnd(Right):
+    def rows(self, split: Split, seed: int = 0) -> int:
+        return 30
+
+
+class LongRows(Right):
+    lengths = "none"
+
+    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
+        return super().items(split, n, seed, 600, count_tokens)
+
+
 class AnyLength(Right):
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         return super().items(split, n, seed, max(context_tokens, 100), count_tokens)
@@ -361,6 +373,8 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_enough_templates_are_visited_in_turn, FewTemplates),
     (contract.test_enough_templates_are_visited_in_turn, MoreThanItSays),
     (contract.test_enough_templates_are_visited_in_turn, OneTemplateAfterAnother),
+    (contract.test_rows_have_an_end_and_none_is_asked_twice, NoEnd),
+    (contract.test_a_published_row_has_no_length_and_no_context, LongRows),
     (contract.test_the_context_is_as_long_as_asked, TooLong),
     (contract.test_the_context_is_as_long_as_asked, TooShort),
     (contract.test_too_short_a_context_is_the_users_error, AnyLength),

@@ -308,7 +308,10 @@ def grades(played: Sequence[Played]) -> list[float | None]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Played, Played]]:
     """Some items of every registered suite, answered right and not at all."""
     with rows_from(write_rows(tmp_path_factory.mktemp("rows"))):
-        asked = [(suite := cls(), suite.items("train", 8, 1, TOKENS, words)) for cls in SUITES.all().values()]
+        asked = [
+            (suite := cls(), suite.items("train", suite.held("train", 8, 1), 1, TOKENS, words))
+            for cls in SUITES.all().values()
+        ]
     return [
         (answered(suite, item, suite.gold(item)), answered(suite, item, [""]))
         for suite, items in asked

@@ -226,7 +226,8 @@ def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(played: 
     assert paying.reward.label.startswith("phrases:")
     assert paying.kept_in(tmp_path)(played) == [row.grade.score for row in played]
     (kept,) = tmp_path.glob("rewards-*.jsonl")
-    assert len(kept.read_text().splitlines()) == len({row.transcript[-1].content for row in played[:3]})
+    asked = {(row.item.payload["request"], row.transcript[-1].content) for row in played if row.item.suite == REQUESTS}
+    assert len(kept.read_text().splitlines()) == len(asked)
 
 
 def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[Played], tmp_path: Path) -> None:

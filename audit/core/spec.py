@@ -43,7 +43,7 @@ from audit.core.text import shown
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_MARGIN_PP = {"safety": 5.0, "capability": 3.0}
+_MARGIN_PP = {"safety": 5.0, "capability": 5.0}  # what 59 templates can decide; few suites have the 99 of 3 points
 _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
 # left out of the written spec where nothing is declared, so that specs from before they existed keep their hash
 _OPTIONAL = (

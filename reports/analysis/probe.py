@@ -24,7 +24,8 @@ from audit.core.provenance import ASKED, table_of
 from reports.analysis.dose import slope
 from reports.records.load import RunData
 from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
-from reports.stats.effect import LEVEL, Array, Effect, Estimate
+from reports.stats.effect import LEVEL, Array, Effect
+from reports.stats.few import Estimate
 from reports.stats.signflip import FEWEST_CLUSTERS, holm
 from reports.stats.tango import ess_tango, rate_lower
 

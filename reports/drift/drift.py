@@ -31,8 +31,9 @@ from reports.records.rows import LIVE, ROLES, CellKey, Panel, Panels
 from reports.stats.churn import Flips, flips
 from reports.stats.clustered import cr3_effect
 from reports.stats.effect import Array, Effect
+from reports.stats.few import no_interval
 from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
-from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
+from reports.stats.signflip import FEWEST_CLUSTERS
 from reports.stats.tango import ess_tango, many_ess_tango
 
 Weights = dict[CellKey, float]

@@ -11,7 +11,7 @@ from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
 from reports.page.findings import Findings
 from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent, points, pvalue, scientific, size, spelled, times, worst_seed
-from reports.stats.signflip import no_interval
+from reports.stats.few import no_interval
 
 
 def training_table(findings: Findings) -> Table:

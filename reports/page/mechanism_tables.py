@@ -13,8 +13,8 @@ from reports.page.page import Section
 from reports.page.tables import Table, table_of
 from reports.page.words import counted, percent, points
 from reports.stats.effect import Effect
+from reports.stats.few import no_interval
 from reports.stats.mover import Mover
-from reports.stats.signflip import no_interval
 
 _MOST_ROWS, _NAMED = 20, 4
 _ORDER = {span: number for number, span in enumerate(SPANS)}

@@ -11,7 +11,7 @@ from reports.analysis.probe import Length, Noise, ProbeFindings
 from reports.page.formats.markdown import as_table, escape
 from reports.page.tables import Table, table_of
 from reports.page.words import drift, percent
-from reports.stats.signflip import no_interval
+from reports.stats.few import no_interval
 
 FILES = ("probe.md", "probe.json")
 _NOISE = ("suite", "tokens", "asked twice", "other words", "other score", "95 %")

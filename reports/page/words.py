@@ -12,9 +12,10 @@ from reports.drift.selectivity import SELECTIVITY
 from reports.gate.family import PARITY
 from reports.gate.verdict import Decision, Larger, Status
 from reports.page.findings import Findings
-from reports.stats.effect import Effect, Estimate
+from reports.stats.effect import Effect
+from reports.stats.few import Estimate, no_interval
 from reports.stats.rule import clusters_required
-from reports.stats.signflip import FEWEST_CLUSTERS, no_interval
+from reports.stats.signflip import FEWEST_CLUSTERS
 
 
 def points(value: float) -> str:

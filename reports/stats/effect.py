@@ -60,17 +60,6 @@ class Effect:
     df: float
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean paired difference of too few clusters for an interval, in score units; it shows nothing."""
-
-    estimate: float
-    n_items: int
-    n_clusters: int
-    low: None = None
-    high: None = None
-
-
 Array = npt.NDArray[np.float64]
 
 

@@ -27,11 +27,6 @@ BLOCK = 4_000_000  # signs held at a time
 SOURCE = "Canay, Santos & Shaikh 2021"
 
 
-def no_interval(clusters: int) -> str:
-    """What stands in place of an interval below ``FEWEST_CLUSTERS``, wherever one is shown."""
-    return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"
-
-
 @dataclass(frozen=True, slots=True)
 class SignFlip:
     """A mean difference with its sign-flip p-values: ``pvalue`` two-sided, ``pvalue_drop`` for a mean below 0."""
