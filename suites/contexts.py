@@ -166,15 +166,17 @@ def _reading(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
 
 def _chatting(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
     """What customers and an agent said, conversation after conversation, as far as whole exchanges fit."""
-    talks = _talks(data_file(fit.suite, TALKS))
-    for talk in draw.sample(talks, len(talks)):
-        for asked, said in talk:
-            cost = fit.count(asked) + fit.count(said)
-            if cost > room:
-                return
-            yield Message(Role.USER, asked)
-            yield Message(Role.ASSISTANT, said)
-            room -= cost
+    talks, before = _talks(data_file(fit.suite, TALKS)), -1
+    while room != before:  # they come again where a context is longer than all of them
+        before = room
+        for talk in draw.sample(talks, len(talks)):
+            for asked, said in talk:
+                cost = fit.count(asked) + fit.count(said)
+                if cost > room:
+                    break
+                yield Message(Role.USER, asked)
+                yield Message(Role.ASSISTANT, said)
+                room -= cost
 
 
 @cache
