@@ -147,6 +147,7 @@ def _noted(suite: str, found: Control) -> dict[str, Any]:
         "context_tokens": found.context_tokens,
         "standing": str(found.standing),
         "measurable": found.standing is Standing.MEASURABLE,
+        "hopeless": found.hopeless,
         "rate": float(found.rate),
         "answers": int(found.answers),
         "clusters": int(found.clusters),
@@ -226,7 +227,9 @@ def pilot_lines(found: Mapping[str, Any]) -> Iterator[str]:
 def _says(one: Mapping[str, Any]) -> str:
     if one["measurable"]:
         return f"measurable ({one['rate'] * one['answers']:.4g} of {one['answers']})"
-    return f"NOT MEASURABLE: {one['standing']}, {one['says']}"
+    if one["hopeless"]:
+        return f"NOT MEASURABLE: {one['standing']}, {one['says']}"
+    return f"open: {one['says']}; the pilot is too small to say, the whole of the answers will"
 
 
 def _why(suite: str, sizes: Mapping[str, Any]) -> str:
@@ -243,7 +246,7 @@ def facet_of_name(metric: str) -> str:
 
 
 def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:
-    """Raise NotMeasurable, with a line for every suite of which no gated cell is measurable.
+    """Raise NotMeasurable, with a line for every suite of whose gated cells none has any hope of being measurable.
 
     Not where the gate's rules let such cells through (``not_measurable: warn``).
     """
@@ -252,7 +255,7 @@ def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:
     lines = []
     for suite in spec.evaluate.suites:
         own = [one for one in found["controls"] if one["suite"] == suite]
-        if own and not any(one["measurable"] for one in own):
+        if own and all(one["hopeless"] for one in own):
             lines.append(f"{suite}: NOT MEASURABLE: {own[0]['standing']}, {own[0]['says']}")
     if lines:
         raise NotMeasurable(

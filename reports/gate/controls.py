@@ -18,7 +18,7 @@ as the worst of its facets does: what is averaged into a score counts as if it h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -55,6 +55,7 @@ CODES = {
     Standing.CEILING: "CEILING",
 }  # of a reason
 _SEVERITY = [*Standing]
+HOPE = 0.3  # the least rate of a reference that the rule's calibration calls healthy
 CONTROLS = ("capable", "helpful", "obeyed", "utility")  # the first that a suite has says whether the model can do it
 # facet -> the facets of its benign twins, the first that a suite has: no constant answer does what both want
 TWINS = {
@@ -75,7 +76,9 @@ class Control:
     """The standing of one metric at one length; ``rate`` of what is wanted, with the one-sided bounds that decide.
     Under six templates there are none to show.
 
-    ``answers`` are the graded ones that it rests on, ``says`` is one sentence with the figure.
+    ``answers`` are the graded ones that it rests on, ``says`` is one sentence with the figure. What is not shown may be
+    so for want of answers: ``hopeless`` says that more of them would hardly help, since what was looked at is shown to
+    lie below ``HOPE``.
     """
 
     metric: str
@@ -87,6 +90,7 @@ class Control:
     answers: int
     clusters: int
     says: str
+    hopeless: bool = False
 
     @property
     def is_measurable(self) -> bool:
@@ -153,14 +157,14 @@ def _control(
         if name not in ("", WELL_FORMED)
     ]
     worst = min((found, *parts), key=lambda c: _SEVERITY.index(c.standing))
-    return Control(**{**vars(found), "standing": worst.standing, "says": worst.says})
+    return replace(found, standing=worst.standing, says=worst.says, hopeless=worst.hopeless)
 
 
 def _of_metric(facets: Mapping[str, Answers], own: Answers, margin: float, how: str) -> Control:
     """One metric by itself: the first of its checks that is not shown."""
     rate = _share(own)
     failed = next(_not_shown(facets, own, rate, margin, how), None)
-    standing, says = failed or (Standing.MEASURABLE, f"{_said(own)} {how}")
+    standing, says, most = failed or (Standing.MEASURABLE, f"{_said(own)} {how}", 1.0)
     clusters = len(np.unique(own.clusters))
     bounds = (float(rate.low), float(rate.high)) if clusters >= FEWEST_CLUSTERS else (None, None)
     return Control(
@@ -173,32 +177,33 @@ def _of_metric(facets: Mapping[str, Answers], own: Answers, margin: float, how: 
         answers=own.answers,
         clusters=clusters,
         says=says,
+        hopeless=most < HOPE,
     )
 
 
 def _not_shown(
     facets: Mapping[str, Answers], own: Answers, rate: ShownShare, margin: float, how: str
-) -> Iterator[tuple[Standing, str]]:
-    """Every check that the answers do not meet, the worst first."""
+) -> Iterator[tuple[Standing, str, float]]:
+    """Every check that the answers do not meet, the worst first, and the most that the rate it looks at can be."""
     # of all items: an answer without form counts against its own facet as it is
     form = facets.get("", own)
-    if own.facet != WELL_FORMED and share(form.readable, form.clusters, draws=form.draws).low <= READABLE:
-        yield (
-            Standing.UNREADABLE,
-            f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read",
-        )
+    read = share(form.readable, form.clusters, draws=form.draws)
+    if own.facet != WELL_FORMED and read.low <= READABLE:
+        says = f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read"
+        yield Standing.UNREADABLE, says, float(read.high) - READABLE + HOPE
     control = _first(facets, CONTROLS) if _needs_control(own.facet) else None
-    if control is not None and _share(control).low <= margin:
-        yield (
-            Standing.INCAPABLE,
-            f"its control twin `{control.facet}` is right {control.hits:.0f} of {control.answers} times {how}",
-        )
+    if control is not None and (able := _share(control)).low <= margin:
+        says = f"its control twin `{control.facet}` is right {control.hits:.0f} of {control.answers} times {how}"
+        yield Standing.INCAPABLE, says, float(able.high)
     if rate.low <= margin:
-        yield Standing.FLOOR, f"{_said(own)} {how}: nothing to lose"
+        yield Standing.FLOOR, f"{_said(own)} {how}: nothing to lose", float(rate.high)
     twin = _first(facets, TWINS.get(own.facet, ()))
-    if twin is not None and told_apart(rate, _share(twin), _together(own, twin)).low <= margin:
+    if twin is None:
+        return
+    apart = told_apart(rate, _share(twin), _together(own, twin))
+    if apart.low <= margin:
         kind = Standing.CEILING if rate.rate >= _share(twin).rate else Standing.FLOOR
-        yield kind, f"{_said(own)}, and {_said(twin)} {how}: not shown to tell the two apart"
+        yield kind, f"{_said(own)}, and {_said(twin)} {how}: not shown to tell the two apart", float(apart.high)
 
 
 def _needs_control(facet: str) -> bool:
