@@ -19,7 +19,7 @@ from audit.core.errors import DataError, SpecError, UnknownName
 from audit.core.records import Item, Message, Role
 from suites.base import SUITES, CountTokens, Split, Suite
 from suites.haystack import filler_lines
-from suites.sources import data_file, fit_prose, json_array, read_about, read_aloud, rows_of
+from suites.sources import data_file, fit_prose, json_array, read_aloud, rows_of
 from suites.words import ANIMALS, CLERKS, NOUNS
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
@@ -28,7 +28,6 @@ PROCEDURAL = ("talk", "pages")  # those that take no public prose, for suites th
 _SHORT = "Answer in at most three sentences."
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _PAPER = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book."
-_BELOW = "Below is a part of a book that I am reading:\n\n{prose}"
 _AT_HAND = "For reference, a part of a book that the user is reading:\n\n{prose}\n\nEnd of the book."
 _NOTED = "I have read it."
 _FETCH, _FETCH_CALL, _FETCHED = "Open the page of the book, please.", '{"call":"open book"}', "The page is open."
@@ -91,26 +90,17 @@ def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Message
     """A passage of a book where ``place`` puts it."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
-        return _passage(row, fit, place, read_aloud(fit.suite, fit.draw))
+        roles = [message.role for message in place(row, "")]
+        texts = fit_prose(
+            fit.suite,
+            lambda prose: [message.content for message in place(row, prose)],
+            fit.draw,
+            fit.tokens,
+            fit.count,
+        )
+        return tuple(map(Message, roles, texts))
 
     return wrap
-
-
-def _about(row: Messages, fit: Fit) -> Messages:
-    """A document above the row made of the sentences of a book that share words with it."""
-    return _passage(row, fit, _above, read_about(fit.suite, row[-1].content, fit.draw))
-
-
-def _passage(row: Messages, fit: Fit, place: Callable[[Messages, str], Messages], sentences: Iterator[str]) -> Messages:
-    roles = [message.role for message in place(row, "")]
-    texts = fit_prose(
-        fit.suite,
-        lambda prose: [message.content for message in place(row, prose)],
-        sentences,
-        fit.tokens,
-        fit.count,
-    )
-    return tuple(map(Message, roles, texts))
 
 
 def _cut(row: Messages) -> tuple[Messages, Messages]:
@@ -122,10 +112,6 @@ def _cut(row: Messages) -> tuple[Messages, Messages]:
 def _above(row: Messages, prose: str) -> Messages:
     system, (first, *rest) = _cut(row)
     return (*system, replace(first, content=f"{_PAPER.format(prose=prose)}\n\n{first.content}"), *rest)
-
-
-def _below(row: Messages, prose: str) -> Messages:
-    return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{_BELOW.format(prose=prose)}"))
 
 
 def _in_system(row: Messages, prose: str) -> Messages:
@@ -203,8 +189,6 @@ CONTEXTS: dict[str, Context] = {
     "chat": Context("behind what customers of an airline and its agent said", _after(_chatting)),
     "pages": Context("behind the pages that a tool gave", _after(_paging)),
     "book": Context("below a part of a book", _with_prose(_above)),
-    "about": Context("below sentences of books that share its words", _about),
-    "book-below": Context("above a part of a book", _with_prose(_below)),
     "book-system": Context("with a part of a book in the system message", _with_prose(_in_system)),
     "book-turn": Context("after a turn in which a part of a book was given", _with_prose(_own_turn)),
     "book-tool": Context("after a tool's result that holds a part of a book", _with_prose(_fetched)),

@@ -25,7 +25,6 @@ DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_LONG_WORD = re.compile(r"[^\W\d_]{5,}")
 _watched: ContextVar[dict[str, str] | None] = ContextVar("watched", default=None)
 
 
@@ -202,11 +201,11 @@ def _table(path: Path) -> tuple[tuple[tuple[int, dict[str, str]], ...], str]:
 def fit_prose(
     suite: str,
     build: Callable[[str], Sequence[str]],
-    sentences: Iterator[str],
+    draw: random.Random,
     context_tokens: int,
     count_tokens: CountTokens,
 ) -> list[str]:
-    """The texts that ``build(prose)`` gives when a passage of ``sentences`` makes them ``context_tokens`` long.
+    """The texts that ``build(prose)`` gives when a passage of a drawn book makes them take ``context_tokens``.
 
     Never longer than asked, shorter by less than about a sentence. Raises SpecError when the texts alone are too long.
     """
@@ -218,7 +217,7 @@ def fit_prose(
     if bare > context_tokens:
         raise SpecError(f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {bare}")
     taken, room = list[str](), context_tokens - bare
-    for sentence in sentences:
+    for sentence in read_aloud(suite, draw):
         if (cost := count_tokens(sentence)) > room:
             break
         taken.append(sentence)
@@ -236,27 +235,6 @@ def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
     while True:
         yield from books[book][position:]
         book, position = (book + 1) % len(books), 0
-
-
-def read_about(suite: str, topic: str, draw: random.Random) -> Iterator[str]:
-    """The sentences of all books that share a long word with ``topic``, rare words first; then any, as read aloud."""
-    sentences = tuple(sentence for book in _books(suite) for sentence in book)
-    index = _index(sentences)
-    numbers = dict[int, None]()
-    for word in sorted(set(_LONG_WORD.findall(topic.casefold())), key=lambda word: (len(index.get(word, ())), word)):
-        numbers |= dict.fromkeys(draw.sample(index.get(word, []), len(index.get(word, []))))
-    yield from (sentences[number] for number in numbers)
-    yield from read_aloud(suite, draw)
-
-
-@cache
-def _index(sentences: tuple[str, ...]) -> dict[str, list[int]]:
-    """The numbers of the sentences that hold a word."""
-    found: dict[str, list[int]] = {}
-    for number, sentence in enumerate(sentences):
-        for word in set(_LONG_WORD.findall(sentence.casefold())):
-            found.setdefault(word, []).append(number)
-    return found
 
 
 def _books(suite: str) -> list[tuple[str, ...]]:
