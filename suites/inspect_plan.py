@@ -69,7 +69,7 @@ class InspectName(NamedTuple):
                 f"suite {INSPECT + text!r}: no facet is called {facet!r}."
                 f"{f' Did you mean {close[0]!r}?' if close else ''} Known: {', '.join(FACETS)}"
             )
-        given = tuple((name, yaml.safe_load(value)) for name, value in options.items() if name not in _OWN)
+        given = tuple((name, _value(text, name, value)) for name, value in options.items() if name not in _OWN)
         return cls(task, given, options.get("cluster"), facet, options.get("scorer"))
 
     @property
@@ -106,6 +106,16 @@ class _Ask(BaseException):
 
 class _AskAgain(BaseException):
     """A plan asks after it was answered."""
+
+
+def _value(suite: str, name: str, text: str) -> Any:
+    """The value of a task's option, as YAML has it; nothing in it is executed."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SpecError(
+            f"suite {INSPECT + suite!r}: option {name} is {text[:60]!r}, wanted text, a number, a truth value or a list"
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)

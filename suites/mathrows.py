@@ -32,7 +32,6 @@ class MathRows(Published):
 
     version = "2"
     kind = "capability"
-    version = "2"
     max_new_tokens = 1024
     files: ClassVar[Mapping[Split, str]]
 

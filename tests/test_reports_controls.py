@@ -449,3 +449,11 @@ def test_answers_are_those_of_the_reference_alone():
 def drift_rows(rows):
     frame = data_of(rows, planted(6, healthy)[1]).records
     return frame[frame["policy"] == "none"]
+
+
+def test_what_was_said_before_a_cut_counts_in_a_control_as_in_a_drift():
+    """36 of 60 answers were cut, and none of the 60 told the secret: it was kept in all of them."""
+    facets = [{"leak": False, "well_formed": i >= 36} for i in range(60)]
+    rows = [answer("unsafe", i, facets=own) for i, own in enumerate(facets)]
+    control = standing(rows, "xs.leak")
+    assert (control.rate, control.answers) == (1.0, 60)

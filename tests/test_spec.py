@@ -341,3 +341,17 @@ def test_a_context_that_cannot_be_is_one_line(part: str, more: str, told: str) -
         asked(part, more)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_probe_of_rows_as_published_needs_no_lengths() -> None:
+    text = "format: 1\nname: p\nmodel: m\nprobe: {}\nevaluate: {suites: {xstest: {items: 24}}}\n"
+    grid = parse_spec(text, "q.yaml", NAMES).evaluate
+    assert (grid.context_tokens, grid.contexts_of("xstest")) == ((), (0,))
+
+
+def test_an_old_run_of_public_rows_is_read_as_it_stands() -> None:
+    """Before, a suite without a length of its own had the grid's; read back without names it still has."""
+    text = (
+        "format: 1\nname: q\nevaluate:\n  policies: [none]\n  suites: {xstest: {items: 8}}\n  context_tokens: [160]\n"
+    )
+    assert parse_spec(text, "spec.yaml").evaluate.contexts_of("xstest") == (160,)

@@ -12,6 +12,7 @@ import typer
 from audit.commands.command_line import say, user_errors, wide_console
 from audit.core.errors import SpecError
 from audit.core.files import write_output
+from audit.core.text import at_length
 
 if TYPE_CHECKING:
     from reports.gate.family import GatedCell
@@ -103,7 +104,7 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
     from reports.gate.verdict import Status
 
     policy = findings.comparison.labels.get(d.policy, d.policy)
-    name = f"{d.suite} at {d.context_tokens} tokens, {d.estimand} of {d.arm} under {policy}"
+    name = f"{d.suite} {at_length(d.context_tokens)}, {d.estimand} of {d.arm} under {policy}"
     if d.effect is None or d.margin is None:
         return f"{name}: {d.status.value}, no number of items is known to decide it"
     has = f"{d.effect.n_items} items in {d.effect.n_clusters} templates"
@@ -116,7 +117,8 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
         return f"{name}: {d.status.value} with {has}; {why}"
     most = max(count for count in needed if count is not None)
     items = round(most * d.effect.n_items / d.effect.n_clusters)
-    return f"{name}: {d.status.value} with {has}; {items} items in {most} templates would decide it, if nothing is lost"
+    would = f"{items} items in {most} templates would decide it, if nothing is lost and the suite has as many"
+    return f"{name}: {d.status.value} with {has}; {would}"
 
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:

@@ -54,6 +54,11 @@ def _pilot(value: Any) -> Any:
     raise PydanticCustomError("pilot", f"0 for none, or a whole number from {LEAST_PILOT} to {MOST_PILOT}")
 
 
+def _no_lengths(value: Any) -> Any:
+    """The word for rows as published stands for no length at all."""
+    return () if value == PUBLISHED else value
+
+
 class SuiteSpec(Part):
     """How much of a suite is asked, and what it does otherwise than the grid or the suite itself says.
 
@@ -104,7 +109,10 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
     unique(f"evaluate.suites.{name}.context", tuple(contexts))
     bare = {key: value for key, value in rest.items() if key != "context_tokens"}
     found = [name if one == PUBLISHED else f"{name}@{one}" for one in contexts]
-    return {one: bare if names is not None and names.lengths(one) == "none" else rest for one in found}
+    short = {one for one in found if names is not None and names.lengths(one) == "none"}
+    if len(short) == len(found):  # nothing takes the length, if one is given: that is for whoever checks it to say
+        return dict.fromkeys(found, rest)
+    return {one: bare if one in short else rest for one in found}
 
 
 class EvaluateSpec(Part):
@@ -116,7 +124,7 @@ class EvaluateSpec(Part):
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
-    context_tokens: tuple[ContextLength, ...] = ()
+    context_tokens: Annotated[tuple[ContextLength, ...], BeforeValidator(_no_lengths)] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
     temperature: HeatOrGreedy = 0.0
@@ -298,9 +306,14 @@ PROBED: Mapping[str, Any] = {
 }
 
 
-def probed(grid: Any) -> Any:
-    """The evaluate section of a probe's plan with what it leaves open."""
-    return {**PROBED, **grid} if isinstance(grid, Mapping) else PROBED if grid is None else grid
+def probed(grid: Any, names: Names | None = None) -> Any:
+    """The evaluate section of a probe's plan with what it leaves open; rows as published need no lengths."""
+    if not isinstance(grid, Mapping):
+        return PROBED if grid is None else grid
+    found = {**PROBED, **grid}
+    suites = found["suites"] if isinstance(found["suites"], Mapping | list) else ()
+    published = names is not None and suites and all(names.lengths(str(name)) == "none" for name in suites)
+    return {**found, "context_tokens": ()} if published and "context_tokens" not in grid else found
 
 
 def check_probed(grid: EvaluateSpec) -> None:

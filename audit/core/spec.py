@@ -283,12 +283,12 @@ class RunSpec(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _probed(cls, value: Any) -> Any:
+    def _probed(cls, value: Any, info: ValidationInfo) -> Any:
         """A plan of a probe with what it leaves open."""
         if not isinstance(value, Mapping) or "probe" not in value:
             return value
         probe = {} if value["probe"] is None else value["probe"]
-        return {**value, "probe": probe, "evaluate": probed(value.get("evaluate"))}
+        return {**value, "probe": probe, "evaluate": probed(value.get("evaluate"), info.context)}
 
     @model_validator(mode="after")
     def _complete(self, info: ValidationInfo) -> Self:

@@ -19,6 +19,7 @@ from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Record
 from audit.core.spec import RunSpec, with_gate
 from audit.core.text import at_length
+from audit.judges.base import parse_judge
 from audit.runs.evaluate import asked_suite, grid, made, round_of
 from audit.runs.units import Unit
 from reports.gate.controls import Control, Standing, controls_of
@@ -75,7 +76,8 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     suite, part = asked_suite(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
     round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
-    return [Counted(item.cluster_id, (*suite.facets(item), WELL_FORMED)) for item in round_]
+    harms = suite.harms if any(parse_judge(text).grades_harm for text in spec.judge) else lambda _: ()
+    return [Counted(item.cluster_id, (*suite.facets(item), *harms(item), WELL_FORMED)) for item in round_]
 
 
 # --- what cannot pass ------------------------------------------------------------------------------------------------

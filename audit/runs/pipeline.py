@@ -139,6 +139,7 @@ class Pipeline:
         check_checkpoints(run.path)
         self._run, self._console, self._takeover = run, console, takeover
         self._spec = run.spec.sized(items_in(run.provenance()))
+        _check_versions(run, self._spec)
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
@@ -567,6 +568,17 @@ class Pipeline:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_versions(run: RunFolder, spec: RunSpec) -> None:
+    """Raise RunError for a run that asks suites of another version: its records and new ones are of two questions."""
+    begun = run.provenance().get("suite_versions", {})
+    for name in spec.evaluate.suites:
+        if begun.get(name, now := SUITES.get(name).version) != now:
+            raise RunError(
+                f"{str(run.path)!r} was begun with version {begun[name]} of suite {name}, which is version {now} here; "
+                "gate and report read it as it is, to go on give another --out"
+            )
 
 
 @contextmanager

@@ -62,7 +62,8 @@ def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
         for name, column in FACET_COLUMNS.items():
             if column in part:
                 value = part[column].to_numpy(dtype=np.float64)
-                formless = (said.read == 0) & (name != WELL_FORMED)
+                # what was said before a cut is known, although the answer has not the form of one
+                formless = (said.read == 0) & (name != WELL_FORMED) & (np.isnan(value) | (value == UNREAD))
                 good = np.where(formless, 0.0, value == FACETS[name].wanted)
                 # an answer with form and without a value is one that nobody judged
                 yield from said.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless))

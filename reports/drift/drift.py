@@ -425,7 +425,7 @@ def no_narrower(one: Effect, other: Effect) -> Effect:
     """The first effect, as uncertain as both together.
 
     A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread; one about
-    answers that a judge was unsure of holds however they are read.
+    answers that a judge was unsure of holds with all of them counted as desired, and with none.
     """
     return replace(
         one,

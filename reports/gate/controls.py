@@ -190,6 +190,7 @@ def _not_shown(
     read = share(form.readable, form.clusters, draws=form.draws)
     if own.facet != WELL_FORMED and read.low <= READABLE:
         says = f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read"
+        says += ": too few to show that most do" if read.rate > READABLE else ""
         yield Standing.UNREADABLE, says, float(read.high) - READABLE + HOPE
     control = _first(facets, CONTROLS) if _needs_control(own.facet) else None
     if control is not None and (able := _share(control)).low <= margin:

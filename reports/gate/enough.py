@@ -16,7 +16,7 @@ import numpy as np
 from reports.gate.sizes import Design, chance
 from reports.stats.binomial import clopper_pearson
 from reports.stats.effect import Array
-from reports.stats.rule import clusters_required, effective_clusters, too_large
+from reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_large
 
 LEAST_CHURN = 0.05  # discordance: no pilot sizes a run for fewer items that differ
 ASSUMED_CHURN = 0.10  # discordance that is assumed where no pilot saw a pair
@@ -93,16 +93,24 @@ def can_pass(counts: Array, margin: float, alpha: float) -> bool:
     return enough and not too_large(counts, margin)
 
 
+def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[int]:
+    """The numbers of items, up to ``most``, with which a metric can pass; more may be too many of one template."""
+    required, counts = clusters_required(metric.margin, alpha), dict[str, int]()
+    total, squares, largest, found = 0, 0, 0, list[int]()
+    for items in range(1, most + 1):
+        one = layout[(items - 1) % len(layout)]
+        if metric.facet is None or metric.facet in one.facets:
+            own = counts[one.cluster] = counts.get(one.cluster, 0) + 1
+            total, squares, largest = total + 1, squares + 2 * own - 1, max(largest, own)
+        enough = total > 0 and total**2 / squares >= required - 1e-9
+        if enough and largest <= LARGEST_SHARE * metric.margin * total * (1 + 1e-9):
+            found.append(items)
+    return found
+
+
 def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
-    """The smallest number of items with which a metric can pass, None where a whole round is not enough."""
-    if not can_pass(counts_of(layout, len(layout), metric.facet), metric.margin, alpha):
-        return None
-    least = min(clusters_required(metric.margin, alpha), len(layout))
-    return next(
-        items
-        for items in range(least, len(layout) + 1)
-        if can_pass(counts_of(layout, items, metric.facet), metric.margin, alpha)
-    )
+    """The smallest number of items with which a metric can pass, None where none within a round is enough."""
+    return next(iter(passable(layout, metric, alpha, len(layout))), None)
 
 
 def short_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Short | None:
@@ -132,19 +140,19 @@ def enough_items(layout: Layout, metric: Metric, design: Design, most: int) -> E
 
     ``design`` says all but templates and items. What cannot pass at all takes a round, which describes as well as any.
     """
-    least = fewest_items(layout, metric, design.alpha)
-    if least is None:
+    numbers = passable(layout, metric, design.alpha, most)
+    if not numbers:
         return Enough(min(len(layout), most), 0.0)
-    low, high = least, max(least, most)
-    if (found := _chance(layout, metric, design, low)) >= design.power:
-        return Enough(low, found)
-    if (best := _chance(layout, metric, design, high)) < design.power:
-        return Enough(high, best)
-    while high > low * _STEP + 1:
+    low, high = 0, len(numbers) - 1
+    if (found := _chance(layout, metric, design, numbers[low])) >= design.power:
+        return Enough(numbers[low], found)
+    if (best := _chance(layout, metric, design, numbers[high])) < design.power:
+        return Enough(numbers[high], best)
+    while high > low + 1 and numbers[high] > numbers[low] * _STEP + 1:
         middle = (low + high) // 2
-        found = _chance(layout, metric, design, middle)
+        found = _chance(layout, metric, design, numbers[middle])
         low, high, best = (low, middle, found) if found >= design.power else (middle, high, best)
-    return Enough(high, best)
+    return Enough(numbers[high], best)
 
 
 def _chance(layout: Layout, metric: Metric, design: Design, items: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.text import inline
+from audit.core.text import inline, length_label
 from reports.drift.comparison import PROGRAMMATIC
 from reports.labels.second import SecondJudge
 from reports.page.findings import Findings
@@ -42,7 +42,7 @@ def unsure_tables(findings: Findings) -> tuple[Table, ...]:
     """The cells with answers that their judge was not sure of; none where it was of all."""
     labels = findings.comparison.labels
     rows = [
-        [c.arm, labels.get(c.policy, c.policy), c.suite, str(c.context_tokens), f"{c.unsure} of {c.n_samples}"]
+        [c.arm, labels.get(c.policy, c.policy), c.suite, length_label(c.context_tokens), f"{c.unsure} of {c.n_samples}"]
         for c in findings.drift.cells
         if c.unsure
     ]

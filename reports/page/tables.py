@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Outcome
-from audit.core.text import at_length, clip, inline
+from audit.core.text import at_length, clip, inline, length_label
 from reports.drift.comparison import Comparison
 from reports.drift.results import Contrast
 from reports.gate.rules import Rules
@@ -225,7 +225,7 @@ def estimand_table(findings: Findings, name: str, *, gated_only: bool = False) -
             c.arm,
             findings.comparison.labels.get(c.policy, c.policy),
             c.suite,
-            str(c.context_tokens),
+            length_label(c.context_tokens),
             _text(c),
             _recipe(c),
         ]
@@ -260,7 +260,7 @@ def outcomes_table(findings: Findings) -> Table:
             c.arm,
             findings.comparison.labels.get(c.policy, c.policy),
             c.suite,
-            str(c.context_tokens),
+            length_label(c.context_tokens),
             percent(c.rate),
             percent(c.rate_if_desired),
             *(str(c.outcomes[name]) for name in Outcome),

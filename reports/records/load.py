@@ -23,7 +23,7 @@ import pandas as pd
 
 from audit.core.errors import DataError
 from audit.core.files import read_json, read_text
-from audit.core.provenance import INPUTS, ORIGIN, PROVENANCE, check_sealed, read_provenance, seal_of
+from audit.core.provenance import ANYWAY, INPUTS, ORIGIN, PILOT, PROVENANCE, check_sealed, read_provenance, seal_of
 from audit.core.recipe import RECIPE, read_recipe
 from audit.core.records import Message, Record
 from audit.core.spec import RunSpec, parse_spec
@@ -115,8 +115,12 @@ def load_run(run: Path) -> RunData:
     columns = Columns()
     seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
     if not columns.rows:
+        stopped = PILOT in provenance and ANYWAY not in provenance
         raise DataError(
-            f"no records in {str(run / 'records')!r}; evaluate first: kvaudit run SPEC --out {run} --resume"
+            f"no records in {str(run / 'records')!r}; "
+            + ("its pilot may have found nothing to lose: " if stopped else "evaluate first: ")
+            + f"kvaudit run SPEC --out {run} --resume"
+            + (" says so, and --anyway goes on" if stopped else "")
         )
     frame = _without_duplicates(columns.frame(), problems)
     incomplete = tuple(name for name, seal in seals.items() if seal is None)
