@@ -31,6 +31,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m bench.quickstart --check
 
 fix: setup
 	$(BIN)/ruff format .
