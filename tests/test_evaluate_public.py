@@ -46,6 +46,8 @@ def test_public_suites_keep_the_contract_on_the_real_rows(suite: Suite) -> None:
         asked = ask(suite, MORE.get(suite.name, 240), train=90)
     except DataError as missing:
         pytest.skip(str(missing))
+    if suite.name == "competition" and suite.rows("eval") < 60:
+        pytest.skip("KVAUDIT_DATA holds too few of the files that it pools")
     for check in ON_REAL_ROWS:
         check(asked)
     contract.test_no_constant_answer_wins(contract.without_understanding(asked))

@@ -260,6 +260,8 @@ def test_what_is_right_changes_between_twins(asked: Asked) -> None:
     for item in asked.eval:
         visits[item.cluster_id].append(item)
     groups = [items[: suite.twins] for items in visits.values() if len(items) >= suite.twins]
+    if suite.twins > 1 and suite.rows("eval") is not None:  # a template may lack the twin
+        groups = [items for items in groups if len({suite.gold(item) for item in items}) > 1]
     assert groups, f"no template has {suite.twins} twins among {len(asked.eval)} items"
     for twins in groups if suite.twins > 1 else []:
         for gold in {suite.gold(item) for item in twins}:
@@ -287,6 +289,11 @@ def test_enough_templates_are_visited_in_turn(asked: Asked) -> None:
         if split == "eval" and asked.suite.clusters is not None:
             assert count <= asked.suite.clusters < FEWEST["eval"]
         assert len(set(clusters[:count])) == count
+        if asked.suite.rows(split) is not None:  # templates with few rows drop out
+            visits = Counter[str]()
+            turns = [visits.update([name]) or visits[name] for name in clusters]
+            assert turns == sorted(turns)
+            continue
         rest = [clusters[start : start + count] for start in range(0, len(clusters), count)]
         assert all(later == earlier[: len(later)] for earlier, later in pairwise(rest))
 

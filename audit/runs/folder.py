@@ -97,14 +97,21 @@ def begun_run(path: Path) -> RunFolder:
     """The run in a folder, by the spec it began with; raises DataError for another one."""
     run = RunFolder(path, load_spec(path / SPEC, NAMES))
     began = run.provenance().get("spec_sha256")
-    if began != run.spec.sha256:  # one of before public rows had no length is read as it stands
-        run = RunFolder(path, load_spec(path / SPEC))
+    if began != run.spec.sha256:
+        run = RunFolder(path, _as_it_stands(load_spec(path / SPEC), run.spec))
     if began != run.spec.sha256:
         raise DataError(
             f"{str(path / SPEC)!r} has hash {run.spec.sha256[:12]}, the run began with {str(began)[:12]}; "
             "put the first one back"
         )
     return run
+
+
+def _as_it_stands(written: RunSpec, now: RunSpec) -> RunSpec:
+    """The spec as a run wrote it, where it is of before public rows had no length; else as it is read now."""
+    grid = written.evaluate
+    before = [name for name in grid.suites if NAMES.lengths(name) == "none" and any(grid.contexts_of(name))]
+    return written if before else now
 
 
 def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:

@@ -1,4 +1,7 @@
-"""Too few templates for an interval: what is said in its place, and the estimate that stands alone."""
+"""Too few templates for an interval: what is said in its place, and the estimate that stands alone.
+
+No statistic: nothing is computed here.
+"""
 
 from __future__ import annotations
 
