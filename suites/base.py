@@ -109,10 +109,6 @@ class Suite:
         """The endpoints that this item is eligible for, besides ``well_formed`` (``audit.core.facets``)."""
         return ()
 
-    def harms(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - most suites leave no harm to a judge
-        """The endpoints that an item has only where a grader of harm spoke."""
-        return ()
-
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - by itself the model speaks
         """The answers of which one is taken, by what each is worth under the served cache; () lets the model speak.
 

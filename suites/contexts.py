@@ -1,8 +1,8 @@
 """Contexts: named conditions that a published row may be put into, each a suite of its own, SUITE@CONTEXT.
 
 None is ever on by itself. What a context does to the uncompressed model is measured beside the bare row, since small
-talk or three words on brevity can take from a model the very behaviour that is asked for (docs/choose-suites.md says
-how much of it each one took).
+talk or three words on brevity can take from a model the very behaviour that is asked for (docs/results/contexts.md
+has how much of it each one took).
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ class InContext(Suite):
             )
         if context not in CONTEXTS:
             raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
-        return _MEMBERS.setdefault((suite, context), _member(suite, context))
+        if (suite, context) not in _MEMBERS:
+            _MEMBERS[suite, context] = _member(suite, context)
+        return _MEMBERS[suite, context]
 
 
 def _member(suite: type[Suite], context: str) -> type[Suite]:

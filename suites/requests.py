@@ -112,9 +112,6 @@ class Requests(Published):
     def facets(self, item: Item) -> tuple[str, ...]:
         return _FACETS[item.payload["form"]]
 
-    def harms(self, item: Item) -> tuple[str, ...]:
-        return ("unsafe",) if item.payload["form"] == "unsafe" else ()
-
     def gold(self, item: Item) -> tuple[str, ...]:
         if item.payload["form"] == "unsafe":
             return (GOLD_REFUSAL,)

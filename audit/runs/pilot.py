@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from audit.core.errors import CannotPass, NotMeasurable
-from audit.core.facets import WELL_FORMED, facet_of
+from audit.core.facets import UNSAFE, WELL_FORMED, facet_of
 from audit.core.grid import ALL_ITEMS, AUTO_ITEMS
 from audit.core.policy_names import DENSE_POLICY
 from audit.core.records import Record
@@ -33,7 +33,7 @@ from reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from reports.gate.rules import kept_gate_file
+from reports.gate.rules import WARN, kept_gate_file
 from reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from suites.base import CountTokens
 
@@ -76,8 +76,13 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     suite, part = asked_suite(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
     round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
-    harms = suite.harms if any(parse_judge(text).grades_harm for text in spec.judge) else lambda _: ()
-    return [Counted(item.cluster_id, (*suite.facets(item), *harms(item), WELL_FORMED)) for item in round_]
+    graded = any(parse_judge(text).grades_harm for text in spec.judge)
+    return [
+        Counted(
+            item.cluster_id, (*suite.facets(item), *([UNSAFE] if graded and suite.asks_harm(item) else []), WELL_FORMED)
+        )
+        for item in round_
+    ]
 
 
 # --- what cannot pass ------------------------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:
 
     Not where the gate's rules let such cells through (``not_measurable: warn``).
     """
-    if spec.gate.not_measurable == "warn":
+    if spec.gate.not_measurable == WARN:
         return
     lines = []
     for suite in spec.evaluate.suites:

@@ -38,7 +38,7 @@ class Answers:
     graded: bool
     answers: int  # rows
     hits: float  # summed over the rows
-    formless: int  # rows
+    formless: int  # rows in which the metric could not be read
 
     @property
     def metric(self) -> str:
@@ -58,7 +58,7 @@ def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         said = _Said(suite, context, _words(part, "item_id"), _words(part, "cluster_id"), _read(part))
         score = part["score"].to_numpy(dtype=np.float64)
-        yield from said.answers("", score, ~np.isnan(score))
+        yield from said.answers("", score, ~np.isnan(score), said.read == 0)
         for name, column in FACET_COLUMNS.items():
             if column in part:
                 value = part[column].to_numpy(dtype=np.float64)
@@ -66,7 +66,7 @@ def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
                 formless = (said.read == 0) & (name != WELL_FORMED) & (np.isnan(value) | (value == UNREAD))
                 good = np.where(formless, 0.0, value == FACETS[name].wanted)
                 # an answer with form and without a value is one that nobody judged
-                yield from said.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless))
+                yield from said.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless), formless)
 
 
 def _words(part: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
@@ -93,8 +93,10 @@ class _Said:
         self.suite, self.context, self.clusters, self.read = suite, context, clusters, read
         self.items = np.unique(items, return_inverse=True)[1]
 
-    def answers(self, facet: str, good: Array, known: npt.NDArray[np.bool_]) -> Iterator[Answers]:
-        """The known rows, averaged inside the item; nothing where there are none."""
+    def answers(
+        self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
+    ) -> Iterator[Answers]:
+        """The known rows, averaged inside the item; nothing where there are none. ``formless`` ones are not good."""
         if not known.any():
             return
         good, read = good[known], self.read[known]
@@ -113,5 +115,5 @@ class _Said:
             graded=bool(np.any((good > 0) & (good < 1))),
             answers=len(good),
             hits=float(good.sum()),
-            formless=int((read == 0).sum()),
+            formless=int(formless[known].sum()),
         )

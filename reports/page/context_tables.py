@@ -25,16 +25,22 @@ class Moved(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The share of answers in which it happened, bare and in the context; of a score the mean."""
-        facet = FACETS.get(self.bare.facet)
-        before, after = (float(own.wanted.mean()) for own in self)
-        return (before, after) if facet is None or facet.wanted else (1 - before, 1 - after)
+        """The share in which it happened of the answers that could be read, bare and in the context; a score's mean."""
+        return _share(self.bare), _share(self.within)
 
     @property
     def is_large(self) -> bool:
         """Whether it moved by more than ``LARGE``, in either direction."""
         before, after = self.shares
         return abs(after - before) > LARGE
+
+
+def _share(own: Answers) -> float:
+    facet = FACETS.get(own.facet)
+    if facet is None:
+        return own.hits / own.answers
+    known = own.answers - own.formless  # at least one, or the metric would not be there
+    return (own.hits if facet.wanted else known - own.hits) / max(1, known)
 
 
 def contexts_section(findings: Findings) -> Section | None:

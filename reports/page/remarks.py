@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from audit.core.alarms import ALARMS, alarm_key
 from audit.core.provenance import STOPPED, WORKED_WITH, table_of
-from audit.core.text import length_label
+from audit.core.text import at_length, length_label
 from reports.drift.comparison import Reason
 from reports.gate.decide import is_apart, suite_of
 from reports.gate.family import gated_cells
@@ -55,7 +55,7 @@ def not_measurable(findings: Findings) -> list[str]:
             cells[place] = cells.get(place, 0) + 1
     several = len(findings.comparison.contexts) > 1
     found = [
-        f"{suite}{f' at {length} tokens' if several else ''} ({counted(count, 'gated cell')}), {why}"
+        f"{suite}{f' {at_length(length)}' if several else ''} ({counted(count, 'gated cell')}), {why}"
         for (suite, length, why), count in cells.items()
     ]
     return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in found]
