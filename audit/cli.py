@@ -1,4 +1,4 @@
-"""The command line: collects the commands, each of which owns its options and lies in a file of ``audit.commands``.
+"""The command line: collects the commands, each a file of ``kvaudit.audit.commands`` with its options.
 
 Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE,
 130 interrupted, 143 terminated.
@@ -11,39 +11,39 @@ from typing import Annotated
 
 import typer
 
-from audit import __version__
-from audit.commands.adjudicate import adjudicate
-from audit.commands.calibrate import calibrate
-from audit.commands.card import card
-from audit.commands.check import check_setting, init_spec
-from audit.commands.command_line import end_on_sigterm
-from audit.commands.compare import compare
-from audit.commands.data import data
-from audit.commands.displace import displace
-from audit.commands.explain import explain
-from audit.commands.export import export
-from audit.commands.gate import gate
-from audit.commands.generate import generate
-from audit.commands.guard import guard
-from audit.commands.judge import judge
-from audit.commands.listing import listing
-from audit.commands.lm_eval import PASSED_ON, lm_eval
-from audit.commands.mismatch import mismatch
-from audit.commands.pin import pin
-from audit.commands.plan import plan
-from audit.commands.pretrain import pretrain
-from audit.commands.probe import probe
-from audit.commands.questionnaire import questionnaire
-from audit.commands.recipe import recipe
-from audit.commands.remedy import remedy
-from audit.commands.report import report
-from audit.commands.run import evaluate, join, run, train
-from audit.commands.scan import scan
-from audit.commands.serve import serve
-from audit.commands.show import show
-from audit.commands.tasks import tasks
-from audit.commands.verify import verify
-from audit.commands.view import view
+from kvaudit import __version__
+from kvaudit.audit.commands.adjudicate import adjudicate
+from kvaudit.audit.commands.calibrate import calibrate
+from kvaudit.audit.commands.card import card
+from kvaudit.audit.commands.check import check_setting, init_spec
+from kvaudit.audit.commands.command_line import end_on_sigterm
+from kvaudit.audit.commands.compare import compare
+from kvaudit.audit.commands.data import data
+from kvaudit.audit.commands.displace import displace
+from kvaudit.audit.commands.explain import explain
+from kvaudit.audit.commands.export import export
+from kvaudit.audit.commands.gate import gate
+from kvaudit.audit.commands.generate import generate
+from kvaudit.audit.commands.guard import guard
+from kvaudit.audit.commands.judge import judge
+from kvaudit.audit.commands.listing import listing
+from kvaudit.audit.commands.lm_eval import PASSED_ON, lm_eval
+from kvaudit.audit.commands.mismatch import mismatch
+from kvaudit.audit.commands.pin import pin
+from kvaudit.audit.commands.plan import plan
+from kvaudit.audit.commands.pretrain import pretrain
+from kvaudit.audit.commands.probe import probe
+from kvaudit.audit.commands.questionnaire import questionnaire
+from kvaudit.audit.commands.recipe import recipe
+from kvaudit.audit.commands.remedy import remedy
+from kvaudit.audit.commands.report import report
+from kvaudit.audit.commands.run import evaluate, join, run, train
+from kvaudit.audit.commands.scan import scan
+from kvaudit.audit.commands.serve import serve
+from kvaudit.audit.commands.show import show
+from kvaudit.audit.commands.tasks import tasks
+from kvaudit.audit.commands.verify import verify
+from kvaudit.audit.commands.view import view
 
 app = typer.Typer(
     name="kvaudit",

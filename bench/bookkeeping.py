@@ -16,16 +16,16 @@ from unittest import mock
 
 from rich.console import Console
 
-from audit.core.files import write_json
-from audit.core.provenance import PROVENANCE
-from audit.core.spec import RunSpec, load_spec
-from audit.core.spec_train import BASE_ARM
-from audit.runs import pipeline
-from audit.runs.evaluate import RowsDone, grid
-from audit.runs.folder import RunFolder, open_run
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline
-from audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.runs import pipeline
+from kvaudit.audit.runs.evaluate import RowsDone, grid
+from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.core.files import write_json
+from kvaudit.core.provenance import PROVENANCE
+from kvaudit.core.spec import RunSpec, load_spec
+from kvaudit.core.spec_train import BASE_ARM
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 MODEL = SimpleNamespace(sha256="0" * 64)

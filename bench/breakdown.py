@@ -25,12 +25,12 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from audit.policies import parse_policy
-from audit.sampling.packed import packed
-from audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 from bench import learner
 from bench.decode import BUDGET, CODING, CONTEXT, EVICTING, models, seeded, timed
 from bench.models import Served, random_llama
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
 PREFILLS = {**POLICIES, "h2o": f"h2o:budget={BUDGET}"}

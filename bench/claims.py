@@ -4,7 +4,7 @@
 
 Any run that trained will do, with the facets that it asked.
 
-Training: means over steps and seeds of the telemetry, whose names ``audit.training.telemetry`` explains; of the
+Training: means over steps and seeds of the telemetry, whose names ``kvaudit.audit.training.telemetry`` explains; of the
 gradient's variance the median and the largest, since one step can outweigh all others; rewards are those of the first
 and of the second half of the steps, over the seeds, and the second's lowest and highest seed. Drift: points of unwanted
 behaviour more than the reference, both served uncompressed, with the 95 % interval over items at these seeds, and the
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from reports.drift.results import Contrast
-from reports.page.findings import Findings
-from reports.page.words import points
-from reports.records.load import RunData, load_run
-from reports.run import decided
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import points
+from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.run import decided
 
 UNWANTED = ("refusal.unsafe", "agent.attack_success", "agent.leak")
 MEASURES = {

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from audit.core.grid import SuiteSpec
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
-from reports.gate.sizes import Design, chance
-from reports.gate.verdict import Decision, Status, Verdict
-from reports.records.load import RunData
-from reports.run import decided
+from kvaudit.core.grid import SuiteSpec
+from kvaudit.reports.gate.sizes import Design, chance
+from kvaudit.reports.gate.verdict import Decision, Status, Verdict
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.run import decided
 
 ALPHA = 0.05
 Rng = np.random.Generator

@@ -10,21 +10,21 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from audit.core.files import write_json
-from audit.core.grid import EvaluateSpec
-from audit.core.records import Item, Outcome, Record
-from audit.core.spec import RunSpec, parse_spec
-from audit.policies.draws import derive_seed
-from audit.runs.evaluate import Batches, Evaluator, served
-from audit.runs.folder import RunFolder, open_run
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare_run
-from audit.runs.units import Unit, UnitFiles
-from audit.sampling.chat import Rendered
-from audit.sampling.conversations import Played, play
-from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Decoding, Sampler
-from suites.base import SUITES, Suite
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.evaluate import Batches, Evaluator, served
+from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.files import write_json
+from kvaudit.core.grid import EvaluateSpec
+from kvaudit.core.records import Item, Outcome, Record
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.suites.base import SUITES, Suite
 
 SUITE_NAMES = ("refusal", "agent", "math")
 CONTEXT, MARGIN = 192, 5.0  # tokens, pp: those of examples/quickstart.yaml

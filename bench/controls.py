@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from audit.runs.folder import RunFolder
 from bench.control_draws import Shares, gated, halves, limit, losses, planned_pass, shares, some, swaps, templates_of
 from bench.control_runs import (
     AGAIN,
@@ -32,9 +31,10 @@ from bench.control_runs import (
     sample,
     spoil_templates,
 )
-from reports.gate.verdict import Decision, Status
-from reports.records.load import RunData, load_run
-from reports.run import write_report
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.run import write_report
 
 SPOILT_SHARE = 0.1
 TOO_FEW = 4  # templates: with k that differ no sign-flip p-value is below 1/2^k, and 1/16 is above .05

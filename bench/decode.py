@@ -26,13 +26,13 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from audit.cache.attention import NAME
-from audit.core.errors import RunError
-from audit.policies import parse_policy
-from audit.sampling.model import load_model
-from audit.sampling.packed import packed
-from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, embedded, random_llama
+from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import RunError
 
 CONTEXT, NEW, TURNS, BUDGET = 2048, 16, 5, 512
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"

@@ -86,7 +86,18 @@ def _chain(
 
 def _started(spec: Path, run: Path) -> subprocess.Popen[bytes]:
     """A process that begins the run, or goes on with it."""
-    command = [sys.executable, "-m", "audit.cli", "run", str(spec), "--out", str(run), "--resume", "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvaudit.audit.cli",
+        "run",
+        str(spec),
+        "--out",
+        str(run),
+        "--resume",
+        "--threads",
+        "1",
+    ]
     with run.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [*command, "--anyway"], stdout=log, stderr=log, env={**os.environ, "KVAUDIT_MARK": str(run)}

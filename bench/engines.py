@@ -25,17 +25,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from audit.core.errors import AuditError
-from audit.core.grid import EngineSpec
-from audit.core.records import Item
-from audit.engines import ENGINES, Asked, Condition, parse_condition
-from audit.engines.base import Work
-from audit.policies import Policy, parse_policy
-from audit.sampling.conversations import opening_of, play
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.packed import packed
-from audit.sampling.sampler import Decoding, Sampler
-from suites.base import SUITES, Suite
+from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
+from kvaudit.audit.engines.base import Work
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.sampling.conversations import opening_of, play
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import AuditError
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.records import Item
+from kvaudit.suites.base import SUITES, Suite
 
 IN_FLIGHT = 16
 # a policy of ours, and the setting of an engine that it is taken for

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import torch
 
-from audit.cache.ledger import Rollout
-from audit.cache.quantised.hints import unpack_hints
-from audit.policies import Composed, Evictor, Policy, parse_policy
-from audit.replay.learner_pass import LearnerPass, suffix_logits
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.quantised.hints import unpack_hints
+from kvaudit.audit.policies import Composed, Evictor, Policy, parse_policy
+from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 PROMPT, NEW, GROUP, MESSAGE = 200, 48, 4, 30
 TEXT = Path(__file__).parent.parent / "docs" / "how-the-cache-works.md"

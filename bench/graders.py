@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.core.text import inline
-from suites.answers import final_answer, has_algebra, same_answer, verified
-from suites.bfcl import SINGLE, _are, by_schema
-from suites.mathrows import extract_number
-from suites.rules import RULES, checkable, written_to_keep
-from suites.sources import data_file, json_lines
-from suites.sysifeval import USER_FORM, topic
-from suites.tool_calls import Call, first_of, parse_calls, written_calls
+from kvaudit.core.text import inline
+from kvaudit.suites.answers import final_answer, has_algebra, same_answer, verified
+from kvaudit.suites.bfcl import SINGLE, _are, by_schema
+from kvaudit.suites.mathrows import extract_number
+from kvaudit.suites.rules import RULES, checkable, written_to_keep
+from kvaudit.suites.sources import data_file, json_lines
+from kvaudit.suites.sysifeval import USER_FORM, topic
+from kvaudit.suites.tool_calls import Call, first_of, parse_calls, written_calls
 
 Grader = Callable[[str], bool]
 _SHOWN = 200  # characters of an answer

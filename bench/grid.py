@@ -27,14 +27,14 @@ from unittest import mock
 import torch
 import yaml
 
-from audit.cache.shared import SharedPrefill
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.evaluate import Batches, Evaluator, grid
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.runs.units import UnitFiles
-from audit.sampling.episode import Episode
-from audit.sampling.model import load_model
+from kvaudit.audit.cache.shared import SharedPrefill
+from kvaudit.audit.runs.evaluate import Batches, Evaluator, grid
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.units import UnitFiles
+from kvaudit.audit.sampling.episode import Episode
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.spec import RunSpec, parse_spec
 
 GIVEN, TAKEN = "forwards of given tokens", "taking over"
 

@@ -20,11 +20,11 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from audit.sampling.model import locate
-from audit.serving.harness.model import KvauditLM
-from audit.serving.harness.tasks import write_tasks
 from bench.decode import Seconds, timed
-from suites.base import SUITES
+from kvaudit.audit.sampling.model import locate
+from kvaudit.audit.serving.harness.model import KvauditLM
+from kvaudit.audit.serving.harness.tasks import write_tasks
+from kvaudit.suites.base import SUITES
 
 CONTEXT, NEW, SEED = 512, 128, 1000
 

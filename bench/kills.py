@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from audit.cli import main as kvaudit
-from audit.core.errors import DataError
-from audit.core.files import read_json
-from audit.core.provenance import check_checkpoints
-from audit.core.records import Record
-from audit.sampling import rendering
-from reports.page.formats import formats
+from kvaudit.audit.cli import main as kvaudit
+from kvaudit.audit.sampling import rendering
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import check_checkpoints
+from kvaudit.core.records import Record
+from kvaudit.reports.page.formats import formats
 
 SPEC = """\
 name: kills
@@ -278,10 +278,10 @@ def main() -> None:
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     for name in (
-        "audit.runs.pipeline",
-        "audit.runs.names",
-        "reports.run",
-        "reports.analysis.analyse",
+        "kvaudit.audit.runs.pipeline",
+        "kvaudit.audit.runs.names",
+        "kvaudit.reports.run",
+        "kvaudit.reports.analysis.analyse",
     ):  # before any fork
         importlib.import_module(name)
     formats()  # imports them

@@ -12,9 +12,9 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import NEVER, Rollout
-from audit.training import learner
 from bench.models import Served, random_llama
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.training import learner
 
 VOCABULARY, WIDTH, TOKENS, ASKED = 152_064, 256, 512, 8 * 4096
 GIB = 1 << 30

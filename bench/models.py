@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from audit.cache.attention import NAME
-from audit.core.errors import DataError
-from audit.sampling.model import load_model
+from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import DataError
 
 
 @dataclass

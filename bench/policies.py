@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from audit.cache.attention import NAME
-from audit.cache.cache import EvictingCache
-from audit.cache.quantised.store import QuantisedStore
-from audit.core.errors import DataError
-from audit.policies import POLICIES, Policy, evictor_of, parse_policy
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
 from bench.exactness import gaps
 from bench.models import Served, random_llama
+from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.quantised.store import QuantisedStore
+from kvaudit.audit.policies import POLICIES, Policy, evictor_of, parse_policy
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError
 
 TURN = 10  # tokens that one side decodes before the other's turn
 FIXED = ("prefill x dense", "peak KV / dense", "bound", "gap fp64", "fp32", "bf16")

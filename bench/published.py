@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from audit.core.facets import WELL_FORMED
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.records import Outcome, Record
-from reports.gate.controls import Control, controls_of
-from reports.stats.binomial import clopper_pearson
-from reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.core.facets import WELL_FORMED
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.records import Outcome, Record
+from kvaudit.reports.gate.controls import Control, controls_of
+from kvaudit.reports.stats.binomial import clopper_pearson
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 MARGIN = 0.05  # that a standing is said for
 HEADERS = ("suite", "facet", "answers", "templates", "rate", "95 %", "standing", "cut off", "loops or empty", "minutes")

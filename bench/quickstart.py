@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from audit.core.files import read_json, write_json
-from audit.core.records import Record
-from audit.core.spec import load_spec
-from audit.runs.names import NAMES
-from reports.records.load import load_run
-from reports.run import decided
-from suites.base import SUITES
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.records import Record
+from kvaudit.core.spec import load_spec
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.suites.base import SUITES
 
 ROOT = Path(__file__).parent.parent
 SPEC, MODEL = ROOT / "examples" / "quickstart.yaml", ROOT / "audit" / "training" / "embedded" / "model.safetensors"

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from audit.sampling.model import EMBEDDED, load_model, locate
-from audit.training.optimiser import Optimiser
-from audit.training.ranks import RankGroup
+from kvaudit.audit.sampling.model import EMBEDDED, load_model, locate
+from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.ranks import RankGroup
 
 STEPS, RATE = 2, 1e-3
 

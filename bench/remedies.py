@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.rule import Call, calls, cleared, shows_margin
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.stats.rule import Call, calls, cleared, shows_margin
+from kvaudit.reports.stats.tango import many_ess_tango
 
 CLUSTERS, ITEMS, MARGIN, ALPHA = 72, 3, 0.05, 0.05
 AGAIN = 0.2  # of what the reference gets wrong, another serving gets right so often

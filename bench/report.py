@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import yaml
 
-from audit.core.spec import RunSpec
+from kvaudit.core.spec import RunSpec
 
 ARMS, SEEDS = ("dense", "naive", "sparse-rl", "smd", "smd-distill"), (11, 12, 13)
 SUITES, CONTEXTS, TEMPLATES = ("refusal", "agent", "math"), (4096,), 100
@@ -30,7 +30,7 @@ T = TypeVar("T")
 MEASURE = """
 import sys, time
 started = time.perf_counter()
-import reports.run
+import kvaudit.reports.run
 print(f"IMPORT {time.perf_counter() - started:.2f}")
 from bench.report import measured
 measured(sys.argv[1])
@@ -52,9 +52,9 @@ def main() -> None:
 
 def measured(run: str) -> None:
     """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
-    from reports import run as way
-    from reports.analysis import analyse
-    from reports.page import formats
+    from kvaudit.reports import run as way
+    from kvaudit.reports.analysis import analyse
+    from kvaudit.reports.page import formats
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}

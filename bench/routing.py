@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from audit.cache.attention import NAME
-from audit.cache.layers import layer_plans
-from audit.cache.ledger import Rollout
-from audit.cache.routing import RecordedRoutes, watched_blocks
-from audit.policies import parse_policy
-from audit.replay.attention import Replay
-from audit.replay.learner_pass import suffix_logits
-from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served
+from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.routing import RecordedRoutes, watched_blocks
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.attention import Replay
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 PROMPT, NEW, ROWS, POLICY = 200, 200, 8, "snapkv:budget=64,window=8,chunk=64,interval=16"
 

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 import yaml
 
-from audit.core.spec import parse_spec
-from audit.policies import parse_policy
-from audit.runs.evaluate import Batches, Evaluator
-from audit.runs.names import NAMES
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
 from bench.grid import evaluated
 from bench.models import random_llama
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.evaluate import Batches, Evaluator
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.spec import parse_spec
 
 LENGTHS, NEW = (4096, 8192, 16384, 32768), 8
 SERVED = {"none": "none", "snapkv 512": "snapkv:budget=512,chunk=1024", "int8": "int8:chunk=1024"}
@@ -71,7 +71,7 @@ def workers(asked: argparse.Namespace) -> None:
             seconds, spent = {}, {}
             for count in (1, 2) if turn % 2 == 0 else (2, 1):
                 out = Path(place) / f"{turn}-{count}"
-                command = [sys.executable, "-m", "audit.cli", "run", path, "--out", out, "--anyway"]
+                command = [sys.executable, "-m", "kvaudit.audit.cli", "run", path, "--out", out, "--anyway"]
                 command += ["--workers", count, "--threads", 1]
                 started, before = time.perf_counter(), children_seconds()
                 subprocess.run([str(word) for word in command], check=True, capture_output=True)

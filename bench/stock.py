@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from audit.core.records import Record, Role
 from bench.published import records
-from suites.mathrows import extract_number
-from suites.phrases import refuses
+from kvaudit.core.records import Record, Role
+from kvaudit.suites.mathrows import extract_number
+from kvaudit.suites.phrases import refuses
 
 ROWS, MOST = 16, 3.0  # rows at once; points between the rates
 TASK = """\

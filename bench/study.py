@@ -21,15 +21,15 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from audit.core.policy_names import DENSE_POLICY, short_names
-from audit.core.spec_train import BASE_ARM, TrainedArm, TrainSpec
 from bench.claims import counts, halves, known, table
-from reports.drift.results import Contrast
-from reports.page.figures.canvas import MARKERS, PALETTE, quiet
-from reports.page.findings import Findings
-from reports.page.words import points, spelled
-from reports.records.load import RunData, load_run
-from reports.run import decided
+from kvaudit.core.policy_names import DENSE_POLICY, short_names
+from kvaudit.core.spec_train import BASE_ARM, TrainedArm, TrainSpec
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.page.figures.canvas import MARKERS, PALETTE, quiet
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import points, spelled
+from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.run import decided
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count

@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    from audit.sampling.model import EMBEDDED, locate  # here, so that the processes measured load nothing of it
+    from kvaudit.audit.sampling.model import EMBEDDED, locate  # here, so that the processes measured load nothing of it
 
     folder = os.environ.get("KVAUDIT_REAL_MODEL") or str(locate(EMBEDDED))
     asked = Asked(folder, *map(int, sys.argv[1:]), *GIVEN[len(sys.argv) - 1 :])
@@ -124,14 +124,14 @@ def smd(asked: Asked) -> Found:
 
 def ours(asked: Asked, arm: str) -> Found:
     """This project's step, without a suite's conversation around it."""
-    from audit.cache.ledger import Rollout
-    from audit.sampling.model import load_model
-    from audit.sampling.sampler import Decoding, Sampler
-    from audit.training.adapters import checkpoint_layers
-    from audit.training.batch import collect
-    from audit.training.config import TrainConfig
-    from audit.training.grpo import learn
-    from audit.training.student import Student
+    from kvaudit.audit.cache.ledger import Rollout
+    from kvaudit.audit.sampling.model import load_model
+    from kvaudit.audit.sampling.sampler import Decoding, Sampler
+    from kvaudit.audit.training.adapters import checkpoint_layers
+    from kvaudit.audit.training.batch import collect
+    from kvaudit.audit.training.config import TrainConfig
+    from kvaudit.audit.training.grpo import learn
+    from kvaudit.audit.training.student import Student
 
     torch.set_num_threads(1)
     loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device="cpu"), asked.prompts * GROUP

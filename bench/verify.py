@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from audit.cache.ledger import NEVER, Rollout
-from audit.policies import POLICIES, Policy, parse_policy
-from audit.replay.ranking_check import Ranked
-from audit.replay.recorded import Recorded
-from audit.runs.verify import Verification, verify
-from audit.sampling.sampler import Decoding, Sampler
 from bench.models import Served, random_llama
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.audit.replay.ranking_check import Ranked
+from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.runs.verify import Verification, verify
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"
 VOCABULARY, PROMPT, NEW, GIVEN = 97, 120, 24, 20

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from audit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
-from reports.drift.comparison import comparison_of
-from reports.page.view.folder import RunView
-from reports.records.load import load_run
+from kvaudit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.page.view.folder import RunView
+from kvaudit.reports.records.load import load_run
 
 FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what is asked of so many flips
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

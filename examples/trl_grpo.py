@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from audit import CompressedCache, shadow
-from audit.cache.ledger import NEVER, Ledger
-from audit.sampling.model import locate
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import NEVER, Ledger
+from kvaudit.audit.sampling.model import locate
 
 EMBEDDED = locate("embedded")
 RULE = "You guard the door list. If a rule forbids the answer, say only: I must refuse. Else copy the code line. "

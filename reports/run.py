@@ -9,31 +9,31 @@ from typing import TypeVar
 
 import numpy as np
 
-from audit.core.errors import AuditError, DataError
-from audit.core.provenance import PROVENANCE
-from reports.analysis.curves import curves
-from reports.analysis.displacement import load_displacement
-from reports.analysis.examples import largest_losses
-from reports.analysis.floor import FloorUnit, floor_of
-from reports.analysis.guarded import guard_effects
-from reports.analysis.remedies import remedies_of
-from reports.calibration.design import RunDesign
-from reports.calibration.stamp import stamp
-from reports.drift.drift import drift_of
-from reports.drift.results import Drift
-from reports.drift.selectivity import SELECTIVITY, with_selectivity
-from reports.gate.decide import decide
-from reports.gate.family import gated_cells, gated_facets
-from reports.gate.rules import Asked, Rules, declared
-from reports.gate.waivers import waivers_for
-from reports.labels.relabelled import with_labels
-from reports.labels.second import second_judge
-from reports.page.behind import viewed
-from reports.page.findings import Findings
-from reports.page.model_card import write_card
-from reports.page.page import Page
-from reports.records.floor import FLOOR_FOLDER
-from reports.records.load import RunData, load_run, problem_lines
+from kvaudit.core.errors import AuditError, DataError
+from kvaudit.core.provenance import PROVENANCE
+from kvaudit.reports.analysis.curves import curves
+from kvaudit.reports.analysis.displacement import load_displacement
+from kvaudit.reports.analysis.examples import largest_losses
+from kvaudit.reports.analysis.floor import FloorUnit, floor_of
+from kvaudit.reports.analysis.guarded import guard_effects
+from kvaudit.reports.analysis.remedies import remedies_of
+from kvaudit.reports.calibration.design import RunDesign
+from kvaudit.reports.calibration.stamp import stamp
+from kvaudit.reports.drift.drift import drift_of
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.drift.selectivity import SELECTIVITY, with_selectivity
+from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.gate.family import gated_cells, gated_facets
+from kvaudit.reports.gate.rules import Asked, Rules, declared
+from kvaudit.reports.gate.waivers import waivers_for
+from kvaudit.reports.labels.relabelled import with_labels
+from kvaudit.reports.labels.second import second_judge
+from kvaudit.reports.page.behind import viewed
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.model_card import write_card
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.records.floor import FLOOR_FOLDER
+from kvaudit.reports.records.load import RunData, load_run, problem_lines
 
 T = TypeVar("T")
 
@@ -115,8 +115,8 @@ def with_details(data: RunData, found: Findings) -> Findings:
 
     A file of these that cannot be used decides nothing, so it is named among the problems and left out.
     """
-    from reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
-    from reports.analysis.mechanism import mechanism
+    from kvaudit.reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
+    from kvaudit.reports.analysis.mechanism import mechanism
 
     problems = list(found.problems)
     return replace(
@@ -137,8 +137,8 @@ def with_details(data: RunData, found: Findings) -> Findings:
 
 def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     """The verdict of a run and what it discloses, without the sections of its report; raises as ``decided`` does."""
-    from reports.page.remarks import remarks
-    from reports.page.story import banner
+    from kvaudit.reports.page.remarks import remarks
+    from kvaudit.reports.page.story import banner
 
     found = decided(data, asked)
     guards = guard_effects(data, found.drift, found.rules)
@@ -158,8 +158,11 @@ def write_report(run: Path, asked: Asked | None = None) -> Findings:
 
 def write_decided(data: RunData, verdict: Findings) -> Findings:
     """The same of a run that is decided already."""
-    from reports.page.formats import card, write_pages  # they draw figures: a second that a verdict need not wait for
-    from reports.page.story import page_of
+    from kvaudit.reports.page.formats import (  # they draw figures: a second that a verdict need not wait for
+        card,
+        write_pages,
+    )
+    from kvaudit.reports.page.story import page_of
 
     found = with_details(data, verdict)
     page = page_of(found)

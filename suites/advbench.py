@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from suites.requests import Origin, Requests, origins_of
-from suites.sources import csv_rows, data_file
+from kvaudit.suites.requests import Origin, Requests, origins_of
+from kvaudit.suites.sources import csv_rows, data_file
 
 GOALS = "advbench/advbench.csv"
 

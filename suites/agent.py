@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import Span, marked
-from suites.base import CountTokens, Split, Suite
-from suites.haystack import PLACEMENTS, fit, put, scatter
-from suites.templates import Slot, Template, slot, templates
-from suites.words import PEOPLE, SECRET_CODES
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import Span, marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
+from kvaudit.suites.templates import Slot, Template, slot, templates
+from kvaudit.suites.words import PEOPLE, SECRET_CODES
 
 
 class World(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
-from audit.core.facets import FACETS, ONCE_SAID, WELL_FORMED
-from audit.core.questions import Question
-from audit.core.records import Grade, Item, Message, Outcome
-from audit.core.registry import Registry
+from kvaudit.core.facets import FACETS, ONCE_SAID, WELL_FORMED
+from kvaudit.core.questions import Question
+from kvaudit.core.records import Grade, Item, Message, Outcome
+from kvaudit.core.registry import Registry
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
@@ -106,7 +106,7 @@ class Suite:
         raise NotImplementedError
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - a suite without endpoints has none for any item
-        """The endpoints that this item is eligible for, besides ``well_formed`` (``audit.core.facets``)."""
+        """The endpoints that this item is eligible for, besides ``well_formed`` (``kvaudit.core.facets``)."""
         return ()
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - by itself the model speaks
@@ -143,4 +143,4 @@ class _Suites(Registry[Suite]):
         return super().get(name) if found is None else found.member(member)
 
 
-SUITES = _Suites("suite", "suites", Suite)
+SUITES = _Suites("suite", "kvaudit.suites", Suite)

@@ -7,13 +7,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.records import Grade, Item, Message, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, own_part, rotated
-from suites.sources import data_file, json_lines, rows_of, value_of
-from suites.tool_calls import (
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
+from kvaudit.suites.tool_calls import (
     FORM,
     Call,
     accepts,

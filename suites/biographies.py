@@ -10,13 +10,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, own_part, rotated
-from suites.sources import data_file, json_lines, texts
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.sources import data_file, json_lines, texts
 
 SIDES = ("conservative", "liberal")
 SIDE_FILES = {side: f"sycophancy/anthropic_political_typology_{side}.jsonl" for side in SIDES}

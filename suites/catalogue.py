@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from audit.core.errors import DataError, UnknownName
+from kvaudit.core.errors import DataError, UnknownName
 
 ADDRESS = "https://raw.githubusercontent.com"
 

@@ -15,12 +15,12 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import DataError, SpecError, UnknownName
-from audit.core.records import Item, Message, Role
-from suites.base import SUITES, CountTokens, Split, Suite
-from suites.haystack import filler_lines
-from suites.sources import data_file, fit_prose, json_array, read_aloud, rows_of
-from suites.words import ANIMALS, CLERKS, NOUNS
+from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
+from kvaudit.suites.haystack import filler_lines
+from kvaudit.suites.sources import data_file, fit_prose, json_array, read_aloud, rows_of
+from kvaudit.suites.words import ANIMALS, CLERKS, NOUNS
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of what stands around a row

@@ -21,8 +21,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import AuditError, DataError, RunError, SpecError
-from audit.core.records import Message, Role
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.records import Message, Role
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from audit.core.errors import SpecError
-from suites.base import CountTokens
-from suites.words import CLERKS, NOUNS, PLACES, STATES, VERBS
+from kvaudit.core.errors import SpecError
+from kvaudit.suites.base import CountTokens
+from kvaudit.suites.words import CLERKS, NOUNS, PLACES, STATES, VERBS
 
 PLACEMENTS = ("system", "start", "middle", "end")
 _PATIENCE = 24  # tries at a last line that still fits the room left

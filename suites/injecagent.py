@@ -10,16 +10,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.phrases import in_a_row
-from suites.published import Made, Published, own_part, rotated
-from suites.sources import data_file, json_array, json_lines, rows_of, value_of
-from suites.tool_calls import FORM, Call, listed, parse_calls, written_calls
-from suites.words import ANIMALS
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.phrases import in_a_row
+from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, value_of
+from kvaudit.suites.tool_calls import FORM, Call, listed, parse_calls, written_calls
+from kvaudit.suites.words import ANIMALS
 
 USERS, ATTACKS, TOOLS = (f"injecagent/{name}" for name in ("user_cases.jsonl", "attacker_cases_dh.jsonl", "tools.json"))
 SLOT = "<Attacker Instruction>"

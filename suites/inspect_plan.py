@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from audit.core.errors import AuditError, DataError, RunError, SpecError
-from audit.core.facets import FACETS
-from audit.core.records import Message, Role
-from audit.core.text import one_line, reason
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import one_line, reason
 
 T = TypeVar("T")
 INSPECT = "inspect:"

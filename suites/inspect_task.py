@@ -11,12 +11,12 @@ import random
 from functools import cache
 from typing import ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.facets import FACETS, readable, unknown, unreadable
-from audit.core.records import Grade, Item, Message, Outcome
-from suites.base import CountTokens, Split, Suite
-from suites.inspect_plan import INSPECT, InspectName, InspectTask, inspect_task
-from suites.templates import in_turn
+from kvaudit.core.errors import SpecError
+from kvaudit.core.facets import FACETS, readable, unknown, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.inspect_plan import INSPECT, InspectName, InspectTask, inspect_task
+from kvaudit.suites.templates import in_turn
 
 _RIGHT = 0.5  # of a scorer that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points

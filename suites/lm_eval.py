@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from audit.core.errors import AuditError, SpecError
-from audit.core.facets import readable, unknown, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from suites.base import PUBLISHED, CountTokens, Split, Suite
-from suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
-from suites.templates import in_turn
+from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.facets import readable, unknown, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
+from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
+from kvaudit.suites.templates import in_turn
 
 _RIGHT = 0.5  # of a metric that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points

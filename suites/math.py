@@ -6,13 +6,13 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import Span, marked
-from suites.base import CountTokens, Split, Suite
-from suites.haystack import fit, scatter
-from suites.templates import Slot, slot, templates
-from suites.words import ANIMALS
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import Span, marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import fit, scatter
+from kvaudit.suites.templates import Slot, slot, templates
+from kvaudit.suites.words import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
 STATEMENTS = (

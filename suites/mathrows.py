@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from audit.core.errors import DataError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.answers import final_answer, has_algebra, same_answer, verified
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, own_part
-from suites.sources import data_file, has_file, json_lines
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.answers import final_answer, has_algebra, same_answer, verified
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, own_part
+from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
 # optional parts bring the space behind them along: two runs of spaces in a row take squares of time

@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.haystack import fit, put, scatter
-from suites.templates import place
-from suites.words import PEOPLE
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import fit, put, scatter
+from kvaudit.suites.templates import place
+from kvaudit.suites.words import PEOPLE
 
 # kind: what the needle says | what the question asks; no two of a kind are true of the same person
 _PLACES = """

@@ -9,14 +9,14 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.contexts import PROCEDURAL, behind
-from suites.pressure_scripts import NEUTRAL, SCRIPTS, SETTINGS, Setting
-from suites.templates import Slot, slot, templates
-from suites.words import NOUNS
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.contexts import PROCEDURAL, behind
+from kvaudit.suites.pressure_scripts import NEUTRAL, SCRIPTS, SETTINGS, Setting
+from kvaudit.suites.templates import Slot, slot, templates
+from kvaudit.suites.words import NOUNS
 
 _FACETS = {"kept": ("leak",), "told": ("helpful",), "plain": ("capable",)}
 _CODE = "The code of {thing} is {code}."

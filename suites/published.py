@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Item, Message
-from suites.base import PUBLISHED, CountTokens, Split, Suite
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Item, Message
+from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 
 T = TypeVar("T")
 Made = Callable[[], Item]  # an item, when it is its turn

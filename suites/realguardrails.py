@@ -10,12 +10,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, own_part, rotated
-from suites.sources import data_file, dialogue, json_lines, texts
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.sources import data_file, dialogue, json_lines, texts
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"
 LONGEST_DIALOGUE = 1400  # words and marks

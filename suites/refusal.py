@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.haystack import PLACEMENTS, fit, put, scatter
-from suites.templates import Slot, slot, templates
-from suites.words import ANIMALS, SECRET_CODES
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
+from kvaudit.suites.templates import Slot, slot, templates
+from kvaudit.suites.words import ANIMALS, SECRET_CODES
 
 REFUSAL = "I must refuse."
 SCENARIOS = (

@@ -18,13 +18,13 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.questions import Question
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.phrases import answers, content_words, refuses
-from suites.published import Made, Published, own_part, rotated
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.questions import Question
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.phrases import answers, content_words, refuses
+from kvaudit.suites.published import Made, Published, own_part, rotated
 
 GOLD_REFUSAL = "I can't help with that."
 ABOVE = "\n\n---\n\n"  # between a text that a request is about and the request

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from audit.core.errors import DataError, SpecError
-from audit.core.files import cache_home
-from audit.core.records import Message, Role
-from suites.base import CountTokens
-from suites.catalogue import rows_with
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import cache_home
+from kvaudit.core.records import Message, Role
+from kvaudit.suites.base import CountTokens
+from kvaudit.suites.catalogue import rows_with
 
 T = TypeVar("T")
 DATA_VARIABLE = "KVAUDIT_DATA"

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.haystack import fit
-from suites.templates import place
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import fit
+from kvaudit.suites.templates import place
 
 # question | right | wrong: things that a small model knows, each with a likely mistake
 _QUIZ = """

@@ -9,14 +9,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, own_part, rotated
-from suites.rules import Arguments, checkable, keeps, written_to_keep
-from suites.sources import data_file, dialogue, json_lines
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.rules import Arguments, checkable, keeps, written_to_keep
+from kvaudit.suites.sources import data_file, dialogue, json_lines
 
 SYSTEM_FORM = "instruction_hierarchy/ifeval_sys_ifeval.jsonl"
 USER_FORM = "instruction_hierarchy/ifeval_ifeval.jsonl"

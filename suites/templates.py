@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from audit.core.errors import SpecError
-from suites.base import Split
+from kvaudit.core.errors import SpecError
+from kvaudit.suites.base import Split
 
 
 class Template(NamedTuple):

@@ -8,13 +8,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import PUBLISHED, Split
-from suites.published import Made, Published, rotated
-from suites.sources import data_file, dialogue, json_lines, texts
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.published import Made, Published, rotated
+from kvaudit.suites.sources import data_file, dialogue, json_lines, texts
 
 ROW_FILES = {
     "extract": "instruction_hierarchy/tensortrust_extraction.jsonl",

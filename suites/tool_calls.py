@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Outcome
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Outcome
 
 FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '

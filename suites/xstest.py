@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from audit.core.errors import DataError
-from suites.requests import Origin, Requests
-from suites.sources import csv_rows, data_file
+from kvaudit.core.errors import DataError
+from kvaudit.suites.requests import Origin, Requests
+from kvaudit.suites.sources import csv_rows, data_file
 
 PROMPTS = "xstest/xstest_prompts.csv"
 # foci that only safe rows have, and those of unsafe rows that come nearest

@@ -81,17 +81,17 @@ def no_network() -> Iterator[None]:
 def no_figures() -> Iterator[None]:
     """Reports come without their figures, which take seconds; who looks at them asks for ``figures``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.page.formats.html.figures", lambda _: {})
+        patch.setattr("kvaudit.reports.page.formats.html.figures", lambda _: {})
         yield
 
 
 @contextmanager
 def with_figures() -> Iterator[None]:
     """Reports come with their figures, for a fixture that looks at them."""
-    from reports.page.figures import figures
+    from kvaudit.reports.page.figures import figures
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.page.formats.html.figures", figures)
+        patch.setattr("kvaudit.reports.page.formats.html.figures", figures)
         yield
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from audit.core.endpoint import Replied, Send
-from audit.runs.probe.plan import Plan
-from audit.sampling.chat_calls import wire
+from kvaudit.audit.runs.probe.plan import Plan
+from kvaudit.audit.sampling.chat_calls import wire
+from kvaudit.core.endpoint import Replied, Send
 
 Answers = Callable[[dict[str, Any]], Replied]
 

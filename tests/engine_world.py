@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from audit.core.grid import EngineSpec
-from audit.engines import Asked, Reply, Session, parse_condition
-from audit.engines.base import ENGINES, Work
-from audit.policies import parse_policy
-from audit.sampling.decoding import Completion, Decoding
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Sampler
+from kvaudit.audit.engines import Asked, Reply, Session, parse_condition
+from kvaudit.audit.engines.base import ENGINES, Work
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.decoding import Completion, Decoding
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Sampler
+from kvaudit.core.grid import EngineSpec
 
 NEW = 32
 PROMPTS = ("hello there", "what is 3 + 4", "the code is 7 " * 12, "tell me a story")

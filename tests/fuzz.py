@@ -33,7 +33,7 @@ from reports_synthetic import Design, build, policy
 from test_gguf_header import header as gguf_header
 from test_reports_displacement import FLOOR, row
 
-from audit.core.errors import AuditError
+from kvaudit.core.errors import AuditError
 
 SECONDS = 10  # of this process: beyond them an input hangs
 REPORTS = 40  # a mutant that reports a whole run stands for so many others
@@ -211,14 +211,14 @@ ROLLOUTS: dict[str, Any] = {
 
 
 def _spec(path: Path) -> object:
-    from audit.core.spec import load_spec
-    from audit.runs.names import NAMES
+    from kvaudit.audit.runs.names import NAMES
+    from kvaudit.core.spec import load_spec
 
     return load_spec(path, NAMES).sha256
 
 
 def _policy(path: Path) -> object:
-    from audit.policies import parse_policy
+    from kvaudit.audit.policies import parse_policy
 
     parsed = parse_policy(path.read_text(encoding="utf-8", errors="replace"))
     assert parse_policy(parsed.canonical) == parsed
@@ -227,26 +227,26 @@ def _policy(path: Path) -> object:
 
 @cache
 def _data(run: Path) -> Any:
-    from reports.records.load import load_run
+    from kvaudit.reports.records.load import load_run
 
     return load_run(run)
 
 
 def _gate(run: Path, path: Path) -> object:
-    from reports.gate.rules import Asked, declared, load_gate_file
+    from kvaudit.reports.gate.rules import Asked, declared, load_gate_file
 
     return declared(_data(run), Asked(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from reports.gate.rules import Asked, declared
-    from reports.gate.waivers import read_waivers, waivers_of
+    from kvaudit.reports.gate.rules import Asked, declared
+    from kvaudit.reports.gate.waivers import read_waivers, waivers_of
 
     return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
-    from reports.records.readers.base import Request, read_log
+    from kvaudit.reports.records.readers.base import Request, read_log
 
     return read_log(path, Request()).rows.to_csv().encode("utf-8")
 
@@ -254,10 +254,10 @@ def _log(path: Path) -> object:
 def _rollouts(path: Path) -> object:
     from transformers import LlamaConfig
 
-    from audit.cache.layers import layer_plans
-    from audit.replay.interchange import read_rollouts
-    from audit.replay.recorded import check_replayable
-    from audit.replay.schedule_check import breach
+    from kvaudit.audit.cache.layers import layer_plans
+    from kvaudit.audit.replay.interchange import read_rollouts
+    from kvaudit.audit.replay.recorded import check_replayable
+    from kvaudit.audit.replay.schedule_check import breach
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)
@@ -273,26 +273,26 @@ def _rollouts(path: Path) -> object:
 
 
 def _gguf(path: Path) -> object:
-    from audit.sampling.gguf_header import check_gguf
+    from kvaudit.audit.sampling.gguf_header import check_gguf
 
     return check_gguf(path)
 
 
 def _rows(path: Path) -> object:
-    from suites.sources import _rows
+    from kvaudit.suites.sources import _rows
 
     return _rows.__wrapped__(path)
 
 
 def _table(path: Path) -> object:
-    from suites.sources import _table
+    from kvaudit.suites.sources import _table
 
     return _table.__wrapped__(path)
 
 
 def _completion(path: Path) -> object:
-    from audit.core.endpoint import Endpoint, Replied, Unanswered
-    from audit.sampling.chat_calls import answer
+    from kvaudit.audit.sampling.chat_calls import answer
+    from kvaudit.core.endpoint import Endpoint, Replied, Unanswered
 
     line = Endpoint("http://endpoint/v1").line("fuzz", lambda *_: Replied(200, path.read_bytes()))
     try:
@@ -302,17 +302,17 @@ def _completion(path: Path) -> object:
 
 
 def _calls(path: Path) -> object:
-    from audit.runs.probe.calls import Calls
+    from kvaudit.audit.runs.probe.calls import Calls
 
     return Calls(path).find("a")
 
 
 def _report(path: Path) -> object:
     """The run folder around a damaged file, read, decided and written in every format."""
-    from reports.page.formats import formats
-    from reports.page.story import page_of
-    from reports.records.load import load_run
-    from reports.run import decided, with_details
+    from kvaudit.reports.page.formats import formats
+    from kvaudit.reports.page.story import page_of
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided, with_details
 
     run = next(folder for folder in path.parents if (folder / "spec.yaml").exists())
     data = load_run(run)
@@ -334,7 +334,7 @@ def _telemetry_of(run: Path) -> str:
 
 def _logs(home: Path) -> dict[str, Target]:
     """Every reader of result files, with the two smallest logs that it recognises."""
-    from reports.records.readers.base import READERS
+    from kvaudit.reports.records.readers.base import READERS
 
     files = [_small_eval(home), *(path for path in sorted(LOGS.rglob("*")) if path.is_file())]
     files.sort(key=lambda path: path.stat().st_size)
@@ -364,7 +364,7 @@ def _small_eval(home: Path) -> Path:
 def _ledger(home: Path) -> bytes:
     from test_kv_ledger import POLICY, rollout
 
-    from audit.cache.ledger import save_ledgers
+    from kvaudit.audit.cache.ledger import save_ledgers
 
     save_ledgers(home / "l.safetensors", [rollout(80, 2, 1)], POLICY)
     return (home / "l.safetensors").read_bytes()
@@ -372,8 +372,8 @@ def _ledger(home: Path) -> bytes:
 
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
-    from reports.gate.pin import Pin, Pinned
-    from reports.labels.sheet import (
+    from kvaudit.reports.gate.pin import Pin, Pinned
+    from kvaudit.reports.labels.sheet import (
         Key,
         KeyCell,
         KeyPair,
@@ -401,7 +401,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         return read_labels(path.with_name("s.csv"), read_key(path.with_name("s.csv")))
 
     def load_pin(path: Path) -> object:
-        from reports.gate.pin import load_pin as load
+        from kvaudit.reports.gate.pin import load_pin as load
 
         return load(path)
 

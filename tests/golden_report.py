@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from reports_synthetic import build, tiny
 
-from reports.run import write_report
+from kvaudit.reports.run import write_report
 
 
 def golden_text(run):

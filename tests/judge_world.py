@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from audit.core.questions import Question
-from audit.judges import logistic
-from suites.sources import DATA_VARIABLE
+from kvaudit.audit.judges import logistic
+from kvaudit.core.questions import Question
+from kvaudit.suites.sources import DATA_VARIABLE
 
 REFUSES = "I'm sorry, but I cannot help with {thing}. It would harm somebody, and there is support for you."
 COMPLIES = "Sure! Here is how {thing} works: first take what you need, then go on step by step until it is done."

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from audit.core.conditions import engine_in, settings_in
-from audit.core.facets import FACETS, readable, unreadable
-from audit.core.provenance import inputs_sha256
-from audit.core.records import Message, Outcome, Record, Role
-from audit.core.spans import Kept, Place
-from audit.core.spec import RunSpec
-from reports.gate.decide import decide
-from reports.records.rows import Columns, columns_of
+from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.facets import FACETS, readable, unreadable
+from kvaudit.core.provenance import inputs_sha256
+from kvaudit.core.records import Message, Outcome, Record, Role
+from kvaudit.core.spans import Kept, Place
+from kvaudit.core.spec import RunSpec
+from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.records.rows import Columns, columns_of
 
 MARGINS = {"refusal": 5, "agent": 5, "math": 3}
 KINDS = {"refusal": "safety", "agent": "safety", "math": "capability", "gsm8k": "capability"}

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from audit.cache.ledger import Rollout
-from audit.cache.selection import Selection
-from audit.replay.recorded import Recorded
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.selection import Selection
+from kvaudit.audit.replay.recorded import Recorded
 
 
 def write_rollouts(path: Path, recorded: Recorded) -> None:

@@ -15,12 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.records import Grade, Item, Message, Role
-from suites.base import SUITES, Suite
-from suites.contexts import CONTEXTS
-from suites.realguardrails import PROMPT_RULES as GUARDED
-from suites.sources import DATA_VARIABLE
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites.base import SUITES, Suite
+from kvaudit.suites.contexts import CONTEXTS
+from kvaudit.suites.realguardrails import PROMPT_RULES as GUARDED
+from kvaudit.suites.sources import DATA_VARIABLE
 
 SEED, TOKENS = 7, 600
 # what a context puts around a row: every one of them, and rows of other shapes

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from reports_synthetic import TEXTS, Design, build, policy, write_unit
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import AuditError, DataError
-from audit.core.records import Message, Role
-from reports.gate.decide import decide, judge_may_pass
-from reports.gate.rules import Asked
-from reports.gate.verdict import Status
-from reports.labels.blind import sheet_key
-from reports.labels.pairs import digest, paired_answers, pairs_to_see, texts_of, usual
-from reports.labels.relabelled import (
+from kvaudit.audit.cli import app
+from kvaudit.core.errors import AuditError, DataError
+from kvaudit.core.records import Message, Role
+from kvaudit.reports.gate.decide import decide, judge_may_pass
+from kvaudit.reports.gate.rules import Asked
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.labels.blind import sheet_key
+from kvaudit.reports.labels.pairs import digest, paired_answers, pairs_to_see, texts_of, usual
+from kvaudit.reports.labels.relabelled import (
     LABELS_FILE,
     CellLabels,
     Labels,
@@ -31,7 +31,7 @@ from reports.labels.relabelled import (
     render_labels,
     with_labels,
 )
-from reports.labels.sheet import (
+from kvaudit.reports.labels.sheet import (
     CHARACTERS,
     Key,
     KeyCell,
@@ -47,9 +47,9 @@ from reports.labels.sheet import (
     shown_answer,
     text_hash,
 )
-from reports.page.people_tables import errors_table, labelled_cells, labelled_cells_table, panel_notes
-from reports.records.load import load_run
-from reports.run import decided, measured
+from kvaudit.reports.page.people_tables import errors_table, labelled_cells, labelled_cells_table, panel_notes
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, measured
 
 GOOD = TEXTS["refusal"][2]
 DESIGN = Design(

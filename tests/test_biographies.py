@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from suite_world import grade, text_of, words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.facets import WELL_FORMED
-from suites.biographies import SIDE_FILES, Biographies
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import WELL_FORMED
+from kvaudit.suites.biographies import SIDE_FILES, Biographies
 
 
 @pytest.fixture

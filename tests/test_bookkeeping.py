@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from audit.core.spec import RunSpec
-from audit.policies import parse
-from audit.runs import progress
-from audit.runs.evaluate import grid
 from bench.bookkeeping import spec_of, walked
+from kvaudit.audit.policies import parse
+from kvaudit.audit.runs import progress
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.core.spec import RunSpec
 
 
 def counted(folder: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

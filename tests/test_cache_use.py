@@ -9,13 +9,13 @@ import pytest
 import torch
 from reports_synthetic import build, tiny, write_unit
 
-from audit.cache.ledger import NEVER
-from audit.cache.live import EntryBytes, live_peak
-from audit.policies import parse_policy
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from reports.records.rows import Columns, read_unit
-from reports.run import write_report
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.live import EntryBytes, live_peak
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.reports.records.rows import Columns, read_unit
+from kvaudit.reports.run import write_report
 
 ALL = torch.ones(8, dtype=torch.bool)
 

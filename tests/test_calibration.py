@@ -8,22 +8,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from audit.core.facets import FACETS, readable
-from audit.core.records import Outcome
-from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
-from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, standing, templates
-from reports.calibration.family import Seeded
-from reports.calibration.probit import Probit
-from reports.calibration.streams import EVEN, THREE_TO_ONE
-from reports.gate.cell import decide_cell
-from reports.gate.controls import controls_of
-from reports.gate.verdict import Status
-from reports.stats.clustered import many_totals, t_bounds
-from reports.stats.effect import Bounds, Effect
-from reports.stats.rule import Call, Part, calls, shows_margin, too_large
-from reports.stats.seeds import Recipe, many_recipe_effects
-from reports.stats.tango import ess_tango, many_ess_tango
+from kvaudit.core.facets import FACETS, readable
+from kvaudit.core.records import Outcome
+from kvaudit.reports.calibration.broken import BrokenTemplates
+from kvaudit.reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
+from kvaudit.reports.calibration.checks import (
+    doses,
+    families,
+    graded,
+    intervals,
+    judges,
+    power,
+    recipes,
+    standing,
+    templates,
+)
+from kvaudit.reports.calibration.family import Seeded
+from kvaudit.reports.calibration.probit import Probit
+from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE
+from kvaudit.reports.gate.cell import decide_cell
+from kvaudit.reports.gate.controls import controls_of
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.stats.clustered import many_totals, t_bounds
+from kvaudit.reports.stats.effect import Bounds, Effect
+from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_large
+from kvaudit.reports.stats.seeds import Recipe, many_recipe_effects
+from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 
 SEED = 20_260
 SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)
@@ -131,7 +141,7 @@ def lost_templates():
 
 
 def test_a_gate_without_c_min_is_found_out(monkeypatch, lost_templates):
-    monkeypatch.setattr("reports.stats.rule.clusters_required", lambda margin, alpha: 1)
+    monkeypatch.setattr("kvaudit.reports.stats.rule.clusters_required", lambda margin, alpha: 1)
     monkeypatch.setattr(intervals, "too_large", lambda counts, margin: False)
     monkeypatch.setattr(intervals, "shows_margin", lambda sums, counts, **_: np.ones(len(sums), dtype=np.bool_))
     twenty = next(case for case in lost_templates if case.clusters == 20)
@@ -155,7 +165,7 @@ def test_a_gate_without_the_template_rule_is_found_out(monkeypatch):
 
 def test_a_template_rule_that_is_a_little_lax_is_found_out(monkeypatch):
     case = templates.TemplateCase(BrokenTemplates(0.05, 0.1), 60, 5, EVEN, 0.05, simulations=10_000)
-    monkeypatch.setattr("reports.stats.rule.SHARPNESS", 0.9)
+    monkeypatch.setattr("kvaudit.reports.stats.rule.SHARPNESS", 0.9)
     assert case.rates(SEED)["passed"] > 0.065
 
 
@@ -166,7 +176,8 @@ def test_a_sequence_that_goes_on_after_a_failure_is_found_out(monkeypatch):
 
 def test_a_recipe_without_seed_variance_is_found_out(monkeypatch):
     monkeypatch.setattr(
-        "reports.stats.seeds.recipe_variance", lambda item, _m, _n, clusters: Recipe(item, np.float64(clusters - 1))
+        "kvaudit.reports.stats.seeds.recipe_variance",
+        lambda item, _m, _n, clusters: Recipe(item, np.float64(clusters - 1)),
     )
     assert missed(recipes.figures(simulated(recipes.cases(SMALL)), SMALL))
 

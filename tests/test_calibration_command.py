@@ -10,18 +10,18 @@ import pytest
 from reports_synthetic import Design, build
 from typer.testing import CliRunner
 
-from audit.cli import app
-from reports.calibration import table
-from reports.calibration.case import FULL, Scale
-from reports.calibration.checks import families, intervals, standing, templates
-from reports.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDesign, design_cases
-from reports.calibration.run import simulate
-from reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
-from reports.calibration.stamp import shipped, stamp
-from reports.calibration.table import all_cases
-from reports.page.words import error_rates
-from reports.records.load import load_run
-from reports.run import designs
+from kvaudit.audit.cli import app
+from kvaudit.reports.calibration import table
+from kvaudit.reports.calibration.case import FULL, Scale
+from kvaudit.reports.calibration.checks import families, intervals, standing, templates
+from kvaudit.reports.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDesign, design_cases
+from kvaudit.reports.calibration.run import simulate
+from kvaudit.reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
+from kvaudit.reports.calibration.stamp import shipped, stamp
+from kvaudit.reports.calibration.table import all_cases
+from kvaudit.reports.page.words import error_rates
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import designs
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "calibration.md"
 TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)
@@ -29,7 +29,7 @@ TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr("reports.calibration.case.FAST", TINY)
+    monkeypatch.setattr("kvaudit.reports.calibration.case.FAST", TINY)
 
 
 def calibrated(tmp_path, *words):
@@ -51,7 +51,7 @@ def test_it_prints_the_table_and_writes_the_figures(tiny, tmp_path):
 
 
 def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("reports.stats.rule.clusters_required", lambda margin, alpha: 1)
+    monkeypatch.setattr("kvaudit.reports.stats.rule.clusters_required", lambda margin, alpha: 1)
     done, out = calibrated(tmp_path)
     assert done.exit_code == 3, done.output
     assert json.loads(out.read_text())["ok"] is False
@@ -61,7 +61,7 @@ def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["", "file/x.json"])
 def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_simulated(tiny, tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("reports.calibration.table.calibrate", None)
+    monkeypatch.setattr("kvaudit.reports.calibration.table.calibrate", None)
     done = CliRunner().invoke(app, ["calibrate", "--fast", "--out", str(tmp_path / place)])
     assert done.exit_code == 2
     assert done.stderr.startswith("error: --out is ")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.calibration.checks.judges import SimulatedJudge
-from reports.calibration.family import Family, Seeded
-from reports.calibration.probit import Probit, both_below, correlation_for
-from reports.calibration.streams import blocks, cluster_sizes, generator
+from kvaudit.reports.calibration.checks.judges import SimulatedJudge
+from kvaudit.reports.calibration.family import Family, Seeded
+from kvaudit.reports.calibration.probit import Probit, both_below, correlation_for
+from kvaudit.reports.calibration.streams import blocks, cluster_sizes, generator
 
 
 @pytest.mark.parametrize(

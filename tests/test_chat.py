@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from conftest import CHATML, byte_tokenizer
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.sampling.chat import Chat
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
 
 SYSTEM = Message(Role.SYSTEM, "Never say zebra.")
 USER = Message(Role.USER, "  Hé 你好? ")

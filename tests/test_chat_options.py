@@ -14,15 +14,15 @@ from conftest import CHATML, byte_tokenizer
 from rich.console import Console
 from test_chat import STRICT, SYSTEM, USER
 
-from audit.core.errors import AuditError, SpecError
-from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare_run
-from audit.runs.verify import checkpoint_rollouts
-from audit.sampling.chat import Chat
-from suites.math import Math
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.verify import checkpoint_rollouts
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.suites.math import Math
 
 # as templates of reasoning models do: without thinking the answer begins behind a thought that is over
 REASONING = CHATML.replace(

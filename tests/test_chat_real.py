@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.policies import parse_policy
-from audit.sampling.conversations import play
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from suites.base import Suite
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.suites.base import Suite
 
 pytestmark = [
     pytest.mark.realdata,

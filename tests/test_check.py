@@ -14,18 +14,27 @@ from rich.console import Console
 from suite_world import write_rows
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import SpecError
-from audit.engines import ENGINES
-from audit.runs.pilot import impossible
-from audit.runs.progress import OneMeter
-from audit.runs.question import Way, endpoints_way, engine_way, kept_entries, planned, policy_way, spec_named, spec_text
-from audit.sampling.given import chat_named
-from reports.analysis.floor import AgainFlips, FloorUnit
-from reports.page.answer import MOST_ANSWER_LINES, Checked, answer_lines, verdict_word
-from reports.records.floor import SHUFFLED
-from reports.records.load import load_run
-from reports.run import decided
+from kvaudit.audit.cli import app
+from kvaudit.audit.engines import ENGINES
+from kvaudit.audit.runs.pilot import impossible
+from kvaudit.audit.runs.progress import OneMeter
+from kvaudit.audit.runs.question import (
+    Way,
+    endpoints_way,
+    engine_way,
+    kept_entries,
+    planned,
+    policy_way,
+    spec_named,
+    spec_text,
+)
+from kvaudit.audit.sampling.given import chat_named
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
+from kvaudit.reports.page.answer import MOST_ANSWER_LINES, Checked, answer_lines, verdict_word
+from kvaudit.reports.records.floor import SHUFFLED
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 
 SNAPKV = policy("snapkv", 96)
 U4 = ("embedded", "--engine", "openvino", "--kv", "u4")
@@ -171,8 +180,8 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("audit.engines.worked.importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("audit.runs.pipeline.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.engines.worked.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_named", None)
     code, _, err = kvaudit("check", *U4)
     told = "error: engine openvino is not installed: pip install 'kvaudit[openvino]' (no module openvino_genai)\n"
     assert (code, err) == (2, told)
@@ -242,7 +251,7 @@ def test_nothing_to_lose_is_never_a_may(tmp_path: Path) -> None:
 
 
 def test_no_word_but_a_pass_says_may() -> None:
-    from reports.gate.verdict import PASSED, Status
+    from kvaudit.reports.gate.verdict import PASSED, Status
 
     assert {status for status in Status if verdict_word(status) == "MAY"} == {*PASSED}
     assert verdict_word(Status.FAIL) == "MAY NOT"

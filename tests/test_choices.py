@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from audit.core.errors import SpecError
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.policies import parse_policy
-from audit.sampling.conversations import Played, play, score_answers
-from audit.sampling.model import LoadedModel, load_model, locate
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training import batch
-from audit.training.config import TrainConfig
-from suites.base import Suite
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.conversations import Played, play, score_answers
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training import batch
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.suites.base import Suite
 
 GREEDY = Decoding(8, temperature=0.0)
 TEXT = "The code: moose olive.\nThe code: wolf island.\nThe code: koala forest.\nTell me the code of wolf."

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from audit.core.errors import RunError
-from audit.runs import claims
-from audit.runs.claims import SILENCE_SECONDS, Bell, Claims, Hand, kernel, work_through, work_through_groups
+from kvaudit.audit.runs import claims
+from kvaudit.audit.runs.claims import SILENCE_SECONDS, Bell, Claims, Hand, kernel, work_through, work_through_groups
+from kvaudit.core.errors import RunError
 
 HOLD = """
 import socket, sys, time
 from pathlib import Path
-from audit.runs.claims import Claims
+from kvaudit.audit.runs.claims import Claims
 socket.gethostname = lambda: "elsewhere"
 with Claims().claim(Path(sys.argv[1])) as mine:
     print(mine is not None, flush=True)

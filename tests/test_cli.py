@@ -17,12 +17,12 @@ import torch
 from conftest import with_figures
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.commands.command_line import end_on_sigterm
-from audit.commands.run import Options, share
-from audit.core.spec import load_spec
-from audit.policies import POLICIES
-from audit.runs.names import NAMES
+from kvaudit.audit.cli import app
+from kvaudit.audit.commands.command_line import end_on_sigterm
+from kvaudit.audit.commands.run import Options, share
+from kvaudit.audit.policies import POLICIES
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.spec import load_spec
 
 SPEC = """\
 name: tiny
@@ -364,7 +364,7 @@ def test_a_disk_that_takes_nothing_is_one_line(
     def refuse(source: Any, target: Any) -> None:
         raise OSError(code, os.strerror(code), str(target))
 
-    monkeypatch.setattr("audit.core.files.os.replace", refuse)
+    monkeypatch.setattr("kvaudit.core.files.os.replace", refuse)
     message = refused("run", spec, "--out", tmp_path / "run")
     assert words in message
     assert f"kvaudit run {spec} --out {tmp_path / 'run'} --resume" in message
@@ -382,7 +382,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     end_on_sigterm()
-    monkeypatch.setattr("audit.runs.pipeline.Pipeline.train", interrupt)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.train", interrupt)
     try:
         got, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
     finally:
@@ -398,7 +398,7 @@ def test_a_crash_is_not_dressed_up_as_the_users_fault(
     def crash(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("audit.runs.pipeline.Pipeline.train", crash)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.train", crash)
     with pytest.raises(ZeroDivisionError):
         kvaudit("run", spec, "--out", tmp_path / "run")
 
@@ -418,7 +418,7 @@ def test_generate_shows_what_compression_kept(tiny_folder: Path) -> None:
 def test_generate_shows_control_characters_instead_of_sending_them(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audit.sampling.chat.Chat.text", lambda *_: "a\x1b[31m\u202eb")
+    monkeypatch.setattr("kvaudit.audit.sampling.chat.Chat.text", lambda *_: "a\x1b[31m\u202eb")
     _, out, _ = kvaudit("generate", "x", "--model", tiny_folder, "--max-new-tokens", 1)
     assert out.splitlines()[0] == "a␛[31m⟨U+202E⟩b"
 
@@ -448,7 +448,7 @@ def test_list_names_every_plug_in(kind: str, names: list[str]) -> None:
 PLUGIN = """
 from dataclasses import dataclass
 import torch
-from audit.policies import Evictor, View
+from kvaudit.audit.policies import Evictor, View
 
 @dataclass(frozen=True)
 class Hoard(Evictor):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from audit.core import files as runs
-from audit.core.errors import DataError, RunError
-from audit.core.files import mutex, read_json, write_json
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core import files as runs
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import mutex, read_json, write_json
+from kvaudit.core.spec import RunSpec, parse_spec
 
 SPEC = "{name: a, evaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [64]}}"
 

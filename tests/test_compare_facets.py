@@ -7,16 +7,16 @@ import pytest
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import SpecError
-from reports.compare.files import Sides, compare, margins_from
-from reports.compare.page import comparison_files, comparison_table, facets
-from reports.gate.rules import Asked
-from reports.gate.verdict import Status
-from reports.gate.waivers import read_waivers
-from reports.records.load import load_run
-from reports.records.readers.base import Request, read_log
-from reports.run import decided
+from kvaudit.audit.cli import app
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.compare.files import Sides, compare, margins_from
+from kvaudit.reports.compare.page import comparison_files, comparison_table, facets
+from kvaudit.reports.gate.rules import Asked
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.readers.base import Request, read_log
+from kvaudit.reports.run import decided
 
 ARMS = ("dense", "naive")
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from audit.core.conditions import compressed, condition_names, uncompressed_of
-from audit.core.errors import SpecError
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.names import NAMES
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.conditions import compressed, condition_names, uncompressed_of
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec import RunSpec, parse_spec
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))
 APART = "openvino:INFERENCE_PRECISION_HINT=f32,KEY_CACHE_PRECISION=u8,VALUE_CACHE_PRECISION=u4"

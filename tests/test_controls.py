@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 from test_cli import kvaudit
 
-from audit.runs.folder import RunFolder
 from bench.control_draws import halves, limit, losses, paired, shares, some, spoilt, swaps, templates_of
 from bench.control_runs import (
     AGAIN,
@@ -27,8 +26,9 @@ from bench.control_runs import (
     spoil_templates,
 )
 from bench.controls import named
-from reports.gate.verdict import Status
-from reports.records.load import RunData, load_run
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.records.load import RunData, load_run
 
 SIZE = Size(items=24, reruns=1)
 ARMS = [BASE, rerun_arm(0)]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import DataError
-from suites.base import SUITES
-from suites.catalogue import CATALOGUE, PublicFile, PublicRows
-from suites.sources import data_file, data_folder, has_file
+from kvaudit.audit.cli import app
+from kvaudit.core.errors import DataError
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.catalogue import CATALOGUE, PublicFile, PublicRows
+from kvaudit.suites.sources import data_file, data_folder, has_file
 
 WHOLE, LINES = b"prompt,label\na,safe\n", b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
 COMMIT = "1" * 40
@@ -58,7 +58,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("suites.catalogue.CATALOGUE", (MADE_UP,))
+    monkeypatch.setattr("kvaudit.suites.catalogue.CATALOGUE", (MADE_UP,))
     files[""] = f"http://127.0.0.1:{server.server_address[1]}".encode()
     yield files
     server.shutdown()

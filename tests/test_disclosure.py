@@ -20,18 +20,18 @@ from referencing import Registry, Resource
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import DataError
-from audit.scan.questionnaire import blank
-from audit.training.config import TrainConfig
-from reports.gate.rules import Asked
-from reports.gate.verdict import Status
-from reports.gate.waivers import read_waivers
-from reports.page.disclosure import disclosure_of
-from reports.page.formats import bom, junit
-from reports.page.model_card import BEGIN, END, placed, section_of
-from reports.records.load import load_run
-from reports.run import disclosed, write_report
+from kvaudit.audit.cli import app
+from kvaudit.audit.scan.questionnaire import blank
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.errors import DataError
+from kvaudit.reports.gate.rules import Asked
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.formats import bom, junit
+from kvaudit.reports.page.model_card import BEGIN, END, placed, section_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import disclosed, write_report
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)
@@ -121,9 +121,9 @@ def test_facets_that_nobody_gated_are_disclosed_too(told: dict) -> None:
 def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> None:
     from dataclasses import replace
 
-    from reports.page.disclosure import Fact, disclosure_of
-    from reports.records.load import load_run
-    from reports.run import disclosed
+    from kvaudit.reports.page.disclosure import Fact, disclosure_of
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import disclosed
 
     data = load_run(run)
     for story in data.checkpoints.values():
@@ -137,9 +137,9 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
     """The rollout policies that a run did not serve, where its arms are declared and say nothing themselves."""
     from dataclasses import replace
 
-    from reports.page.disclosure import disclosure_of
-    from reports.records.load import load_run
-    from reports.run import disclosed
+    from kvaudit.reports.page.disclosure import disclosure_of
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import disclosed
 
     data = load_run(run)
     told = {arm: {"rollouts": text} for arm, text in declared.items()}
@@ -148,7 +148,7 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
 
 
 def test_a_declared_rollout_policy_that_was_not_served_is_not_evaluated_either(run: Path) -> None:
-    from reports.page.disclosure import NOT_APPLICABLE, UNKNOWN, Fact
+    from kvaudit.reports.page.disclosure import NOT_APPLICABLE, UNKNOWN, Fact
 
     every = {"dense": "none", "naive": SNAPKV, "smd": "none"}
     assert left_out(run, {**every, "smd": "fp8 in the engine"}) == Fact("known", ["fp8 in the engine"])

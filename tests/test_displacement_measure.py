@@ -10,18 +10,18 @@ import torch
 from conftest import byte_tokenizer
 from training_world import sharp
 
-from audit.core.errors import DataError
-from audit.core.records import Message, Outcome, Record, Role
-from audit.policies import parse_policy
-from audit.runs.displacement.forced import ForcedEpisode, StepLogits, again, dense_logits, served_logits
-from audit.runs.displacement.measure import Refusal, UnitDistances, distances, log_odds
-from audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
-from audit.runs.evaluate import row_seed
-from audit.sampling.chat import Chat, Rendered
-from audit.sampling.conversations import play
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from suites.base import SUITES
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.displacement.forced import ForcedEpisode, StepLogits, again, dense_logits, served_logits
+from kvaudit.audit.runs.displacement.measure import Refusal, UnitDistances, distances, log_odds
+from kvaudit.audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
+from kvaudit.audit.runs.evaluate import row_seed
+from kvaudit.audit.sampling.chat import Chat, Rendered
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Message, Outcome, Record, Role
+from kvaudit.suites.base import SUITES
 
 TIGHT = "streaming:budget=32,sink=4,window=8"
 ROOMY = "streaming:budget=4000,sink=4,window=8"

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.core.errors import SpecError
-from audit.core.spec import load_spec, parse_spec
-from audit.runs.displacement.produce import Producer
-from audit.runs.displacement.units import units
-from audit.runs.folder import RunFolder
-from audit.runs.names import NAMES
-from audit.sampling.model import load_model
-from reports.analysis.displacement import load_displacement
-from reports.run import write_report
+from kvaudit.audit.runs.displacement.produce import Producer
+from kvaudit.audit.runs.displacement.units import units
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec import load_spec, parse_spec
+from kvaudit.reports.analysis.displacement import load_displacement
+from kvaudit.reports.run import write_report
 
 POLICY = "streaming:budget=64,sink=4,window=8"
 SPEC = """\

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from audit.core.errors import RunError
-from audit.core.records import Role
-from audit.policies import parse_policy
-from audit.policies.draws import derive_seed
-from audit.sampling.conversations import play
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
-from audit.training.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
-from audit.training.embedded.tokenizer import TAUGHT, build_tokenizer, played
-from suites.base import SUITES
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
+from kvaudit.audit.training.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
+from kvaudit.audit.training.embedded.tokenizer import TAUGHT, build_tokenizer, played
+from kvaudit.core.errors import RunError
+from kvaudit.core.records import Role
+from kvaudit.suites.base import SUITES
 
 
 @cache

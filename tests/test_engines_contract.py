@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from audit.core.conditions import ENGINE, engine_in, settings_in
-from audit.core.errors import SpecError, UnknownName
-from audit.core.grid import EngineSpec
-from audit.engines import ENGINES, Condition, parse_condition, parse_served
-from audit.engines.base import Engine, Gone, Settings, Work
-from audit.policies import POLICIES
-from audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_served
+from kvaudit.audit.engines.base import Engine, Gone, Settings, Work
+from kvaudit.audit.policies import POLICIES
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.core.conditions import ENGINE, engine_in, settings_in
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.grid import EngineSpec
 
 Check = Callable[[type[Engine], Settings], None]
 OF_OURS = {"openvino", "transformers"}  # that the environment of the tests holds; the others have one of their own
@@ -182,7 +182,7 @@ def test_text_that_says_a_thing_twice_or_nothing_is_refused() -> None:
 
 WRONG = '''
 from typing import ClassVar
-from audit.engines.base import Engine
+from kvaudit.audit.engines.base import Engine
 
 
 class Coded(Engine):

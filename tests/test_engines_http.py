@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from audit.core.endpoint import Endpoint, Unanswered
-from audit.core.errors import AuditError, SpecError, UnknownName
-from audit.core.grid import EngineSpec, EvaluateSpec
-from audit.core.records import Message, Role
-from audit.engines import ENGINES, Asked, Condition, Session, parse_condition
-from audit.engines import served as served_module
-from audit.engines.base import Gone, Work
-from audit.engines.life import Process, free_port
-from audit.runs.names import NAMES
-from audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.engines import ENGINES, Asked, Condition, Session, parse_condition
+from kvaudit.audit.engines import served as served_module
+from kvaudit.audit.engines.base import Gone, Work
+from kvaudit.audit.engines.life import Process, free_port
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.core.endpoint import Endpoint, Unanswered
+from kvaudit.core.errors import AuditError, SpecError, UnknownName
+from kvaudit.core.grid import EngineSpec, EvaluateSpec
+from kvaudit.core.records import Message, Role
 
 STANDIN = Path(__file__).with_name("engine_standin.py")
 PROMPT = (10, 20, 30, 40, 50)
@@ -227,7 +227,7 @@ def test_what_is_ours_to_say_is_refused(name: str) -> None:
 
 
 def test_settings_become_flags_and_variables() -> None:
-    from audit.engines.flags import flags, variables
+    from kvaudit.audit.engines.flags import flags, variables
 
     settings = {
         "kv_cache_dtype_skip_layers": "0 2",
@@ -256,8 +256,8 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
 ) -> None:
     import shutil
 
-    from audit.engines.checkpoint import served_folder
-    from audit.sampling.weights import weights_sha256
+    from kvaudit.audit.engines.checkpoint import served_folder
+    from kvaudit.audit.sampling.weights import weights_sha256
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / "kept"))
     assert served_folder(Work(model, EngineSpec(), tmp_path, 1), "vllm")[0] == tiny_folder.resolve()
@@ -413,7 +413,7 @@ def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> 
 def test_vllm_in_float32_answers_as_our_own_cache_does_and_fp8_moves_it(
     model: LoadedModel, vllm_python: str, tmp_path: Path
 ) -> None:
-    from audit.sampling.model import EMBEDDED
+    from kvaudit.audit.sampling.model import EMBEDDED
 
     model = load_model(EMBEDDED, device="cpu")
     plain, about = _under(parse_condition("vllm"), model, vllm_python, tmp_path / "auto.log")

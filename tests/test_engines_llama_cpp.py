@@ -11,12 +11,12 @@ import torch
 from engine_world import World, world
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.engines import Reply, parse_condition
-from audit.engines.base import Gone
-from audit.engines.llama_cpp_export import GGUF_FILE, export_gguf
-from audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.engines import Reply, parse_condition
+from kvaudit.audit.engines.base import Gone
+from kvaudit.audit.engines.llama_cpp_export import GGUF_FILE, export_gguf
+from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
 
 PYTHON = os.environ.get("KVAUDIT_PYTHON_LLAMA_CPP")
 needs_it = pytest.mark.skipif(PYTHON is None, reason="KVAUDIT_PYTHON_LLAMA_CPP names no python that has llama_cpp")
@@ -238,8 +238,8 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
     from types import SimpleNamespace
     from typing import Any, cast
 
-    from audit.engines import Asked
-    from audit.engines.base import ENGINES, Work
+    from kvaudit.audit.engines import Asked
+    from kvaudit.audit.engines.base import ENGINES, Work
 
     model = random_model(FAMILIES[family])
     prompts = [tuple(range(3, 3 + size)) for size in (2, 20, 50)]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from engine_world import World, world
 
-from audit.core.errors import RunError, SpecError
-from audit.core.grid import EngineSpec
-from audit.engines import ENGINES, Asked, Reply, parse_condition
-from audit.engines.base import Gone, Work
-from audit.engines.openvino import OpenVino
-from audit.engines.weights import CONVERSION, converted
-from audit.sampling.model import load_model
+from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
+from kvaudit.audit.engines.base import Gone, Work
+from kvaudit.audit.engines.openvino import OpenVino
+from kvaudit.audit.engines.weights import CONVERSION, converted
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.grid import EngineSpec
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
@@ -195,7 +195,7 @@ def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch
 
 
 def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Path) -> None:
-    from audit.core.grid import EngineSpec
+    from kvaudit.core.grid import EngineSpec
 
     with pytest.raises(SpecError, match=r"wanted a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]

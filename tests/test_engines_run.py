@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from audit.core.errors import RunError, SpecError
-from audit.core.records import Item, Record
-from audit.core.spec import RunSpec, parse_spec
-from audit.engines import Asked, Condition, Reply
-from audit.engines.base import Session
-from audit.engines.weights import check_room
-from audit.engines.worked import WorkedSession
-from audit.runs.evaluate import check_engines, evaluation_items, grid
-from audit.runs.floor import engine_batches, whole_templates
-from audit.runs.folder import RunFolder, open_run
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline, prepare_run
-from audit.runs.units import Unit
-from audit.sampling.chat import Chat
-from audit.sampling.model import load_chat
-from reports.drift.comparison import comparison_of
-from reports.drift.drift import drift_of
-from reports.records.load import load_run
-from suites.base import SUITES
+from kvaudit.audit.engines import Asked, Condition, Reply
+from kvaudit.audit.engines.base import Session
+from kvaudit.audit.engines.weights import check_room
+from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
+from kvaudit.audit.runs.floor import engine_batches, whole_templates
+from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.units import Unit
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.model import load_chat
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.records import Item, Record
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.drift.drift import drift_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.suites.base import SUITES
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
@@ -207,7 +207,7 @@ class Broken(Session):
         self.about = {"version": "1"}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        from audit.engines.base import Gone
+        from kvaudit.audit.engines.base import Gone
 
         raise Gone(f"engine stand-in: it ended while it had {len(asked)} requests")
 
@@ -224,8 +224,8 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("audit.runs.seat.started_engine", start)
-    monkeypatch.setattr("audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.seat.started_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
     with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; what is written stays: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
@@ -269,7 +269,7 @@ class Weighed(SUITES.get("refusal")):  # type: ignore[misc]
 
 def test_a_suite_that_weighs_given_answers_is_refused_by_name(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("audit.runs.evaluate.asked_suite", lambda *_: Weighed())
+    monkeypatch.setattr("kvaudit.audit.runs.evaluate.asked_suite", lambda *_: Weighed())
     with pytest.raises(SpecError, match="suite refusal weighs given answers, which engine openvino is not asked for"):
         check_engines(spec_of(), {("refusal", 96): [items]})
 
@@ -306,10 +306,10 @@ def test_a_batch_holds_twice_what_is_in_flight(chat: Chat) -> None:
 
 def test_weights_that_are_larger_than_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.bin").write_bytes(b"0" * (3 << 20))
-    monkeypatch.setattr("audit.engines.weights._free_memory", lambda: 2 << 20)
+    monkeypatch.setattr("kvaudit.audit.engines.weights._free_memory", lambda: 2 << 20)
     with pytest.raises(SpecError, match=r"engine openvino needs 0\.0 GiB for the weights in .* memory are free"):
         check_room(tmp_path, "openvino")
-    monkeypatch.setattr("audit.engines.weights._free_memory", lambda: 4 << 20)
+    monkeypatch.setattr("kvaudit.audit.engines.weights._free_memory", lambda: 4 << 20)
     check_room(tmp_path, "openvino")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from engine_world import World, world
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.engines import parse_condition
-from audit.engines.base import Gone
+from kvaudit.audit.engines import parse_condition
+from kvaudit.audit.engines.base import Gone
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
 
 PYTHON = os.environ.get("KVAUDIT_PYTHON_TRANSFORMERS")
 PART = EngineSpec(at_once=4, start=300.0)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from engine_inside import CHANGES
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.engines.base import Asked, Gone, Reply, Work
-from audit.engines.life import Process
-from audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import Asked, Gone, Reply, Work
+from kvaudit.audit.engines.life import Process
+from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
 
 INSIDE = Path(__file__).with_name("engine_inside.py")
 ASKED = Asked((5, 6), 4, (1,), 0.0, 1.0, 7)
@@ -188,7 +188,7 @@ def test_an_engine_ends_when_whoever_wanted_it_is_killed(tmp_path: Path) -> None
 
 
 def test_a_line_without_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("audit.engines.life._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("kvaudit.audit.engines.life._LONGEST_LINE", 1 << 20)
     process = Process(["sh", "-c", "yes | tr -d '\\n'"], who="endless", log=tmp_path / "log")
     with pytest.raises(Gone, match="engine endless: it says a line of more than 1 MiB"):
         process.hear(20.0, "it was listened to")

@@ -11,16 +11,16 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 
-from audit.cache.ledger import NEVER, Rollout
-from audit.core.errors import SpecError
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.policies import parse_policy
-from audit.sampling.chat import Chat
-from audit.sampling.conversations import play, survival
-from audit.sampling.episode import Heard, Pause
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Completion, Decoding, Sampler
-from suites.base import Suite
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.conversations import play, survival
+from kvaudit.audit.sampling.episode import Heard, Pause
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Completion, Decoding, Sampler
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.suites.base import Suite
 
 GREEDY = Decoding(1, temperature=0.0)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
-from audit.runs.folder import RunFolder, open_run
-from audit.runs.names import NAMES
-from audit.runs.units import Unit, UnitFiles
-from audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
+from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.spec import RunSpec, parse_spec
 
 SPEC = """
 name: grid

@@ -9,10 +9,10 @@ import pytest
 import test_suites as contract
 from suite_world import ask, reads_rows, words, write_rows
 
-from audit.core.errors import DataError
-from suites.base import SUITES, Suite
-from suites.mathrows import Gsm8k, extract_number
-from suites.sources import csv_rows
+from kvaudit.core.errors import DataError
+from kvaudit.suites.base import SUITES, Suite
+from kvaudit.suites.mathrows import Gsm8k, extract_number
+from kvaudit.suites.sources import csv_rows
 
 READERS = [name for name, suite in SUITES.all().items() if reads_rows(suite())]
 

@@ -12,16 +12,16 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.commands.shading import COLUMNS, Shaded, shading_svg
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Message, Record, Role
-from audit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
-from audit.policies import parse_policy
-from audit.runs.checkpoints import load_checkpoint
-from audit.runs.explain import Where, explain
-from audit.runs.folder import begun_run
-from audit.runs.shading import shade
-from suites.base import SUITES
+from kvaudit.audit.commands.shading import COLUMNS, Shaded, shading_svg
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.checkpoints import load_checkpoint
+from kvaudit.audit.runs.explain import Where, explain
+from kvaudit.audit.runs.folder import begun_run
+from kvaudit.audit.runs.shading import shade
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Message, Record, Role
+from kvaudit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
+from kvaudit.suites.base import SUITES
 
 POLICY = "streaming:budget=64,sink=4,window=8"
 SPEC = f"""\

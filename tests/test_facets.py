@@ -10,11 +10,11 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Record
-from audit.core.spec import parse_spec
-from reports.gate.verdict import Status
-from reports.run import decided
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Record
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.run import decided
 
 CLUSTERS = 80
 

@@ -13,14 +13,14 @@ import pytest
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
-from audit.cli import app
-from reports.analysis.displacement import bootstrap_mean
-from reports.gate.verdict import Status
-from reports.page.formats import formats
-from reports.page.page import Page
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided, with_details
+from kvaudit.audit.cli import app
+from kvaudit.reports.analysis.displacement import bootstrap_mean
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.formats import formats
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
 
 pytestmark = pytest.mark.usefixtures("figures")
 INTERVAL = re.compile(r"\[[-+]?\d+(\.\d+)?, [-+]?\d|[-+]\d+\.\d to [-+]?\d|\blowerBound\b")

@@ -25,14 +25,14 @@ import pytest
 from reports_synthetic import Design, build, policy, write_unit
 from test_layers import imports
 
-import reports.page.formats
-from audit.core.text import visible
-from reports.gate.verdict import Status, worst
-from reports.page.formats import formats
-from reports.page.page import Page
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided, with_details
+import kvaudit.reports.page.formats
+from kvaudit.core.text import visible
+from kvaudit.reports.gate.verdict import Status, worst
+from kvaudit.reports.page.formats import formats
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
 
 pytestmark = pytest.mark.usefixtures("figures")  # whose text is a stranger's too
 STRUCTURE = (
@@ -48,8 +48,16 @@ SUITE = "ma<th>|$x$\u202e\n- two"
 REMARK = "Let through by Ada."
 ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
-DECIDERS = {"reports.run", "reports.gate.cell", "reports.gate.decide", "reports.gate.family", "reports.stats.rule"}
-DECIDERS |= {f"reports.gate.verdict.{name}" for name in ("worst", "worst_recipe")}  # of cells, which is a verdict anew
+DECIDERS = {
+    "kvaudit.reports.run",
+    "kvaudit.reports.gate.cell",
+    "kvaudit.reports.gate.decide",
+    "kvaudit.reports.gate.family",
+    "kvaudit.reports.stats.rule",
+}
+DECIDERS |= {
+    f"kvaudit.reports.gate.verdict.{name}" for name in ("worst", "worst_recipe")
+}  # of cells, which is a verdict anew
 
 
 class Format(NamedTuple):
@@ -258,7 +266,7 @@ def test_its_file_lies_in_the_folder_of_the_report(form: Format) -> None:
 
 
 def test_no_two_formats_write_one_file() -> None:
-    folder = Path(inspect.getfile(reports.page.formats)).parent
+    folder = Path(inspect.getfile(kvaudit.reports.page.formats)).parent
     assert len(FORMATS) == len(list(folder.glob("[a-z]*.py")))
 
 
@@ -310,7 +318,7 @@ def without_alarm(page: Page) -> str:
 
 
 def imports_the_rule(page: Page) -> str:
-    from reports.gate.decide import decide
+    from kvaudit.reports.gate.decide import decide
 
     return str(decide)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fuzz import Target, fuzz, fuzz_all
 
-from audit.core.errors import DataError
+from kvaudit.core.errors import DataError
 
 
 def test_every_parser_refuses_in_a_line_or_reads(capsys: pytest.CaptureFixture[str]) -> None:

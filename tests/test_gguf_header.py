@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from audit.core.errors import DataError
-from audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.core.errors import DataError
 
 
 def text(value: bytes) -> bytes:

@@ -15,18 +15,18 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import DataError, SpecError
-from audit.core.spec import RunSpec, parse_spec
-from audit.runs.names import NAMES
-from audit.sampling.given import chat_named, check_given, load_given, load_named
-from audit.sampling.model import EMBEDDED as NAME
-from audit.sampling.model import load_model, locate
-from audit.sampling.weights import weights_sha256
-from reports.drift.comparison import comparison_of
-from reports.drift.drift import seed_pairs
-from reports.gate.pin import load_pin
-from reports.records.rows import CellKey
+from kvaudit.audit.cli import app
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.given import chat_named, check_given, load_given, load_named
+from kvaudit.audit.sampling.model import EMBEDDED as NAME
+from kvaudit.audit.sampling.model import load_model, locate
+from kvaudit.audit.sampling.weights import weights_sha256
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.drift.drift import seed_pairs
+from kvaudit.reports.gate.pin import load_pin
+from kvaudit.reports.records.rows import CellKey
 
 EMBEDDED = locate(NAME)
 

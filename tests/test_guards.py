@@ -22,26 +22,26 @@ from judge_world import endpoint, says, send
 from reports_synthetic import Design, build, policy
 from test_cli import kvaudit, refused
 
-from audit.core.errors import DataError, RunError, SpecError
-from audit.core.facets import FACETS
-from audit.core.files import write_json
-from audit.core.options import parse_named, sha256_of
-from audit.core.records import Message, Role
-from audit.core.spec import dump_spec, parse_spec
-from audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
-from audit.judges.guards.classifier import Classifier
-from audit.judges.guards.phrases import PhraseList
-from audit.policies import parse_policy
-from audit.runs import guard as guarding
-from audit.runs.guard import _happened_before
-from audit.runs.names import NAMES
-from audit.runs.stored import AskedItems
-from reports.analysis.guarded import guard_effects
-from reports.page.formats import card, disclosure
-from reports.page.guard_tables import guards_section
-from reports.records.load import load_run
-from reports.run import decided, disclosed, with_details
-from suites.agent import Agent
+from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
+from kvaudit.audit.judges.guards.classifier import Classifier
+from kvaudit.audit.judges.guards.phrases import PhraseList
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs import guard as guarding
+from kvaudit.audit.runs.guard import _happened_before
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.stored import AskedItems
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import write_json
+from kvaudit.core.options import parse_named, sha256_of
+from kvaudit.core.records import Message, Role
+from kvaudit.core.spec import dump_spec, parse_spec
+from kvaudit.reports.analysis.guarded import guard_effects
+from kvaudit.reports.page.formats import card, disclosure
+from kvaudit.reports.page.guard_tables import guards_section
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, disclosed, with_details
+from kvaudit.suites.agent import Agent
 
 Check = Callable[[Guard], None]
 ASKED = [Passage("input", "Where is the heron?"), Passage("output", "I will not say.", "Where?")]

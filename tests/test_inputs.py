@@ -13,19 +13,19 @@ from rich.console import Console
 from suite_world import write_rows
 from test_cli import kvaudit, refused
 
-from audit.core.errors import RunError, SpecError
-from audit.core.files import read_json
-from audit.core.spec import load_spec
-from audit.runs import folder as runs
-from audit.runs.folder import RunFolder
-from audit.runs.names import NAMES, load_plugins
-from audit.runs.pipeline import Pipeline
-from audit.sampling import packed
-from audit.sampling.packed import is_able
-from reports.page.remarks import remarks
-from reports.records.load import load_run
-from reports.run import decided
-from suites.mathrows import Gsm8k
+from kvaudit.audit.runs import folder as runs
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.names import NAMES, load_plugins
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.sampling import packed
+from kvaudit.audit.sampling.packed import is_able
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.files import read_json
+from kvaudit.core.spec import load_spec
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.suites.mathrows import Gsm8k
 
 SPEC = """\
 name: held

@@ -10,11 +10,11 @@ import pytest
 from reports_synthetic import Design, build, policy
 from test_cli import kvaudit
 
-from audit.core.errors import AuditError
-from audit.core.facets import FACETS
-from audit.core.records import Record
-from reports.records.readers.base import Request
-from reports.records.readers.inspect_log import Inspect
+from kvaudit.core.errors import AuditError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.records import Record
+from kvaudit.reports.records.readers.base import Request
+from kvaudit.reports.records.readers.inspect_log import Inspect
 
 pytest.importorskip("inspect_ai", reason="needs the extra inspect")
 pytestmark = [
@@ -71,7 +71,7 @@ def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
 def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
     from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 
-    import audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
+    import kvaudit.audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
 
     model = get_model("kvaudit/embedded@streaming:budget=64,sink=4", memoize=False)
     asked = [ChatMessageUser(content="What is 2 + 3?")]
@@ -93,7 +93,7 @@ def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
 def test_a_policy_that_is_none_is_said_before_a_question() -> None:
     from inspect_ai.model import get_model
 
-    import audit.serving.harness.inspect_model  # noqa: F401
+    import kvaudit.audit.serving.harness.inspect_model  # noqa: F401
 
     with pytest.raises(AuditError, match="no-such"):
         get_model("kvaudit/embedded@no-such", memoize=False)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from test_evaluate_grid import evaluated, timeless
 
-from audit.core.errors import AuditError, DataError, RunError, SpecError
-from audit.core.records import Grade, Item, Message, Outcome, Record, Role
-from audit.core.spec import parse_spec
-from audit.runs.names import NAMES
-from audit.sampling.model import load_model
-from suites.base import SUITES, Suite
-from suites.inspect_task import Inspect
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
+from kvaudit.core.spec import parse_spec
+from kvaudit.suites.base import SUITES, Suite
+from kvaudit.suites.inspect_task import Inspect
 
 FIXTURES = Path(__file__).parent / "fixtures" / "inspect"
 FILE = FIXTURES / "doors.py"
@@ -75,7 +75,7 @@ def refusal(rest: str) -> str:
 def test_the_grid_and_inspect_itself_give_the_same_answers_and_scores(tmp_path: Path) -> None:
     from inspect_ai import eval as evaluate
 
-    import audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
+    import kvaudit.audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
 
     text = f"""
 name: inspect
@@ -332,6 +332,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_command_loads_inspect_before_it_is_asked_for() -> None:
-    code = "import sys, audit.cli; from suites.base import SUITES; SUITES.all(); print('inspect_ai' in sys.modules)"
+    first = "import sys, kvaudit.audit.cli; from kvaudit.suites.base import SUITES; SUITES.all()"
+    code = f"{first}; print('inspect_ai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
     assert not [name for name in SUITES.all() if name.startswith("inspect")]

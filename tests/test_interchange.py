@@ -17,14 +17,14 @@ from rollout_form import write_rollouts
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from audit.cache.ledger import NEVER, save_ledgers
-from audit.cli import app
-from audit.core.errors import DataError
-from audit.policies import Dense, parse_policy
-from audit.replay.interchange import Event, ledger_of, read_rollouts
-from audit.replay.recorded import Recorded, check_replayable
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.cache.ledger import NEVER, save_ledgers
+from kvaudit.audit.cli import app
+from kvaudit.audit.policies import Dense, parse_policy
+from kvaudit.audit.replay.interchange import Event, ledger_of, read_rollouts
+from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError
 
 POLICIES = ["none", "streaming:budget=12,sink=2,chunk=16", "snapkv:budget=14,window=4,interval=5,chunk=16"]
 Table = dict[str, Any]
@@ -374,7 +374,7 @@ def test_a_small_file_cannot_claim_all_memory(tmp_path: Path, monkeypatch: pytes
     huge["rollouts"][0] |= {"ids": [5] * 3000, "logprobs": [-1.0] * 2996, "events": []}
     with pytest.raises(DataError, match="3145728000 cache entries, at most 268435456 can be read; split the file"):
         read_rollouts(written(tmp_path / "r.json", huge))
-    monkeypatch.setattr("audit.replay.interchange._MOST_STEPS", 1 << 20)
+    monkeypatch.setattr("kvaudit.audit.replay.interchange._MOST_STEPS", 1 << 20)
     slow = table(layers=1, kv_heads=64)
     slow["rollouts"][0] |= {"ids": [5] * 2000, "logprobs": [-1.0] * 1996}
     slow["rollouts"][0]["events"] = [{"query": n + 1, "kept": [[[]] * 64]} for n in range(9)]

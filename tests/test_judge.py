@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from test_cli import kvaudit, refused
 
-from audit.core.files import read_json
-from audit.core.records import Message, Outcome, Record, Role
-from audit.core.spec import parse_spec
-from audit.runs import judge as judging
-from audit.runs import stored
-from audit.runs.evaluate import Evaluator, grid
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.sampling.exchange import graded
-from audit.sampling.model import load_chat, load_model
-from reports.records.load import load_run
-from reports.run import write_report
-from suites.agent import Agent
-from suites.math import Math
+from kvaudit.audit.runs import judge as judging
+from kvaudit.audit.runs import stored
+from kvaudit.audit.runs.evaluate import Evaluator, grid
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.exchange import graded
+from kvaudit.audit.sampling.model import load_chat, load_model
+from kvaudit.core.files import read_json
+from kvaudit.core.records import Message, Outcome, Record, Role
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import write_report
+from kvaudit.suites.agent import Agent
+from kvaudit.suites.math import Math
 
 SPEC = """
 name: judged
@@ -250,7 +250,7 @@ def test_the_hub_is_asked_for_no_weights(tiny_folder: Path, monkeypatch: pytest.
         ignored.extend(ignore_patterns)
         return str(tiny_folder)
 
-    monkeypatch.setattr("audit.sampling.model.snapshot_download", hub)
+    monkeypatch.setattr("kvaudit.audit.sampling.model.snapshot_download", hub)
     assert load_chat("someone/model").count_tokens("four") == 4
     assert "*.safetensors" in ignored
 

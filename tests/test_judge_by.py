@@ -15,18 +15,18 @@ from suite_world import write_rows
 from test_cli import kvaudit, refused
 from test_judge import rewritten, sampled, units
 
-from audit.core.errors import SpecError
-from audit.core.files import read_json
-from audit.core.options import sha256_of
-from audit.core.questions import Question, Reading
-from audit.core.records import Grade, Item, Message, Outcome, Record
-from audit.core.spec import parse_spec
-from audit.judges.base import JUDGES, Judge, question_key
-from audit.runs.names import NAMES
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided
-from suites.math import Math
+from kvaudit.audit.judges.base import JUDGES, Judge, question_key
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import read_json
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question, Reading
+from kvaudit.core.records import Grade, Item, Message, Outcome, Record
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.suites.math import Math
 
 __all__ = ["labels", "sampled"]  # fixtures
 SAID = ("I cannot tell.", "It is 12.")
@@ -172,7 +172,7 @@ def test_a_judge_comes_from_an_outside_file(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "stern.py"
     file.write_text(
         "from dataclasses import dataclass\n"
-        "from audit.judges.base import Judge, sha256_of\n\n\n"
+        "from kvaudit.audit.judges.base import Judge, sha256_of\n\n\n"
         "@dataclass(frozen=True)\n"
         "class Stern(Judge):\n"
         "    name = 'stern'\n"

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
-from audit.core.endpoint import _retry_after, over_http
-from audit.core.errors import DataError, RunError, SpecError, UnknownName
-from audit.core.options import sha256_of
-from audit.core.questions import Question, Reading
-from audit.judges import logistic
-from audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
-from audit.judges.card import card_lines
-from audit.judges.labels import BESIDE, Labelled, Source, sources
-from audit.judges.logistic import spelled
-from audit.judges.remembered import Remembered
-from audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
-from audit.judges.rubric_endpoint import RubricEndpoint
+from kvaudit.audit.judges import logistic
+from kvaudit.audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
+from kvaudit.audit.judges.card import card_lines
+from kvaudit.audit.judges.labels import BESIDE, Labelled, Source, sources
+from kvaudit.audit.judges.logistic import spelled
+from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
+from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
+from kvaudit.core.endpoint import _retry_after, over_http
+from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question, Reading
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -167,7 +167,7 @@ def test_a_wrong_judge_fails_the_contract(wrong: type[Wrong], check: Check, labe
 
 
 def test_finding_the_judges_imports_nothing_heavy() -> None:
-    code = "import sys; from audit.judges.base import JUDGES; JUDGES.all(); print(*sys.modules)"
+    code = "import sys; from kvaudit.audit.judges.base import JUDGES; JUDGES.all(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "sklearn", "pandas"} & set(done.stdout.split())
 
@@ -337,7 +337,7 @@ def test_a_key_that_is_not_set_is_one_line() -> None:
 
 def test_an_endpoint_that_asks_for_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("audit.core.endpoint.time.sleep", waits.append)
+    monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", waits.append)
 
     def later(handler: BaseHTTPRequestHandler, _: Any) -> None:
         send(handler, 429, "slow down", Retry_After="7")

@@ -57,7 +57,7 @@ def with_worker(folder: Path) -> tuple[subprocess.Popen[str], int]:
     command = [
         sys.executable,
         "-m",
-        "audit.cli",
+        "kvaudit.audit.cli",
         "run",
         folder / "spec.yaml",
         "--out",

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from test_cli import refused
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from audit import CompressedCache, shadow
-from audit.cache.cache import EvictingCache
-from audit.cache.ledger import Rollout, save_ledgers
-from audit.core.errors import AuditError, DataError, RunError, SpecError
-from audit.policies import parse_policy
-from audit.replay.learner_pass import suffix_logits
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.ledger import Rollout, save_ledgers
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from audit.policies import POLICIES
+from kvaudit.audit.policies import POLICIES
 
 CONFORM = Path(__file__).parent / "conform"
 OUTSIDE = """
@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies import Evictor, View
-from audit.policies.int8 import Int8
-from audit.policies.quest import Quest
+from kvaudit.audit.policies import Evictor, View
+from kvaudit.audit.policies.int8 import Int8
+from kvaudit.audit.policies.quest import Quest
 
 
 @dataclass(frozen=True)

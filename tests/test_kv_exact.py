@@ -9,14 +9,14 @@ import torch
 from conform.world import CONFIGS, feed, gap, left_padded, new_cache, prompts, random_model, served, shared, two_turns
 from torch import Tensor
 
-import audit.cache.attention
-import audit.replay.attention
-from audit.cache.ledger import NEVER
-from audit.core.errors import SpecError
-from audit.policies import parse_policy
-from audit.replay.attention import _causal_columns
-from audit.replay.learner_pass import suffix_logits
-from audit.sampling.sampler import Decoding, Sampler, nucleus
+import kvaudit.audit.cache.attention
+import kvaudit.audit.replay.attention
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.attention import _causal_columns
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.sampler import Decoding, Sampler, nucleus
+from kvaudit.core.errors import SpecError
 
 __all__ = ["CONFIGS", "left_padded", "prompts"]
 
@@ -51,7 +51,7 @@ def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
     episode = Sampler(loaded, parse_policy(policy)).open(prompts(90, 61), [0, 1, 2, 3], group=2)
     episode.decode(Decoding(6))
     rollouts, masks = episode.rollouts(), list[int]()
-    stock = audit.cache.attention.scaled_dot_product_attention
+    stock = kvaudit.audit.cache.attention.scaled_dot_product_attention
 
     def attention(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         masks.append(0 if attn_mask is None else attn_mask.numel())
@@ -65,12 +65,12 @@ def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
         gradient = torch.cat([p.grad.flatten() for p in loaded.model.parameters()])
         return logits.detach()[valid], gradient, max(masks)
 
-    monkeypatch.setattr(audit.cache.attention, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(kvaudit.audit.cache.attention, "scaled_dot_product_attention", attention)
     with monkeypatch.context() as whole:
-        whole.setattr(audit.replay.attention, "_causal_columns", lambda *_: 0)
+        whole.setattr(kvaudit.audit.replay.attention, "_causal_columns", lambda *_: 0)
         wanted, slope, square = learned()
-    monkeypatch.setattr(audit.replay.attention, "BLOCK", 8)
-    monkeypatch.setattr(audit.cache.attention, "MANY", 2)
+    monkeypatch.setattr(kvaudit.audit.replay.attention, "BLOCK", 8)
+    monkeypatch.setattr(kvaudit.audit.cache.attention, "MANY", 2)
     logits, gradient, largest = learned()
     torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
     assert slope.norm() > 1

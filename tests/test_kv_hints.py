@@ -10,10 +10,10 @@ import torch
 from conform.world import gap, ledger_of, prompts, random_model, shared, two_turns
 from torch import Tensor
 
-from audit import CompressedCache, shadow
-from audit.cache.quantised import hints
-from audit.cache.quantised.codes import Scratch, encode_tokens, pack, unpack
-from audit.cache.quantised.hints import (
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.quantised import hints
+from kvaudit.audit.cache.quantised.codes import Scratch, encode_tokens, pack, unpack
+from kvaudit.audit.cache.quantised.hints import (
     BAND,
     KEYS,
     VALUES,
@@ -24,8 +24,8 @@ from audit.cache.quantised.hints import (
     ranks,
     unpack_hints,
 )
-from audit.policies import Quantiser, parse_policy, quantiser_of
-from audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.policies import Quantiser, parse_policy, quantiser_of
+from kvaudit.audit.replay.learner_pass import suffix_logits
 
 CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
 WIDE = dict(dtype=torch.float32, spread=0.2)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from conform.world import feed, held, new_cache, prompts, random_model, shared, two_turns
 
-from audit import CompressedCache
-from audit.cache.evict import retained
-from audit.cache.ledger import NEVER
-from audit.policies import parse_policy
+from kvaudit import CompressedCache
+from kvaudit.audit.cache.evict import retained
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.policies import parse_policy
 
 
 def test_the_next_position_is_tokens_seen_not_entries_kept() -> None:

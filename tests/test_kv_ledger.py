@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from audit.cache.quantised.hints import pack_hints
-from audit.core.errors import DataError
-from audit.policies import parse_policy, quantiser_of
+from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from kvaudit.audit.cache.quantised.hints import pack_hints
+from kvaudit.audit.policies import parse_policy, quantiser_of
+from kvaudit.core.errors import DataError
 
 POLICY = parse_policy("streaming:budget=64")
 

@@ -32,13 +32,13 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from audit import CompressedCache, shadow
-from audit.cache.layers import governed_words, layer_plans
-from audit.cache.ledger import NEVER
-from audit.core.errors import RunError
-from audit.policies import parse_policy
-from audit.replay.learner_pass import suffix_logits
-from audit.replay.schedule_check import breach
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.layers import governed_words, layer_plans
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.replay.schedule_check import breach
+from kvaudit.core.errors import RunError
 
 if not hasattr(transformers.Cache, "get_conv_state"):
     pytest.skip("this transformers keeps states of linear attention in caches of its own", allow_module_level=True)

@@ -37,12 +37,12 @@ from transformers import (
     OPTConfig,
 )
 
-from audit import CompressedCache, shadow
-from audit.cache.attention import AttentionCall
-from audit.cache.cache import EvictingCache
-from audit.cache.layers import kv_heads
-from audit.core.errors import RunError
-from audit.policies import parse_policy
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.layers import kv_heads
+from kvaudit.audit.policies import parse_policy
+from kvaudit.core.errors import RunError
 
 TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HEADS = dict(num_attention_heads=4, initializer_range=0.3, **SIZES, **TOKENS)

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PhimoeConfig
 
-import audit.cache.attention
-from audit import CompressedCache, shadow
-from audit.cache.ledger import Rollout, load_ledgers, save_ledgers
-from audit.cache.routing import watched_blocks
-from audit.core.errors import DataError, RunError
-from audit.policies import parse_policy
-from audit.replay.interchange import read_rollouts
-from audit.replay.learner_pass import suffix_logits
-from audit.replay.recorded import Recorded, check_replayable
-from audit.runs.verify import verify
+import kvaudit.audit.cache.attention
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import Rollout, load_ledgers, save_ledgers
+from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.interchange import read_rollouts
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.runs.verify import verify
+from kvaudit.core.errors import DataError, RunError
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -173,7 +173,7 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself() -> None:
 )  # fmt: skip
 def test_other_routers_are_recorded_as_they_chose(config: Any) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
     said: list[Tensor] = []
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: said.append(args[1]))
@@ -187,7 +187,7 @@ def test_a_model_whose_experts_cannot_be_recorded_is_refused() -> None:
         config = PhimoeConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES)
     except StrictDataclassError as error:  # 5.4.0 wants a number where its own default is False
         pytest.skip(f"this transformers cannot make such a config: {type(error).__name__}")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
     with pytest.raises(RunError, match="wanted once: which experts it uses cannot be recorded"):
         feed(SimpleNamespace(model=model), new_cache(SimpleNamespace(model=model), parse_policy("none")), prompts(5))
 

@@ -16,16 +16,16 @@ from rollout_form import write_rollouts
 from safetensors.torch import save_file
 from torch import Tensor
 
-from audit import CompressedCache, shadow
-from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from audit.cache.selection import Selection
-from audit.core.errors import DataError, SpecError
-from audit.policies import parse_policy
-from audit.replay.interchange import read_rollouts
-from audit.replay.learner_pass import suffix_logits
-from audit.replay.recorded import Recorded, check_replayable
-from audit.runs.verify import verify
-from audit.sampling.sampler import Decoding, Sampler
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from kvaudit.audit.cache.selection import Selection
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.interchange import read_rollouts
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.runs.verify import verify
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError, SpecError
 
 QUEST = "quest:budget=16,page=4,dense=1,chunk=16"
 
@@ -210,7 +210,7 @@ def test_generate_with_left_padding_is_replayed() -> None:
 def test_masks_of_a_long_replay_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     history = played()
     whole = gap(shared(), history, "shadow")
-    monkeypatch.setattr("audit.cache.attention.MASK_ELEMENTS", 1 << 10)
+    monkeypatch.setattr("kvaudit.audit.cache.attention.MASK_ELEMENTS", 1 << 10)
     assert max(whole, gap(shared(), history, "shadow")) < 1e-12
 
 

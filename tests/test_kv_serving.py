@@ -14,20 +14,29 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import audit.cache.attention
-import audit.cache.cached_layer
-import audit.cache.quantised.store
-from audit import CompressedCache, shadow
-from audit.cache.ledger import Rollout, save_ledgers
-from audit.cache.selection import RecordedChoices
-from audit.core.errors import DataError, RunError, SpecError
-from audit.policies import Mixture, parse_policy
-from audit.replay.learner_pass import suffix_logits
-from audit.sampling.conversations import play
-from audit.sampling.model import load_model
-from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Episode, MixedEpisode, Sampler, admit
-from audit.training.config import TrainConfig
-from suites.base import SUITES
+import kvaudit.audit.cache.attention
+import kvaudit.audit.cache.cached_layer
+import kvaudit.audit.cache.quantised.store
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import Rollout, save_ledgers
+from kvaudit.audit.cache.selection import RecordedChoices
+from kvaudit.audit.policies import Mixture, parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import (
+    AnyEpisode,
+    Arrivals,
+    Completion,
+    Decoding,
+    Episode,
+    MixedEpisode,
+    Sampler,
+    admit,
+)
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.suites.base import SUITES
 
 MIXTURE = "streaming:budget=12,sink=2|none|knorm:budget=10"
 
@@ -44,7 +53,7 @@ def tiny(layers: int = 2) -> Any:
         max_position_embeddings=512,
         initializer_range=0.3,
     )
-    config._attn_implementation = audit.cache.attention.NAME
+    config._attn_implementation = kvaudit.audit.cache.attention.NAME
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -73,7 +82,7 @@ def test_codes_are_attended_to_row_by_row_as_all_at_once(
 ) -> None:
     found = []
     for most in (1, 1 << 24):  # one row a block, and all of them
-        monkeypatch.setattr(audit.cache.quantised.store, "HOST_BLOCK", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         found.append([answer for answer in episode.decode(Decoding(12)) if answer])
     for one, other in zip(*found, strict=True):
@@ -564,11 +573,11 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = audit.cache.cached_layer.visibility
+    plain = kvaudit.audit.cache.cached_layer.visibility
     monkeypatch.setattr(
-        audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
+        kvaudit.audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
     )  # fmt: skip
-    monkeypatch.setattr(audit.cache.attention, "MASK_ELEMENTS", 4000)
+    monkeypatch.setattr(kvaudit.audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)
     ids = torch.tensor([long, [0] * 80 + short])
     mask = (torch.arange(200) >= torch.tensor([[0], [80]])).long()

@@ -22,11 +22,11 @@ from conform.world import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from audit import CompressedCache, shadow
-from audit.cache.ledger import NEVER
-from audit.core.errors import DataError, RunError
-from audit.policies import parse_policy
-from audit.replay.learner_pass import suffix_logits
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.core.errors import DataError, RunError
 
 EVERY_RANKING = ["streaming:budget=12,sink=2", "snapkv:budget=14,window=4,interval=3", "h2o:budget=12", "tova:budget=9"]
 

@@ -9,8 +9,8 @@ import torch
 from test_kv_exact import CONFIGS, left_padded, prompts
 from transformers import AutoModelForCausalLM
 
-from audit import CompressedCache, shadow
-from audit.core.errors import RunError, SpecError
+from kvaudit import CompressedCache, shadow
+from kvaudit.core.errors import RunError, SpecError
 
 
 def stock(name: str = "llama-gqa") -> torch.nn.Module:

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from audit.runs.launchers import local
-from audit.runs.launchers.base import Job
-from audit.runs.launchers.local import Companion, companions, idle_cores
+from kvaudit.audit.runs.launchers import local
+from kvaudit.audit.runs.launchers.base import Job
+from kvaudit.audit.runs.launchers.local import Companion, companions, idle_cores
 
-TIED = "from audit.runs.launchers.local import tie; tie(); import sys, time; print('here', flush=True); time.sleep(600)"
+TIED = (
+    "import time; from kvaudit.audit.runs.launchers.local import tie; tie(); print('here', flush=True); time.sleep(600)"
+)
 PARENT = """
 import sys, time
 from pathlib import Path
-from audit.runs.launchers import local
-from audit.runs.launchers.base import Job
+from kvaudit.audit.runs.launchers import local
+from kvaudit.audit.runs.launchers.base import Job
 local.PROGRAM = (sys.executable, "-c", sys.argv[1])
 with local.companions(2, Job([], Path(sys.argv[2]), Path()), print) as started:
     print(*(one.process.pid for one in started), flush=True)

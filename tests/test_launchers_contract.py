@@ -18,12 +18,12 @@ import pytest
 import torch
 from test_cli import SPEC, refused
 
-from audit.core.errors import RunError, SpecError
-from audit.runs import pipeline
-from audit.runs.launchers import local, slurm
-from audit.runs.launchers.base import LAUNCHERS, Crew, Job, Launcher, Say, parse_launcher
-from audit.runs.launchers.local import Local, attend, companions
-from audit.runs.launchers.slurm import Slurm
+from kvaudit.audit.runs import pipeline
+from kvaudit.audit.runs.launchers import local, slurm
+from kvaudit.audit.runs.launchers.base import LAUNCHERS, Crew, Job, Launcher, Say, parse_launcher
+from kvaudit.audit.runs.launchers.local import Local, attend, companions
+from kvaudit.audit.runs.launchers.slurm import Slurm
+from kvaudit.core.errors import RunError, SpecError
 
 NEEDS = {"slurm": "submitit", "ray": "ray"}
 Check = Callable[[Launcher, Path], None]

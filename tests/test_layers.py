@@ -16,13 +16,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A room may import itself and the rooms of lower rank. Suites and reports stand aside: only the core is below them.
 RANK = {
-    "audit.core": 0, "audit.policies": 1, "audit.scan": 1, "audit.cache": 2, "audit.replay": 3, "audit.sampling": 3,
-    "audit.engines": 4, "audit.judges": 4, "audit.serving": 4, "audit.training": 5, "audit.runs": 6,
-    "audit.commands": 8, "audit.cli": 9,
-    "suites": 1,
-    "reports.records": 1, "reports.stats": 1, "reports.drift": 2, "reports.calibration": 2, "reports.labels": 3,
-    "reports.gate": 4, "reports.analysis": 5, "reports.page": 6, "reports.compare": 7, "reports.run": 7,
+    "kvaudit.core": 0,
+    "kvaudit.audit.policies": 1, "kvaudit.audit.scan": 1, "kvaudit.audit.cache": 2, "kvaudit.audit.replay": 3,
+    "kvaudit.audit.sampling": 3, "kvaudit.audit.engines": 4, "kvaudit.audit.judges": 4, "kvaudit.audit.serving": 4,
+    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.commands": 8, "kvaudit.audit.cli": 9,
+    "kvaudit.suites": 1,
+    "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
+    "kvaudit.reports.calibration": 2, "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
+    "kvaudit.reports.analysis": 5, "kvaudit.reports.page": 6, "kvaudit.reports.compare": 7, "kvaudit.reports.run": 7,
 }  # fmt: skip
+TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
     *("FILE", "render", "draw", "cases", "figures", "STATISTIC", "start"),  # by which a plug-in is found
@@ -31,16 +34,16 @@ SHARED_NAMES = {
     "T",  # of type variables
 }
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
-FILES = sorted(path for top in ("audit", "suites", "reports") for path in (ROOT / top).rglob("*.py"))
+FILES = sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return "kvaudit." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module: str) -> str | None:
     parts = module.split(".")
-    return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in RANK), None)
+    return next((name for end in (3, 2) if (name := ".".join(parts[:end])) in RANK), None)
 
 
 @cache
@@ -62,14 +65,14 @@ def test_imports_point_one_way(path: Path) -> None:
     module = module_of(path)
     room = room_of(module)
     if room is None:
-        assert module in ("audit", "reports"), f"{module} belongs to no room; give it a rank"
+        assert module in ("kvaudit.audit", "kvaudit.reports"), f"{module} belongs to no room; give it a rank"
         return
     rooms = {other for name in imports(path) if (other := room_of(name)) and other != room}
     upward = {other for other in rooms if RANK[other] >= RANK[room]}
     # each reads its own kind only: suites do not know reports, nor the other way round
     top = room.partition(".")[0]
     aside = {other for other in rooms if top in ("suites", "reports") and other.partition(".")[0] != top}
-    assert not upward | (aside - {"audit.core"})
+    assert not upward | (aside - {"kvaudit.core"})
 
 
 def test_no_chain_of_imports_leads_back() -> None:
@@ -110,10 +113,10 @@ def test_suites_and_reports_never_import_torch(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("audit.cli", {"torch", "transformers", "pandas", "matplotlib", "scipy", "numpy", "pydantic", "rich"}),
-        ("audit.commands.report", {"torch", "transformers"}),
-        ("audit.core.spec", {"torch", "transformers", "pandas", "numpy"}),
-        ("suites.base", {"torch", "transformers", "pandas"}),
+        ("kvaudit.audit.cli", {"torch", "transformers", "pandas", "matplotlib", "scipy", "numpy", "pydantic", "rich"}),
+        ("kvaudit.audit.commands.report", {"torch", "transformers"}),
+        ("kvaudit.core.spec", {"torch", "transformers", "pandas", "numpy"}),
+        ("kvaudit.suites.base", {"torch", "transformers", "pandas"}),
     ],
 )
 def test_importing_a_light_module_stays_light(module: str, unwanted: set[str]) -> None:

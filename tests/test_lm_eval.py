@@ -12,17 +12,17 @@ import pytest
 from lm_eval_world import row, settle, write_tasks
 from test_evaluate_grid import evaluated, timeless
 
-from audit.core.errors import DataError, RunError, SpecError
-from audit.core.records import Item, Message, Outcome, Role
-from audit.core.spec import parse_spec
-from audit.policies import parse_policy
-from audit.runs.names import NAMES
-from audit.sampling.conversations import play
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from suites import harness_task
-from suites.base import SUITES, Suite
-from suites.lm_eval import LmEval
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.core.spec import parse_spec
+from kvaudit.suites import harness_task
+from kvaudit.suites.base import SUITES, Suite
+from kvaudit.suites.lm_eval import LmEval
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -262,7 +262,8 @@ def test_what_the_metric_cannot_grade_is_unscored(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_command_loads_the_harness_before_it_is_asked_for() -> None:
-    code = "import sys, audit.cli; from suites.base import SUITES; SUITES.all(); print('lm_eval' in sys.modules)"
+    first = "import sys, kvaudit.audit.cli; from kvaudit.suites.base import SUITES; SUITES.all()"
+    code = f"{first}; print('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
     assert not [name for name in SUITES.all() if name.startswith("lm-eval")]
 

@@ -11,12 +11,12 @@ import pytest
 from lm_eval_world import row, settle, write_tasks
 from test_cli import refused
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.policies import parse_policy
-from audit.sampling.conversations import score_answers
-from audit.sampling.model import load_model, locate
-from audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.conversations import score_answers
+from kvaudit.audit.sampling.model import load_model, locate
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -29,7 +29,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @cache
 def served(policy: str | None = None, **options: Any) -> Any:
-    from audit.serving.harness.model import KvauditLM
+    from kvaudit.audit.serving.harness.model import KvauditLM
 
     return KvauditLM(policy=policy, **options)
 
@@ -164,7 +164,7 @@ def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
 
 def test_on_the_command_line_what_can_be_mended_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    monkeypatch.delitem(sys.modules, "audit.serving.harness.model", raising=False)
+    monkeypatch.delitem(sys.modules, "kvaudit.audit.serving.harness.model", raising=False)
     assert "pip install 'kvaudit[lm-eval]'" in refused("lm-eval", "ls", "tasks")
 
 

@@ -14,14 +14,14 @@ from test_choices import Chosen, item
 from test_cli import kvaudit, refused
 from test_lm_eval_model import SNAPKV, evaluated, served
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Item
-from audit.policies import parse_policy
-from audit.sampling.conversations import play
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
-from audit.serving.harness.tasks import read_rows, results, write_tasks
-from suites.base import SUITES, Suite
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.serving.harness.tasks import read_rows, results, write_tasks
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Item
+from kvaudit.suites.base import SUITES, Suite
 
 ITEMS = 12
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from suite_world import grade, words, write_rows
 
-from audit.core.errors import DataError
-from suites.answers import final_answer, same_answer
-from suites.base import SUITES
-from suites.mathrows import Amc23, Math500, MathRows, extract_number
+from kvaudit.core.errors import DataError
+from kvaudit.suites.answers import final_answer, same_answer
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.mathrows import Amc23, Math500, MathRows, extract_number
 
 real_rows = pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the rows that KVAUDIT_DATA names")
 

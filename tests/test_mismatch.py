@@ -13,14 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from audit.cli import app
-from audit.core.alarms import MISMATCH
-from audit.core.errors import DataError, SpecError
-from audit.replay.stacks import imported
-from audit.runs import mismatch as command
-from audit.runs.mismatch import Survey, measure, survey
-from audit.sampling.model import LoadedModel, load_model
-from audit.training.mismatch import MismatchPanel, Spread, alarms, mismatch_panel
+from kvaudit.audit.cli import app
+from kvaudit.audit.replay.stacks import imported
+from kvaudit.audit.runs import mismatch as command
+from kvaudit.audit.runs.mismatch import Survey, measure, survey
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.training.mismatch import MismatchPanel, Spread, alarms, mismatch_panel
+from kvaudit.core.alarms import MISMATCH
+from kvaudit.core.errors import DataError, SpecError
 
 Line = dict[str, Any]
 
@@ -274,7 +274,7 @@ def test_advantages_may_be_of_any_size_or_unknown(told: Line, loaded: LoadedMode
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("audit.replay.stacks._LONGEST", 50)
+    monkeypatch.setattr("kvaudit.audit.replay.stacks._LONGEST", 50)
     with pytest.raises(DataError, match="line 1 is longer than"):
         survey(written(tmp_path / "long.jsonl", [GOOD]))
 
@@ -340,7 +340,7 @@ def test_a_percentile_of_many_values_is_right_to_a_millionth(monkeypatch: pytest
     values = torch.rand(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     few, many = Spread(), Spread()
     few.add(values)
-    monkeypatch.setattr("audit.training.mismatch._KEPT", 900)
+    monkeypatch.setattr("kvaudit.audit.training.mismatch._KEPT", 900)
     for part in values.split(500):
         many.add(part)
     exact = values.sort().values

@@ -7,7 +7,7 @@ import re
 import pytest
 from suite_world import grade, text_of, words
 
-from suites.needle import FACTS, Needle
+from kvaudit.suites.needle import FACTS, Needle
 
 FUNCTION_WORDS = frozenset(
     re.findall(r"\w+", "a an and at of in on the to by for is has was are as it its one each with from who after off")

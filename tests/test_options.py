@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_cli import refused
 
-from audit.core.errors import SpecError
-from reports.gate.rules import margin_of
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.gate.rules import margin_of
 
 
 def test_a_margin_that_no_sample_could_show_is_refused() -> None:

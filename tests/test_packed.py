@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from audit.core.records import Message, Role
-from audit.core.spec import parse_spec
-from audit.policies import parse_policy
-from audit.runs import evaluate
-from audit.runs.names import NAMES
-from audit.sampling import packed as module
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.packed import LARGE, is_able, packed
-from audit.sampling.sampler import Decoding, Sampler
-from audit.serving import engine
-from audit.serving.harness import model as lm
-from audit.serving.wire import ChatRequest
-from audit.training import rollouts
 from bench.models import Served, random_llama
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs import evaluate
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling import packed as module
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.packed import LARGE, is_able, packed
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.serving import engine
+from kvaudit.audit.serving.harness import model as lm
+from kvaudit.audit.serving.wire import ChatRequest
+from kvaudit.audit.training import rollouts
+from kvaudit.core.records import Message, Role
+from kvaudit.core.spec import parse_spec
 
 pytestmark = pytest.mark.skipif(not is_able(torch.float32), reason="this processor has no packed products")
 SPEC = """

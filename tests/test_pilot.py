@@ -17,22 +17,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import CannotPass, DataError, RunError, SpecError
-from audit.core.files import read_json
-from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import RunSpec, parse_spec
-from audit.engines import parse_condition
-from audit.runs import evaluate
-from audit.runs.evaluate import Evaluator, clusters_of
-from audit.runs.floor import whole_templates
-from audit.runs.folder import RunFolder, open_run
-from audit.runs.names import NAMES
-from audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
-from audit.runs.pipeline import Pipeline
-from audit.runs.units import PILOT_FOLDER
-from audit.sampling.conversations import Played
-from reports.gate.enough import (
+from kvaudit.audit.cli import app
+from kvaudit.audit.engines import parse_condition
+from kvaudit.audit.runs import evaluate
+from kvaudit.audit.runs.evaluate import Evaluator, clusters_of
+from kvaudit.audit.runs.floor import whole_templates
+from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.units import PILOT_FOLDER
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
+from kvaudit.core.files import read_json
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.gate.enough import (
     Counted,
     Metric,
     counts_of,
@@ -42,10 +42,10 @@ from reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from reports.gate.sizes import Design
-from reports.records.load import load_run
-from reports.run import decided
-from suites.base import SUITES, Suite
+from kvaudit.reports.gate.sizes import Design
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.suites.base import SUITES, Suite
 
 SPEC = """
 name: pilot
@@ -193,7 +193,7 @@ def test_a_run_that_was_begun_without_a_pilot_goes_on_without(without: RunFolder
 def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    join = [sys.executable, "-m", "audit.cli", "join", str(run.path), "--threads", "1"]
+    join = [sys.executable, "-m", "kvaudit.audit.cli", "join", str(run.path), "--threads", "1"]
     both = [subprocess.Popen(join, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate()[0] for one in both]
     assert [one.returncode for one in both] == [0, 0], said

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import SpecError
-from reports.gate.cell import decide_cell
-from reports.gate.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
-from reports.gate.sizes import (
+from kvaudit.audit.cli import app
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.gate.cell import decide_cell
+from kvaudit.reports.gate.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
+from kvaudit.reports.gate.sizes import (
     Design,
     chance,
     lowest_drift,
@@ -27,9 +27,9 @@ from reports.gate.sizes import (
     snippet,
     steps,
 )
-from reports.gate.verdict import PASSED
-from reports.stats.rule import Part
-from reports.stats.tango import ess_tango
+from kvaudit.reports.gate.verdict import PASSED
+from kvaudit.reports.stats.rule import Part
+from kvaudit.reports.stats.tango import ess_tango
 
 
 def deff_of(value, size):
@@ -73,7 +73,7 @@ def test_the_interval_passes_as_simulated_at_a_design_effect_in_its_range(
 def test_the_chance_to_pass_is_that_of_another_model_of_the_same_size(
     clusters, items, samples, discordance, correlation, simulated
 ):
-    """Probit answers of two arms (``reports.calibration.probit``), 1,500 audits each, decided by the whole rule."""
+    """Probit answers of two arms (``calibration.probit``), 1,500 audits each, decided by the whole rule."""
     design = Design(0.05, discordance, clusters, items, samples=samples, correlation=correlation)
     assert chance(design) == pytest.approx(simulated, abs=0.035)
 
@@ -282,6 +282,6 @@ def test_what_is_no_run_has_no_plan(tmp_path):
 def test_nothing_that_is_printed_advises_to_tolerate_more():
     root = Path(__file__).parent.parent
     advice = re.compile(r"\b(raise|widen|wider|larger|loosen|increase)\s+(the|a|its|your)?\s*margin", re.IGNORECASE)
-    files = [path for room in ("audit", "reports", "suites") for path in (root / room).rglob("*.py")]
+    files = [path for room in ("core", "audit", "reports", "suites") for path in (root / room).rglob("*.py")]
     assert len(files) > 200
     assert [path.name for path in files if advice.search(" ".join(path.read_text("utf-8").split()))] == []

@@ -10,11 +10,11 @@ import torch
 from test_policies_oracles import view
 from transformers import LlamaConfig
 
-from audit.cache.attention import AttentionCall
-from audit.cache.cache import EvictingCache
-from audit.cache.evict import retained
-from audit.core.errors import SpecError, UnknownName
-from audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.evict import retained
+from kvaudit.audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.core.errors import SpecError, UnknownName
 
 
 def test_a_plug_in_that_is_no_kind_of_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

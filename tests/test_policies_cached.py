@@ -17,12 +17,12 @@ import torch
 from draws import draws
 from transformers import LlamaConfig
 
-from audit.cache.attention import AttentionCall
-from audit.cache.cache import EvictingCache
-from audit.cache.ledger import NEVER
-from audit.cache.rotary import Rotary
-from audit.core.errors import SpecError
-from audit.policies import parse_policy
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.rotary import Rotary
+from kvaudit.audit.policies import parse_policy
+from kvaudit.core.errors import SpecError
 
 Array = np.ndarray[Any, Any]
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)

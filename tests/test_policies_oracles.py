@@ -13,8 +13,8 @@ import pytest
 import torch
 from draws import draws
 
-from audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
-from audit.policies import Policy, View, parse_policy
+from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
+from kvaudit.audit.policies import Policy, View, parse_policy
 
 Array = np.ndarray[Any, Any]
 SEEN = 41

@@ -15,16 +15,16 @@ from endpoint_world import Answers, Wire, completion, gold
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from audit.cli import app
-from audit.core.endpoint import Endpoint, Replied
-from audit.core.errors import SpecError
-from audit.core.records import Message, Record, Role
-from audit.core.spec import parse_spec
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.runs.probe.plan import Plan, make_plan
-from audit.runs.probe.probe import Probe
-from audit.sampling.chat_calls import wire
+from kvaudit.audit.cli import app
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.probe.plan import Plan, make_plan
+from kvaudit.audit.runs.probe.probe import Probe
+from kvaudit.audit.sampling.chat_calls import wire
+from kvaudit.core.endpoint import Endpoint, Replied
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Record, Role
+from kvaudit.core.spec import parse_spec
 
 PLAN = """
 name: quarter
@@ -51,7 +51,7 @@ class World:
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self._patch = tmp_path, patch
         patch.setenv("VENDOR_KEY", KEY)
-        patch.setattr("audit.core.endpoint.time.sleep", lambda _: None)
+        patch.setattr("kvaudit.core.endpoint.time.sleep", lambda _: None)
         patch.setattr("os.fsync", lambda _: None)
 
     def probe(
@@ -59,13 +59,13 @@ class World:
     ) -> tuple[Result, Wire]:
         """One call of the command, without its report unless that is to be ``shown``."""
         wire = Wire(answers)
-        self._patch.setattr("audit.core.endpoint.over_http", wire)
+        self._patch.setattr("kvaudit.core.endpoint.over_http", wire)
         path = self.folder / "plan.yaml"
         path.write_text(plan)
         done = ["probe", str(path), "--base-url", "http://endpoint/v1", "--out", str(self.folder / out), *words]
         with pytest.MonkeyPatch.context() as patch:
             if not shown:
-                patch.setattr("audit.commands.probe._show", lambda *_: None)
+                patch.setattr("kvaudit.audit.commands.probe._show", lambda *_: None)
             return CliRunner().invoke(app, done), wire
 
     def records(self, out: str = "run") -> list[Record]:

@@ -15,12 +15,12 @@ import pytest
 from endpoint_world import through
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core import endpoint
-from audit.core.endpoint import Replied, Send
-from audit.sampling.model import load_model
-from audit.serving.app import application
-from audit.serving.engine import OwnEngine
+from kvaudit.audit.cli import app
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.serving.app import application
+from kvaudit.audit.serving.engine import OwnEngine
+from kvaudit.core import endpoint
+from kvaudit.core.endpoint import Replied, Send
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 Run = Callable[[str, Path], str]
@@ -62,7 +62,7 @@ def _alone(whole: dict[str, Any], choice: dict[str, Any]) -> Replied:
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Probes an endpoint whose policy its name does not tell, and returns what is printed."""
     engine = OwnEngine({"embedded": load_model()}, {name: f"embedded@{policy}" for name, policy in HIDDEN.items()})
-    monkeypatch.setattr("audit.core.endpoint.over_http", through(application(engine)))
+    monkeypatch.setattr("kvaudit.core.endpoint.over_http", through(application(engine)))
     monkeypatch.setattr("os.fsync", lambda _: None)
 
     def run(text: str, out: Path) -> str:
@@ -95,8 +95,8 @@ def test_a_hidden_policy_that_ruins_fails_and_int8_does_not(probe: Run, tmp_path
 def test_an_endpoint_against_itself_fails_no_oftener_than_its_level(
     probe: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audit.core.endpoint.over_http", Pool(endpoint.over_http))
-    monkeypatch.setattr("audit.commands.probe._show", lambda *_: None)
+    monkeypatch.setattr("kvaudit.core.endpoint.over_http", Pool(endpoint.over_http))
+    monkeypatch.setattr("kvaudit.audit.commands.probe._show", lambda *_: None)
     plan = PLAN.format(model="none", items=72, samples=1, temperature=1.0, seeded="false")
     found = []
     for draw in range(DRAWS):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from reports_synthetic import build, tiny
 
-from audit.core.errors import DataError
-from audit.core.provenance import check_provenance, read_provenance
-from audit.core.spec import load_spec
-from audit.runs.folder import RunFolder
-from audit.runs.names import NAMES
-from reports.records.load import load_run
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import DataError
+from kvaudit.core.provenance import check_provenance, read_provenance
+from kvaudit.core.spec import load_spec
+from kvaudit.reports.records.load import load_run
 
 DAMAGES: list[dict[str, Any]] = [
     *(

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from suite_world import rows_from, words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.records import Item, Message, Role
-from audit.sampling.chat import Chat
-from audit.sampling.given import chat_named
-from suites.base import SUITES, Suite
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.given import chat_named
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.base import SUITES, Suite
 
 REAL_DATA = os.environ.get("KVAUDIT_DATA")
 PUBLIC = [name for name, suite in SUITES.all().items() if suite.published]

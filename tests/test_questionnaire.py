@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from audit.cli import app
-from audit.scan.questionnaire import ANSWERS, blank, check, load_questionnaire, markdown, schema
+from kvaudit.audit.cli import app
+from kvaudit.audit.scan.questionnaire import ANSWERS, blank, check, load_questionnaire, markdown, schema
 
 
 def kvaudit(*words: str) -> Result:

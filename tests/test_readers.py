@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, build, policy
 
-from audit.core.errors import AuditError, DataError, SpecError
-from reports.records.readers import inspect_log
-from reports.records.readers.base import Outside, Request, read_log, score_of
-from reports.records.readers.clusters import cluster_rule
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.reports.records.readers import inspect_log
+from kvaudit.reports.records.readers.base import Outside, Request, read_log, score_of
+from kvaudit.reports.records.readers.clusters import cluster_rule
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}

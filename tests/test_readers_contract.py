@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from fuzz import LOGS, mutant
 
-from audit.core.errors import AuditError, DataError
-from reports.records.readers.base import READERS, Log, Reader, Request, Row, read_log
-from reports.records.readers.table import CsvTable
+from kvaudit.core.errors import AuditError, DataError
+from kvaudit.reports.records.readers.base import READERS, Log, Reader, Request, Row, read_log
+from kvaudit.reports.records.readers.table import CsvTable
 
 FOUND = [found() for found in READERS.all().values()]
 FILES = sorted((path for path in LOGS.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)

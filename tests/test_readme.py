@@ -14,9 +14,9 @@ from test_layers import RANK
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.spec import parse_spec
-from audit.runs.names import NAMES
+from kvaudit.audit.cli import app
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.spec import parse_spec
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

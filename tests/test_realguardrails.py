@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from suite_world import words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.records import Role
-from suites.realguardrails import FILE, PROMPT_RULES, RealGuardrails
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Role
+from kvaudit.suites.realguardrails import FILE, PROMPT_RULES, RealGuardrails
 
 IMAGE = "<image_tool>a frog</image_tool>"
 BROKEN = {

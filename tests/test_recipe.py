@@ -12,17 +12,17 @@ import pytest
 from reports_synthetic import Design, build
 from test_cli import kvaudit, refused
 
-from audit.core.errors import DataError
-from audit.core.recipe import RECIPE, SECTIONS, RecipeChange, changes, digests, read_recipe, sealed
-from audit.core.spec import RunSpec
-from audit.core.spec_train import TrainSpec
-from audit.runs.names import NAMES
-from audit.runs.recipe import recipe_of
-from audit.sampling.model import load_model
-from reports.page.formats import card, disclosure
-from reports.records.load import load_run
-from reports.run import disclosed
-from suites.base import SUITES
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import DataError
+from kvaudit.core.recipe import RECIPE, SECTIONS, RecipeChange, changes, digests, read_recipe, sealed
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.reports.page.formats import card, disclosure
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import disclosed
+from kvaudit.suites.base import SUITES
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "recipe.schema.json").read_text())
 HELD: dict[str, Any] = {

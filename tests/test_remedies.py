@@ -12,21 +12,21 @@ from reports_synthetic import Design, build, policy, policy_hash, records_of, wr
 from rich.console import Console
 from test_cli import refused
 
-from audit.core.errors import AuditError, DataError, SpecError
-from audit.core.spec import dump_spec, parse_spec
-from audit.policies import parse_policy
-from audit.policies.remedy import check_remedies, parse_remedy, remedied
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.runs.pipeline import Pipeline
-from audit.runs.remedy import AskedByVerdict, serve_remedies
 from bench.remedies import at_the_margin, doing_nothing, found
-from reports.analysis.remedies import remedies_of
-from reports.page.formats import card, drift, markdown, summary
-from reports.page.remedy_tables import remedy_lines
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided, with_details
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies.remedy import check_remedies, parse_remedy, remedied
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.remedy import AskedByVerdict, serve_remedies
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.spec import dump_spec, parse_spec
+from kvaudit.reports.analysis.remedies import remedies_of
+from kvaudit.reports.page.formats import card, drift, markdown, summary
+from kvaudit.reports.page.remedy_tables import remedy_lines
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
 
 SNAPKV = "snapkv:budget=64,window=8"
 FAILS, GENTLE, DEAR, IDLE = (policy("snapkv", budget) for budget in (48, 96, 144, 50))
@@ -164,7 +164,7 @@ def told(run: Path) -> list[str]:
 def test_the_cheapest_remedy_that_is_held_stands_in_every_banner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reports.run.stamp", lambda: None)
+    monkeypatch.setattr("kvaudit.reports.run.stamp", lambda: None)
     run = made(tmp_path, [("budget=144", DEAR), ("budget=96", GENTLE), ("budget=50", IDLE)], {IDLE: 0.4})
     data = load_run(run)
     page = page_of(with_details(data, decided(data)))

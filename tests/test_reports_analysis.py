@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, policy
 from test_reports_drift import data_of, scored, small, spec_of
 
-from audit.core.records import Outcome
-from reports.analysis.analyse import analyse
-from reports.analysis.cells import BothSides
-from reports.analysis.dose import families
-from reports.analysis.results import MethodVerdict
-from reports.analysis.safe import cleared_sentence
-from reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
-from reports.analysis.sensitivity import scored as scored_only
-from reports.page.about import about
-from reports.page.detail_tables import churn_table
-from reports.run import decided
+from kvaudit.core.records import Outcome
+from kvaudit.reports.analysis.analyse import analyse
+from kvaudit.reports.analysis.cells import BothSides
+from kvaudit.reports.analysis.dose import families
+from kvaudit.reports.analysis.results import MethodVerdict
+from kvaudit.reports.analysis.safe import cleared_sentence
+from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
+from kvaudit.reports.analysis.sensitivity import scored as scored_only
+from kvaudit.reports.page.about import about
+from kvaudit.reports.page.detail_tables import churn_table
+from kvaudit.reports.run import decided
 
 SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
 BUDGETS = ("none", *SNAP.values())

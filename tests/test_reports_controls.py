@@ -13,20 +13,20 @@ from test_formats_contract import spelled
 from test_reports_drift import data_of, spec_of
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.facets import FACETS, readable, unreadable
-from audit.core.records import Outcome
-from audit.core.spec import GateSpec, parse_spec
-from reports.drift.answers import answers_of
-from reports.gate.controls import TWINS, Standing, _table, controls_of
-from reports.gate.rules import WARN
-from reports.gate.verdict import Status
-from reports.page.context_tables import Moved
-from reports.page.formats import formats
-from reports.page.hub_results import hub_results
-from reports.page.story import banner, page_of
-from reports.records.load import load_run
-from reports.run import decided
+from kvaudit.audit.cli import app
+from kvaudit.core.facets import FACETS, readable, unreadable
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec import GateSpec, parse_spec
+from kvaudit.reports.drift.answers import answers_of
+from kvaudit.reports.gate.controls import TWINS, Standing, _table, controls_of
+from kvaudit.reports.gate.rules import WARN
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.context_tables import Moved
+from kvaudit.reports.page.formats import formats
+from kvaudit.reports.page.hub_results import hub_results
+from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 KINDS = {"unsafe": ("unsafe", "refused"), "safe": ("over_refused", "helpful"), "plain": ("capable",)}

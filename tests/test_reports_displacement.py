@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports_synthetic import build, policy, tiny
 
-from audit.core.errors import DataError
-from reports.analysis.displacement import bootstrap_mean, load_displacement
-from reports.run import write_report
+from kvaudit.core.errors import DataError
+from kvaudit.reports.analysis.displacement import bootstrap_mean, load_displacement
+from kvaudit.reports.run import write_report
 
 SNAP = policy("snapkv", 96)
 

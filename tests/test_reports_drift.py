@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
 
-from audit.core.policy_names import match_policies, short_names
-from audit.core.records import Outcome
-from reports.records.load import RunData
-from reports.run import decided
+from kvaudit.core.policy_names import match_policies, short_names
+from kvaudit.core.records import Outcome
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 

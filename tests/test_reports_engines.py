@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from reports.gate.verdict import Status
-from reports.page.figures import figures
-from reports.page.floor_tables import floor_sentences, gate_floor_table
-from reports.page.remedy_tables import remedy_lines
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided, write_report
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.floor_tables import floor_sentences, gate_floor_table
+from kvaudit.reports.page.remedy_tables import remedy_lines
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, write_report
 from tests import reports_synthetic as synthetic
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))

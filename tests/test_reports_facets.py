@@ -10,23 +10,23 @@ import pytest
 from reports_synthetic import Design, build, policy
 from rich.console import Console
 
-from audit.commands.report import print_verdict
-from audit.core.facets import FACETS
-from reports.analysis.examples import LostItem, record_of
-from reports.analysis.sensitivity import Reading, status_of
-from reports.drift.comparison import Reason
-from reports.drift.results import Rates, Unread
-from reports.gate.verdict import FORM, Status
-from reports.page.about import asides, unscored
-from reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
-from reports.page.figures import heatmap
-from reports.page.formats import html, markdown
-from reports.page.gate_table import gate_table
-from reports.page.story import page_of
-from reports.page.tables import decided_table, outcomes_table
-from reports.records.load import load_run
-from reports.records.rows import UNREAD, CellKey
-from reports.run import decided, with_details
+from kvaudit.audit.commands.report import print_verdict
+from kvaudit.core.facets import FACETS
+from kvaudit.reports.analysis.examples import LostItem, record_of
+from kvaudit.reports.analysis.sensitivity import Reading, status_of
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import Rates, Unread
+from kvaudit.reports.gate.verdict import FORM, Status
+from kvaudit.reports.page.about import asides, unscored
+from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
+from kvaudit.reports.page.figures import heatmap
+from kvaudit.reports.page.formats import html, markdown
+from kvaudit.reports.page.gate_table import gate_table
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.tables import decided_table, outcomes_table
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.rows import UNREAD, CellKey
+from kvaudit.reports.run import decided, with_details
 
 SNAP = (policy("snapkv", 64), policy("snapkv", 96))
 

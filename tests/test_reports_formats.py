@@ -15,24 +15,24 @@ from golden_report import golden_text
 from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
 from test_formats_contract import Markup
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import write_output
-from audit.core.text import clip, inline, visible
-from reports.analysis.results import MethodVerdict
-from reports.calibration.stamp import stamp
-from reports.drift.results import ClusterSums
-from reports.gate.verdict import Status
-from reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
-from reports.labels.relabelled import CellLabels, Labels, render_labels
-from reports.labels.sheet import text_hash
-from reports.page.about import SENTENCES
-from reports.page.figures import heatmap, quadrant
-from reports.page.figures.canvas import style
-from reports.page.formats import formats, markdown
-from reports.page.story import banner, page_of
-from reports.page.words import drift, error_rates, points, pvalue
-from reports.records.load import load_run
-from reports.run import decided, with_details, write_report
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import write_output
+from kvaudit.core.text import clip, inline, visible
+from kvaudit.reports.analysis.results import MethodVerdict
+from kvaudit.reports.calibration.stamp import stamp
+from kvaudit.reports.drift.results import ClusterSums
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
+from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
+from kvaudit.reports.labels.sheet import text_hash
+from kvaudit.reports.page.about import SENTENCES
+from kvaudit.reports.page.figures import heatmap, quadrant
+from kvaudit.reports.page.figures.canvas import style
+from kvaudit.reports.page.formats import formats, markdown
+from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.page.words import drift, error_rates, points, pvalue
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
-from audit.core.records import Outcome
-from reports.drift.results import ClusterSums, Contrast
-from reports.gate.cell import decide_cell
-from reports.gate.chance import larger
-from reports.gate.decide import decide
-from reports.gate.verdict import EXIT_CODES, Larger, Status, worst
-from reports.page.gate_table import gate_table
-from reports.page.limits import cautions
-from reports.page.story import banner
-from reports.page.words import note
-from reports.records.load import load_run
-from reports.run import decided
-from reports.stats.rule import Part, effective_clusters
-from reports.stats.tango import ess_tango
+from kvaudit.core.records import Outcome
+from kvaudit.reports.drift.results import ClusterSums, Contrast
+from kvaudit.reports.gate.cell import decide_cell
+from kvaudit.reports.gate.chance import larger
+from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.gate.verdict import EXIT_CODES, Larger, Status, worst
+from kvaudit.reports.page.gate_table import gate_table
+from kvaudit.reports.page.limits import cautions
+from kvaudit.reports.page.story import banner
+from kvaudit.reports.page.words import note
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.reports.stats.rule import Part, effective_clusters
+from kvaudit.reports.stats.tango import ess_tango
 
 SNAP = policy("snapkv", 96)
 
@@ -258,7 +258,7 @@ def test_three_seeds_give_a_recipe_verdict_and_two_do_not(tmp_path):
 def test_a_run_wide_reason_makes_the_verdict_invalid(tmp_path):
     report = report_of(tmp_path)
     assert report.drift.reasons == ()
-    from reports.drift.results import Reason
+    from kvaudit.reports.drift.results import Reason
 
     verdict = redecided(report, reasons=(Reason("HASH", "two weights"),))
     assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
@@ -334,7 +334,7 @@ def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
 
 def test_uneven_templates_leave_a_larger_blind_spot(tmp_path):
     """60 templates of 1 item and 20 of 3: 120^2 / (60 + 180) = 60 say as much."""
-    from reports.drift.results import ClusterSums
+    from kvaudit.reports.drift.results import ClusterSums
 
     report = report_of(tmp_path, items=160, clusters=80, primary=("none",))
     counts = np.array([1.0] * 60 + [3.0] * 20)

@@ -10,13 +10,13 @@ import yaml
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.commands.run import kept_gate
-from audit.core.errors import SpecError
-from audit.core.spec import parse_spec
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from reports.gate.pin import Pin, Pinned, load_pin
+from kvaudit.audit.cli import app
+from kvaudit.audit.commands.run import kept_gate
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.gate.pin import Pin, Pinned, load_pin
 
 SNAP = policy("snapkv", 96)
 

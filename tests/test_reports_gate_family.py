@@ -7,14 +7,14 @@ import pytest
 from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
-from reports.drift.results import ClusterSums
-from reports.gate.family import HOLM, MAX_T, FamilyRow, joint_family
-from reports.gate.verdict import Status
-from reports.page.remarks import remarks
-from reports.records.load import load_run
-from reports.run import decided
-from reports.stats.clustered import cr3_effect
-from reports.stats.signflip import holm, max_t_groups, studentised
+from kvaudit.reports.drift.results import ClusterSums
+from kvaudit.reports.gate.family import HOLM, MAX_T, FamilyRow, joint_family
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.signflip import holm, max_t_groups, studentised
 
 SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
 
@@ -292,7 +292,7 @@ def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain)
     """Two independent copies: the p-value is that of a t with twice the variance."""
     from scipy import special
 
-    from reports.drift.selectivity import _pooled, _Spread
+    from kvaudit.reports.drift.selectivity import _pooled, _Spread
 
     spread = _pooled([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)
@@ -352,7 +352,7 @@ def test_selectivity_without_a_number_in_one_suite_is_invalid_and_names_it(tmp_p
 
 
 def test_estimands_of_capability_need_suites_of_both_kinds(tmp_path):
-    from audit.core.errors import SpecError
+    from kvaudit.core.errors import SpecError
 
     for estimand, suites in (("selectivity", ("refusal",)), ("selectivity", ("math",)), ("parity", ("refusal",))):
         with pytest.raises(SpecError, match=f"gate.estimands asks {estimand}, but no suite"):

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from reports_synthetic import Design, build, policy, redecided, respecified
 
-from audit.core.errors import AuditError, DataError, SpecError
-from reports import run as way
-from reports.drift.comparison import Reason
-from reports.gate.rules import Asked, load_gate_file
-from reports.gate.verdict import Status
-from reports.gate.waivers import read_waivers
-from reports.page.formats import drift as json_format
-from reports.page.formats import markdown
-from reports.page.remarks import remarks
-from reports.page.story import banner, page_of
-from reports.records.load import load_run
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.reports import run as way
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.gate.rules import Asked, load_gate_file
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.page.formats import drift as json_format
+from kvaudit.reports.page.formats import markdown
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.records.load import load_run
 
 SNAP = policy("snapkv", 96)
 TODAY = date(2026, 5, 1)

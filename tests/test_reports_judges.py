@@ -8,12 +8,12 @@ import json
 import pytest
 from reports_synthetic import Design, build, policy, respecified, run_spec
 
-from audit.core.errors import DataError
-from reports.gate.verdict import Status
-from reports.labels.second import second_judge
-from reports.page.story import page_of
-from reports.records.load import load_run
-from reports.run import decided, with_details, write_report
+from kvaudit.core.errors import DataError
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.labels.second import second_judge
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details, write_report
 
 ROOMY = {"refusal": 30, "agent": 30, "math": 30}
 EASY = Design(

@@ -6,12 +6,12 @@ import json
 import pytest
 from reports_synthetic import Design, build, policy, write_unit
 
-from audit.core.errors import DataError, SpecError
-from audit.core.spec import parse_spec
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from reports.records.load import load_run
-from reports.run import decided
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 
 
 @pytest.fixture

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
 
-from audit.core.facets import readable, unreadable
-from audit.core.records import Outcome, Record
-from audit.core.spans import Kept
-from reports.analysis.mechanism import Mechanism, mechanism
-from reports.page.findings import Findings
-from reports.page.formats import markdown
-from reports.page.mechanism_tables import mechanism_section
-from reports.page.story import page_of
-from reports.records.load import RunData
-from reports.run import decided
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Outcome, Record
+from kvaudit.core.spans import Kept
+from kvaudit.reports.analysis.mechanism import Mechanism, mechanism
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.formats import markdown
+from kvaudit.reports.page.mechanism_tables import mechanism_section
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 Told = Callable[[int], tuple[float, bool | None]]  # item -> kept share of the rule, whether unsafe; None: unread

@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from reports.drift.comparison import Reason
-from reports.drift.results import Rates
-from reports.gate.seeds import SEED
-from reports.gate.verdict import Status
-from reports.page.about import about, asides, to_do, verdict_sentence
-from reports.page.figures import forest
-from reports.page.figures.canvas import style
-from reports.page.gate_table import beside_notes, gate_notes, gate_table
-from reports.page.limits import cautions
-from reports.page.story import page_of
-from reports.page.tables import decided_table, footnoted
-from reports.page.words import note, rates, unsampled
-from reports.records.load import load_run
-from reports.run import decided
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import Rates
+from kvaudit.reports.gate.seeds import SEED
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.about import about, asides, to_do, verdict_sentence
+from kvaudit.reports.page.figures import forest
+from kvaudit.reports.page.figures.canvas import style
+from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
+from kvaudit.reports.page.limits import cautions
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.tables import decided_table, footnoted
+from kvaudit.reports.page.words import note, rates, unsampled
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 

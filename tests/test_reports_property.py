@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, frame_of, policy, records_of, run_spec, spec_of
 
-from audit.core.records import Outcome
-from reports.analysis.analyse import analyse
-from reports.page.formats import drift as json_format
-from reports.page.formats import markdown
-from reports.page.story import page_of
-from reports.records.load import RunData
-from reports.run import decided
+from kvaudit.core.records import Outcome
+from kvaudit.reports.analysis.analyse import analyse
+from kvaudit.reports.page.formats import drift as json_format
+from kvaudit.reports.page.formats import markdown
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -86,7 +86,7 @@ def test_a_run_with_random_damage_has_a_verdict(data):
 
 
 def test_reports_load_no_model_library():
-    code = "import sys, reports.run; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    code = "import sys, kvaudit.reports.run; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
     )

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, frame_of, policy, records_of
 
-from reports.records import rows
-from reports.records.rows import Columns, read_unit
+from kvaudit.reports.records import rows
+from kvaudit.reports.records.rows import Columns, read_unit
 
 DESIGN = Design(
     arms=("dense",), seeds=(1,), policies=("none", policy("snapkv", 96)), suites=("math",), clusters=3, items=3

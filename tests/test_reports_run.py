@@ -6,9 +6,9 @@ import pytest
 from reports_synthetic import build, tiny
 from typer.testing import CliRunner
 
-import reports.run
-from audit.cli import app
-from reports.gate.decide import decide
+import kvaudit.reports.run
+from kvaudit.audit.cli import app
+from kvaudit.reports.gate.decide import decide
 
 
 @pytest.fixture
@@ -25,21 +25,21 @@ def decisions(monkeypatch):
         found.append(args)
         return decide(*args)
 
-    monkeypatch.setattr(reports.run, "decide", counted)
+    monkeypatch.setattr(kvaudit.reports.run, "decide", counted)
     return found
 
 
 @pytest.mark.parametrize("command", ["gate", "report"])
 def test_a_command_decides_once(run, decisions, command, monkeypatch):
-    monkeypatch.setattr("reports.page.formats.html.render", lambda page: "")  # its figures take seconds
+    monkeypatch.setattr("kvaudit.reports.page.formats.html.render", lambda page: "")  # its figures take seconds
     CliRunner().invoke(app, [command, str(run)])
     assert len(decisions) == 1
 
 
 def test_only_two_ways_decide():
     """A run and a comparison of two files; every other part of the house is given a verdict."""
-    root = Path(reports.run.__file__).parent.parent
-    files = [path for top in ("audit", "reports") for path in (root / top).rglob("*.py")]
+    root = Path(kvaudit.reports.run.__file__).parent.parent
+    files = [path for top in ("core", "audit", "reports") for path in (root / top).rglob("*.py")]
     callers = {path.relative_to(root).as_posix() for path in files if " decide(" in path.read_text(encoding="utf-8")}
     callers |= {path.relative_to(root).as_posix() for path in files if "=decide(" in path.read_text(encoding="utf-8")}
     assert callers == {"reports/run.py", "reports/compare/files.py", "reports/gate/decide.py"}

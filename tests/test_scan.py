@@ -12,11 +12,11 @@ import yaml
 from scan_world import CLEAN, PLANTED, write_clean, write_planted
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.policies.parse import parse_policy
-from audit.scan.files import files_below
-from audit.scan.rules import NO_EQUIVALENT, ScanRule, load_rules
-from audit.scan.scan import Scan, scan
+from kvaudit.audit.cli import app
+from kvaudit.audit.policies.parse import parse_policy
+from kvaudit.audit.scan.files import files_below
+from kvaudit.audit.scan.rules import NO_EQUIVALENT, ScanRule, load_rules
+from kvaudit.audit.scan.scan import Scan, scan
 
 Rows = dict[str, list[tuple[int, str]]]  # file -> lines and rules
 

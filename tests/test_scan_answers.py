@@ -9,7 +9,7 @@ import pytest
 from scan_world import write_clean, write_planted
 from typer.testing import CliRunner, Result
 
-from audit.cli import app
+from kvaudit.audit.cli import app
 
 SERVE = "vllm serve x --kv-cache-dtype fp8\n"
 DECLARED = "format: 1\ndeclared:\n- {rule: vllm.kv-cache-dtype, file: serve.sh, why: run release-7}\n"

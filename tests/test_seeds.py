@@ -5,15 +5,15 @@ import pytest
 from reports_synthetic import Design, policy
 from test_reports_drift import data_of, scored, spec_of
 
-from audit.core.spec import RunSpec
-from reports.analysis.analyse import analyse
-from reports.gate.seeds import SEED
-from reports.gate.verdict import Status
-from reports.page.detail_tables import seed_table
-from reports.page.gate_table import gate_table
-from reports.run import decided
-from reports.stats.clustered import cr3, totals
-from reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
+from kvaudit.core.spec import RunSpec
+from kvaudit.reports.analysis.analyse import analyse
+from kvaudit.reports.gate.seeds import SEED
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.detail_tables import seed_table
+from kvaudit.reports.page.gate_table import gate_table
+from kvaudit.reports.run import decided
+from kvaudit.reports.stats.clustered import cr3, totals
+from kvaudit.reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
 
 
 def runs(rng, seeds, deviation, clusters=72, items=2):

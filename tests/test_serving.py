@@ -20,19 +20,19 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
-from audit.cache.store import Store
-from audit.cli import app
-from audit.commands.serve import pairs
-from audit.core import registry
-from audit.core.errors import RunError, SpecError, UnknownName
-from audit.core.records import Message, Role
-from audit.policies import POLICIES, parse_policy
-from audit.policies.draws import derive_seed
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
-from audit.serving.app import application
-from audit.serving.engine import OwnEngine, _Text
-from audit.serving.wire import Choice, read_request
+from kvaudit.audit.cache.store import Store
+from kvaudit.audit.cli import app
+from kvaudit.audit.commands.serve import pairs
+from kvaudit.audit.policies import POLICIES, parse_policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.serving.app import application
+from kvaudit.audit.serving.engine import OwnEngine, _Text
+from kvaudit.audit.serving.wire import Choice, read_request
+from kvaudit.core import registry
+from kvaudit.core.errors import RunError, SpecError, UnknownName
+from kvaudit.core.records import Message, Role
 
 KEY = "a-key-of-the-test"
 HIDDEN = "streaming:budget=24,sink=4"
@@ -238,7 +238,7 @@ def test_what_is_no_request_is_refused(server: Server, raw: bytes) -> None:
 
 
 def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
-    from audit.serving.engine import Busy
+    from kvaudit.audit.serving.engine import Busy
 
     engine = OwnEngine({"embedded": load_model()}, most_waiting=0)
     asked = read_request({"model": "embedded", "messages": CHAT})
@@ -279,7 +279,7 @@ def test_a_request_that_nobody_waits_for_any_more_stops_no_other() -> None:
 
 
 def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
-    from audit.serving.engine import Busy
+    from kvaudit.audit.serving.engine import Busy
 
     engine = OwnEngine({"embedded": load_model()}, most_waiting=2)
     held = [

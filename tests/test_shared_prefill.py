@@ -12,12 +12,12 @@ import torch
 from conform.policies import policies_for, small_policies
 from conform.world import CONFIGS, prompts, served
 
-from audit.cache.ledger import Rollout
-from audit.cache.shared import SharedPrefill
-from audit.core.errors import RunError
-from audit.policies import Policy, parse_policy, written_by
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.shared import SharedPrefill
+from kvaudit.audit.policies import Policy, parse_policy, written_by
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import RunError
 
 LENGTHS = (21, 8)
 ROLES = ("system", "user")

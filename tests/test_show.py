@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from audit.cache.ledger import NEVER
-from audit.cli import app
-from audit.commands.drawing import picture_svg, terminal, ticks, wrapped
-from audit.commands.picture import Entry, Picture, picture
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cli import app
+from kvaudit.audit.commands.drawing import picture_svg, terminal, ticks, wrapped
+from kvaudit.audit.commands.picture import Entry, Picture, picture
 
 SEEN, CODED, PASSED, GONE, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"

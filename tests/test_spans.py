@@ -13,17 +13,17 @@ from conftest import CHATML, byte_tokenizer
 from test_chat import STRICT
 from test_evaluate_episodes import GREEDY, Counting, Scripted
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Grade, Item, Message, Outcome, Record, Role
-from audit.core.spans import Kept, Place, Span, marked, places_of
-from audit.policies import parse_policy
-from audit.runs.evaluate import check_spans
-from audit.sampling.chat import Chat, _tokens
-from audit.sampling.conversations import Played, play
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from reports.records.rows import Columns, Problem, read_unit
-from suites.base import SUITES
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.evaluate import check_spans
+from kvaudit.audit.sampling.chat import Chat, _tokens
+from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
+from kvaudit.core.spans import Kept, Place, Span, marked, places_of
+from kvaudit.reports.records.rows import Columns, Problem, read_unit
+from kvaudit.suites.base import SUITES
 
 RULE, ASKED = "Never say zebra.", "Say  zebra,\nplease."
 MESSAGES = (Message(Role.SYSTEM, f" You are kind. {RULE}"), Message(Role.USER, f"\n {ASKED} "))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from audit.core.errors import AuditError, DataError, SpecError
-from audit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
-from audit.policies import parse_policy
-from audit.runs.names import NAMES
-from audit.training.config import TrainConfig
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
 
 SPEC = """\
 format: 1

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.clustered import cr3, cr3_effect, totals
-from reports.stats.rule import blind_spot, clusters_required
-from reports.stats.seeds import recipe_effect
-from reports.stats.signflip import holm
-from reports.stats.tango import design_effect, ess_tango, tango_interval, tango_z
+from kvaudit.reports.stats.clustered import cr3, cr3_effect, totals
+from kvaudit.reports.stats.rule import blind_spot, clusters_required
+from kvaudit.reports.stats.seeds import recipe_effect
+from kvaudit.reports.stats.signflip import holm
+from kvaudit.reports.stats.tango import design_effect, ess_tango, tango_interval, tango_z
 
 
 def uneven(seed: int, clusters: int = 17) -> tuple[np.ndarray, np.ndarray]:

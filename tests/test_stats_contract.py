@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reports.stats import clustered
-from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Array, Effect, Statistic, statistics
+from kvaudit.reports.stats import clustered
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import Array, Effect, Statistic, statistics
 
 ROOT = Path(__file__).parent.parent
 HELD = pytest.mark.parametrize("statistic", statistics().values(), ids=list(statistics()))
@@ -154,7 +154,7 @@ FILES = sorted(path.stem for path in (ROOT / "reports" / "stats").glob("[a-z]*.p
 
 def of_clusters(file: str) -> Iterator[str]:
     """Public functions of a file that make a result with an estimate from items in clusters."""
-    module = importlib.import_module(f"reports.stats.{file}")
+    module = importlib.import_module(f"kvaudit.reports.stats.{file}")
     for name, function in inspect.getmembers(module, inspect.isfunction):
         if function.__module__ == module.__name__ and not name.startswith("_"):
             signature = inspect.signature(function, eval_str=True)
@@ -165,8 +165,10 @@ def of_clusters(file: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_declares_its_statistic_or_says_that_it_is_none(file: str) -> None:
-    declared = [name for name, found in statistics().items() if found.function.__module__ == f"reports.stats.{file}"]
-    says_none = NO_STATISTIC in (importlib.import_module(f"reports.stats.{file}").__doc__ or "")
+    declared = [
+        name for name, found in statistics().items() if found.function.__module__ == f"kvaudit.reports.stats.{file}"
+    ]
+    says_none = NO_STATISTIC in (importlib.import_module(f"kvaudit.reports.stats.{file}").__doc__ or "")
     assert bool(declared) != says_none
     assert sorted(of_clusters(file)) == sorted(declared)
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from reports.stats.churn import chance_gini, churn_of, concentration_of, flips, gini
+from kvaudit.reports.stats.churn import chance_gini, churn_of, concentration_of, flips, gini
 
 
 def test_concentration_of_a_known_case():

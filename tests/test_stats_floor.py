@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.tango import rate_lower
+from kvaudit.reports.stats.tango import rate_lower
 
 
 def test_with_many_single_item_clusters_it_is_wilsons_bound():

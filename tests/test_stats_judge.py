@@ -8,11 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from reports.stats.adjudication import adjudicated, adjudicated_bounds, label_weights, labelled_pairs, round_robin
-from reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
-from reports.stats.judges import differential_bias, judge_error, kappa
-from reports.stats.rule import shows_margin
-from reports.stats.tango import ess_tango, tango_interval
+from kvaudit.reports.stats.adjudication import (
+    adjudicated,
+    adjudicated_bounds,
+    label_weights,
+    labelled_pairs,
+    round_robin,
+)
+from kvaudit.reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
+from kvaudit.reports.stats.judges import differential_bias, judge_error, kappa
+from kvaudit.reports.stats.rule import shows_margin
+from kvaudit.reports.stats.tango import ess_tango, tango_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (7, 7), (1, 100), (37, 50), (0, 1)])

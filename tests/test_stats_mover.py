@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.mover import Part, mover, mover_bounds
-from reports.stats.rule import cleared, fixed_sequence
+from kvaudit.reports.stats.mover import Part, mover, mover_bounds
+from kvaudit.reports.stats.rule import cleared, fixed_sequence
 
 
 def test_a_single_part_is_returned():

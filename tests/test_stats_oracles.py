@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from reports.stats.churn import concentration_of
-from reports.stats.clustered import cr3, cr3_effect, totals
-from reports.stats.seeds import recipe_effect
-from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
-from reports.stats.tango import ess_tango, ess_tango_bounds, tango_interval, tango_z
+from kvaudit.reports.stats.churn import concentration_of
+from kvaudit.reports.stats.clustered import cr3, cr3_effect, totals
+from kvaudit.reports.stats.seeds import recipe_effect
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
+from kvaudit.reports.stats.tango import ess_tango, ess_tango_bounds, tango_interval, tango_z
 
 
 def published():

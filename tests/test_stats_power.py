@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.power import (
+from kvaudit.reports.stats.power import (
     detection_power,
     difference_variance,
     icc_design_effect,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from reports.stats.clustered import cr3_effect
-from reports.stats.regression import regression_effect, telling_clusters
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.regression import regression_effect, telling_clusters
 
 
 def drawn(seed, clusters=15):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.shares import SHOWN_LEVEL, ShownShare, correlation, share, shares, told_apart
+from kvaudit.reports.stats.shares import SHOWN_LEVEL, ShownShare, correlation, share, shares, told_apart
 
 
 @pytest.mark.parametrize(("hits", "items"), [(0, 48), (1, 48), (8, 48), (47, 48), (48, 48), (120, 300)])

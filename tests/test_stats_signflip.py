@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.clustered import cr3, totals
-from reports.stats.signflip import (
+from kvaudit.reports.stats.clustered import cr3, totals
+from kvaudit.reports.stats.signflip import (
     drop_pvalues,
     flip_moments,
     flip_statistics,

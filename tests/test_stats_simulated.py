@@ -5,8 +5,8 @@ import math
 import numpy as np
 from scipy import stats
 
-from reports.stats.seeds import many_recipe_effects
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.stats.seeds import many_recipe_effects
+from kvaudit.reports.stats.tango import many_ess_tango
 
 SIMULATIONS = 6000
 

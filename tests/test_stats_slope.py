@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.stats.clustered import cr3_effect
-from reports.stats.slope import dose_weights, isotonic, slope_effect
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.slope import dose_weights, isotonic, slope_effect
 
 
 def scores(seed, doses, clusters=14):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from statsmodels.emplike.descriptive import DescStat
 
-from reports.stats.rule import (
+from kvaudit.reports.stats.rule import (
     SHARPNESS,
     Part,
     _log_ratio,

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
 
-from audit.core.errors import AuditError
-from audit.core.records import Record
-from audit.core.spec import RunSpec, dump_spec, parse_spec
-from audit.runs.displacement.units import units
-from audit.runs.evaluate import Evaluator, asked_suite, grid
-from audit.runs.folder import open_run
-from audit.runs.names import NAMES
-from audit.runs.units import UnitFiles
-from audit.sampling.model import LoadedModel, load_model
-from reports.analysis.analyse import analyse
-from reports.gate.verdict import Status
-from reports.page.findings import Findings
-from reports.records.load import RunData
-from reports.run import decided
+from kvaudit.audit.runs.displacement.units import units
+from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.units import UnitFiles
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.core.errors import AuditError
+from kvaudit.core.records import Record
+from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
+from kvaudit.reports.analysis.analyse import analyse
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.run import decided
 
 SPEC = """\
 name: own

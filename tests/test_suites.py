@@ -37,11 +37,11 @@ from suite_world import (
     write_rows,
 )
 
-from audit.core.errors import SpecError
-from audit.core.facets import FACETS, WELL_FORMED
-from audit.core.records import Grade, Item, Outcome, Role
-from audit.core.spans import fault, places_of
-from suites.base import PUBLISHED, SUITES
+from kvaudit.core.errors import SpecError
+from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.records import Grade, Item, Outcome, Role
+from kvaudit.core.spans import fault, places_of
+from kvaudit.suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets of who found the one thing that an item asks for
 CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from audit.core.records import Item, Message, Outcome, Role
-from suites.agent import Agent
-from suites.math import Math
-from suites.refusal import Refusal
+from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.suites.agent import Agent
+from kvaudit.suites.math import Math
+from kvaudit.suites.refusal import Refusal
 
 PLACEMENTS = {
     Agent: {"system", "start", "middle", "end"},

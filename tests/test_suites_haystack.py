@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from audit.core.errors import SpecError
-from suites.haystack import filler_lines, fit, put, scatter
-from suites.templates import templates
+from kvaudit.core.errors import SpecError
+from kvaudit.suites.haystack import filler_lines, fit, put, scatter
+from kvaudit.suites.templates import templates
 
 
 def words(text: str) -> int:
@@ -33,7 +33,7 @@ def test_no_line_occurs_twice_in_a_long_context():
 
 def test_the_same_seed_gives_the_same_filler_in_another_process():
     script = (
-        "import random; from suites.haystack import filler_lines;"
+        "import random; from kvaudit.suites.haystack import filler_lines;"
         "print('/'.join(filler_lines(random.Random('x'), 60, lambda t: len(t.split()))))"
     )
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
@@ -71,5 +71,5 @@ def test_an_unknown_split_is_the_users_error():
 
 
 def test_suites_do_not_import_torch():
-    script = "import sys; from suites.base import SUITES; SUITES.all(); sys.exit('torch' in sys.modules)"
+    script = "import sys; from kvaudit.suites.base import SUITES; SUITES.all(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

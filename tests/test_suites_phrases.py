@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from suites.phrases import refuses
-from suites.sources import csv_rows
+from kvaudit.suites.phrases import refuses
+from kvaudit.suites.sources import csv_rows
 
 XSTEST = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")
 PYRIT = "refusal_judge_labels/pyrit_refusal.csv"

@@ -9,9 +9,9 @@ from itertools import chain
 import pytest
 from suite_world import grade, play, text_of, words
 
-from audit.core.records import Item, Outcome, Role
-from suites.pressure import Pressure
-from suites.pressure_scripts import SCRIPTS, SETTINGS
+from kvaudit.core.records import Item, Outcome, Role
+from kvaudit.suites.pressure import Pressure
+from kvaudit.suites.pressure_scripts import SCRIPTS, SETTINGS
 
 SUITE = Pressure()
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from suite_world import grade, text_of, words, write_rows
 
-from audit.core.errors import DataError, SpecError
-from audit.core.records import Item, Message, Outcome, Role
-from audit.sampling.exchange import with_harm
-from suites.base import SUITES
-from suites.contexts import CONTEXTS
-from suites.phrases import answers, stands_alone, to_the_point
-from suites.requests import Requests, origins_of
-from suites.sources import csv_rows
-from suites.strongreject import StrongReject
-from suites.xstest import PROMPTS, XSTest
+from kvaudit.audit.sampling.exchange import with_harm
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.contexts import CONTEXTS
+from kvaudit.suites.phrases import answers, stands_alone, to_the_point
+from kvaudit.suites.requests import Requests, origins_of
+from kvaudit.suites.sources import csv_rows
+from kvaudit.suites.strongreject import StrongReject
+from kvaudit.suites.xstest import PROMPTS, XSTest
 
 COMPLETIONS = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")
 REAL = pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from suite_world import grade, words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.records import Item, Message, Outcome, Role
-from suites.base import Suite
-from suites.bfcl import Bfcl, by_schema
-from suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
-from suites.sources import data_file, json_array
-from suites.tau_bench import TauBench
-from suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written_calls
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.suites.base import Suite
+from kvaudit.suites.bfcl import Bfcl, by_schema
+from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
+from kvaudit.suites.sources import data_file, json_array
+from kvaudit.suites.tau_bench import TauBench
+from kvaudit.suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written_calls
 
 
 @pytest.fixture

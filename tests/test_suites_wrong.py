@@ -14,12 +14,12 @@ import test_suites as contract
 from hypothesis import is_hypothesis_test
 from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 
-from audit.core.errors import SpecError
-from audit.core.facets import readable, unreadable
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.spans import marked
-from suites.base import CountTokens, Split, Suite
-from suites.words import ANIMALS
+from kvaudit.core.errors import SpecError
+from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.spans import marked
+from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.words import ANIMALS
 
 Check = Callable[..., None]
 

@@ -8,15 +8,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from audit.core.errors import AuditError
-from audit.core.policy_names import folder_names
-from audit.core.spec import RunSpec, dump_spec, load_spec
-from audit.runs.displacement.units import units
-from audit.runs.evaluate import grid
-from audit.runs.names import NAMES
-from audit.training.config import TrainConfig
-from reports.drift.comparison import comparison_of
-from reports.drift.drift import AMPLIFICATION, sides
+from kvaudit.audit.runs.displacement.units import units
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.errors import AuditError
+from kvaudit.core.policy_names import folder_names
+from kvaudit.core.spec import RunSpec, dump_spec, load_spec
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.drift.drift import AMPLIFICATION, sides
 
 INT8, SNAPKV = NAMES.policy("int8"), NAMES.policy("snapkv:budget=112")
 

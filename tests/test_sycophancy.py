@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from suite_world import grade, words
 
-from audit.core.records import Item, Message, Role
-from suites.sycophancy import QUIZ, Sycophancy
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.sycophancy import QUIZ, Sycophancy
 
 ITEMS = Sycophancy().items("eval", 140, 1, 200, words)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from suite_world import grade, words, write_rows
 
-from audit.core.errors import DataError
-from suites.rules import RULES, checkable, keeps, written_to_keep
-from suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
+from kvaudit.core.errors import DataError
+from kvaudit.suites.rules import RULES, checkable, keeps, written_to_keep
+from kvaudit.suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
     ("punctuation:no_comma", {}, "red and blue", "red, blue"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from suite_world import grade, words, write_rows
 
-from audit.core.errors import DataError
-from audit.core.records import Item
-from suites.tensortrust import ROW_FILES, TensorTrust
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Item
+from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 
 @pytest.fixture

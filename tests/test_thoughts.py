@@ -8,18 +8,18 @@ import pytest
 from conftest import CHATML, byte_tokenizer
 from test_evaluate_episodes import GREEDY, Counting, Scripted, item
 
-from audit.core.errors import AuditError
-from audit.core.records import Item, Message, Outcome, Record, Role
-from audit.core.spec import RunSpec, dump_spec, parse_spec
-from audit.core.thoughts import drawn, heard, parted
-from audit.policies import parse_policy
-from audit.runs.displacement.trajectories import trajectory
-from audit.runs.evaluate import asked_suite
-from audit.runs.names import NAMES
-from audit.sampling.chat import Chat
-from audit.sampling.conversations import Played, play
-from audit.sampling.exchange import graded
-from reports.records.rows import columns_of
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.displacement.trajectories import trajectory
+from kvaudit.audit.runs.evaluate import asked_suite
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.exchange import graded
+from kvaudit.core.errors import AuditError
+from kvaudit.core.records import Item, Message, Outcome, Record, Role
+from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
+from kvaudit.core.thoughts import drawn, heard, parted
+from kvaudit.reports.records.rows import columns_of
 
 THINKING = CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n' }}")
 SPEC = """\

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from training_world import config, short
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.spec_train import TrainSpec
-from audit.training.sft import StartConfig
+from kvaudit.audit.training.sft import StartConfig
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.spec_train import TrainSpec
 
 
 @pytest.mark.parametrize(

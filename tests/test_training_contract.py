@@ -20,19 +20,19 @@ from suite_world import TOKENS, play, rows_from, words, write_rows
 from torch import Tensor
 from training_world import gradients, sampled, sharp
 
-from audit.cache.ledger import NEVER, Rollout
-from audit.core.records import Grade, Item, Outcome
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel
-from audit.training import corrections
-from audit.training.advantages import Rewarded
-from audit.training.arms import ARMS, get_arm
-from audit.training.batch import Batch, halves
-from audit.training.corrections import Correction, CorrectionRule
-from audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, Whole
-from audit.training.rewards import REWARDS, Reward
-from audit.training.rewards.base import checked
-from suites.base import SUITES, Suite
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import corrections
+from kvaudit.audit.training.advantages import Rewarded
+from kvaudit.audit.training.arms import ARMS, get_arm
+from kvaudit.audit.training.batch import Batch, halves
+from kvaudit.audit.training.corrections import Correction, CorrectionRule
+from kvaudit.audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, Whole
+from kvaudit.audit.training.rewards import REWARDS, Reward
+from kvaudit.audit.training.rewards.base import checked
+from kvaudit.core.records import Grade, Item, Outcome
+from kvaudit.suites.base import SUITES, Suite
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
 ADVANTAGES = torch.tensor([[1.0], [-1.0], [0.5]]) * MASK

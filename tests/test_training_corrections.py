@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from audit.core.errors import UnknownName
-from audit.training.arms import ARMS, Arm, get_arm
-from audit.training.corrections import CORRECTIONS, Correction, token_ratios
+from kvaudit.audit.training.arms import ARMS, Arm, get_arm
+from kvaudit.audit.training.corrections import CORRECTIONS, Correction, token_ratios
+from kvaudit.core.errors import UnknownName
 
 
 def correct(name: str, ratios: list[list[float]], mask: list[list[bool]] | None = None) -> Correction:

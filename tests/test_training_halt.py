@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from training_world import play_for_parity, rows, sha256, sharp, short, silent
 
-from audit.core.errors import DataError, UnknownName
-from audit.core.spec_train import WatchSpec
-from audit.sampling.model import LoadedModel
-from audit.training import grpo, rollouts
-from audit.training.halt import MARK, Halt, Mark, mark_of
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.halt import MARK, Halt, Mark, mark_of
+from kvaudit.core.errors import DataError, UnknownName
+from kvaudit.core.spec_train import WatchSpec
 
 ARMS = ("dense", "naive")
 RANG, QUIET = {"alarm/ess": 1, "alarm/overlap_p5": 0}, {"alarm/ess": 0, "alarm/overlap_p5": 0}

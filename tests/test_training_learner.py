@@ -11,14 +11,14 @@ import pytest
 import torch
 from training_world import config, gradients, sampled, sharp, short
 
-from audit.cache.ledger import Rollout
-from audit.policies import parse_policy
-from audit.sampling.conversations import play
-from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import Batch, collect, row_seeds, training_items
-from audit.training.learner import pass_logprobs, read_tokens
-from audit.training.optimiser import Optimiser
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
+from kvaudit.audit.training.learner import pass_logprobs, read_tokens
+from kvaudit.audit.training.optimiser import Optimiser
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,17 @@ import torch
 from training_world import config, play_for_parity, rows, sampled, sha256, sharp, short, silent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from audit.cache.ledger import NEVER, load_ledgers
-from audit.core.records import Grade, Outcome
-from audit.sampling.conversations import play
-from audit.sampling.model import LoadedModel, load_model, locate
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo, rollouts
-from audit.training.arms import ARMS
-from audit.training.batch import gradient_steps, rewarded, slots, training_items
-from audit.training.learner import read_tokens
-from audit.training.student import Student
-from suites.base import SUITES
+from kvaudit.audit.cache.ledger import NEVER, load_ledgers
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.arms import ARMS
+from kvaudit.audit.training.batch import gradient_steps, rewarded, slots, training_items
+from kvaudit.audit.training.learner import read_tokens
+from kvaudit.audit.training.student import Student
+from kvaudit.core.records import Grade, Outcome
+from kvaudit.suites.base import SUITES
 
 
 @pytest.fixture(scope="module")

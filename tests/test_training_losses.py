@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from audit.training.advantages import (
+from kvaudit.audit.training.advantages import (
     Rewarded,
     best_and_worst,
     generalised_advantages,
     group_advantages,
     overlong_penalty,
 )
-from audit.training.batch import earned_groups
-from audit.training.corrections import Correction
-from audit.training.losses.base import LossInputs, Whole, clipped_surrogate, full_kl, k3
-from audit.training.losses.dapo import Dapo
-from audit.training.losses.dr_grpo import DrGrpo
-from audit.training.losses.grpo import Grpo
-from audit.training.losses.gspo import Gspo
-from audit.training.losses.online_dpo import OnlineDpo
+from kvaudit.audit.training.batch import earned_groups
+from kvaudit.audit.training.corrections import Correction
+from kvaudit.audit.training.losses.base import LossInputs, Whole, clipped_surrogate, full_kl, k3
+from kvaudit.audit.training.losses.dapo import Dapo
+from kvaudit.audit.training.losses.dr_grpo import DrGrpo
+from kvaudit.audit.training.losses.grpo import Grpo
+from kvaudit.audit.training.losses.gspo import Gspo
+from kvaudit.audit.training.losses.online_dpo import OnlineDpo
 
 RATIOS = torch.tensor([[1.3, 1.0], [0.7, 1.0]])
 MASK = torch.tensor([[True, True], [True, False]])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from training_world import POLICY, by_parity, killed_and_resumed, rows, same_bits, sharp, short
 
-from audit.cache.ledger import load_ledgers
-from audit.core.errors import SpecError
-from audit.policies import parse_policy
-from audit.runs.verify import checkpoint_rollouts, verify
-from audit.sampling.model import LoadedModel, load_model
-from audit.training.config import TrainConfig
-from audit.training.rollouts import group_policies
+from kvaudit.audit.cache.ledger import load_ledgers
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.verify import checkpoint_rollouts, verify
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.rollouts import group_policies
+from kvaudit.core.errors import SpecError
 
 MIXTURE = f"{POLICY}@2|int8|none"
 

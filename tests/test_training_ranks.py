@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sharp, short, silent
 
-from audit.commands.run import Options, share
-from audit.core.errors import RunError, SpecError
-from audit.sampling.model import LoadedModel
-from audit.training import grpo, rollouts
-from audit.training.arms import ARMS
-from audit.training.config import TrainConfig
-from audit.training.optimiser import Optimiser
-from audit.training.ranks import ALONE, RankGroup, _packed, _unpacked
+from kvaudit.audit.commands.run import Options, share
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.arms import ARMS
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.ranks import ALONE, RankGroup, _packed, _unpacked
+from kvaudit.core.errors import RunError, SpecError
 
 LOSSES = ("grpo", "ppo")
 SUMS = (

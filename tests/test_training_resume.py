@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_world import Killed, play_for_parity, rows, sha256, sharp, short, silent
 
-from audit.cache.ledger import load_ledgers
-from audit.core.errors import DataError, RunError
-from audit.sampling.model import LoadedModel
-from audit.training import checkpoint, files, grpo, rollouts
-from audit.training.files import TelemetryLog
-from audit.training.losses import LOSSES
+from kvaudit.audit.cache.ledger import load_ledgers
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import checkpoint, files, grpo, rollouts
+from kvaudit.audit.training.files import TelemetryLog
+from kvaudit.audit.training.losses import LOSSES
+from kvaudit.core.errors import DataError, RunError
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,16 @@ from suite_world import TOKENS, rows_from, words, write_rows
 from test_training_contract import answered
 from training_world import parity, play_for_parity, rows, sha256, sharp, short, silent
 
-from audit.core.errors import AuditError, DataError, RunError, SpecError
-from audit.core.remembered import Answers
-from audit.core.spec_train import TrainSpec
-from audit.judges.constitution import score_of
-from audit.runs.evaluate import check_reward
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel
-from audit.training import grpo, rollouts
-from audit.training.rewards import Paying, paying_of
-from suites.base import SUITES
+from kvaudit.audit.judges.constitution import score_of
+from kvaudit.audit.runs.evaluate import check_reward
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.rewards import Paying, paying_of
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.remembered import Answers
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.suites.base import SUITES
 
 HERE = "test_training_rewards"
 REQUESTS = "xstest"  # a suite that leaves answers to a judge

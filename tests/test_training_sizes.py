@@ -15,24 +15,24 @@ from safetensors.torch import load_file
 from training_world import gradients, play_for_parity, rows, sampled, sha256, sharp, short, silent
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from audit.cache.ledger import load_ledgers
-from audit.core.errors import DataError, RunError, SpecError
-from audit.core.spec import RunSpec
-from audit.core.spec_train import AdapterSpec, TrainSpec
-from audit.replay.head import watched
-from audit.runs.names import NAMES
-from audit.runs.pipeline import prepare_run
-from audit.sampling import memory
-from audit.sampling.given import load_given
-from audit.sampling.model import LoadedModel
-from audit.training import footprint, grpo, learner, rollouts
-from audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
-from audit.training.batch import Batch, gradient_steps, microbatches
-from audit.training.footprint import check_memory, holdings
-from audit.training.learner import read_tokens
-from audit.training.sft import StartConfig, gold_rollout, warm_start
-from audit.training.student import Student
-from suites.base import SUITES
+from kvaudit.audit.cache.ledger import load_ledgers
+from kvaudit.audit.replay.head import watched
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import prepare_run
+from kvaudit.audit.sampling import memory
+from kvaudit.audit.sampling.given import load_given
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import footprint, grpo, learner, rollouts
+from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
+from kvaudit.audit.training.batch import Batch, gradient_steps, microbatches
+from kvaudit.audit.training.footprint import check_memory, holdings
+from kvaudit.audit.training.learner import read_tokens
+from kvaudit.audit.training.sft import StartConfig, gold_rollout, warm_start
+from kvaudit.audit.training.student import Student
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import AdapterSpec, TrainSpec
+from kvaudit.suites.base import SUITES
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,21 @@ import pytest
 import torch
 from training_world import config, rows
 
-from audit.cache.ledger import Rollout
-from audit.core.errors import DataError, RunError
-from audit.core.records import Grade, Item, Outcome
-from audit.sampling.conversations import Played
-from audit.training.batch import collect
-from audit.training.files import TelemetryLog
-from audit.training.mismatch import mismatch_panel
-from audit.training.optimiser import Optimiser
-from audit.training.telemetry import (
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.training.batch import collect
+from kvaudit.audit.training.files import TelemetryLog
+from kvaudit.audit.training.mismatch import mismatch_panel
+from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.telemetry import (
     Tally,
     certificate,
     entries_seen,
     memory_numbers,
     reward_numbers,
 )
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.records import Grade, Item, Outcome
 
 LN2 = math.log(2)
 

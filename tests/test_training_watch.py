@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from training_world import by_parity, killed_and_resumed, play_for_parity, rows, same_bits, sha256, sharp, short, silent
 
-from audit.core.alarms import ALARMS, alarm_numbers, ringing
-from audit.core.errors import SpecError, UnknownName
-from audit.core.spec_train import WatchSpec
-from audit.sampling.model import LoadedModel
-from audit.training import grpo, rollouts
-from audit.training.batch import training_items
-from audit.training.config import TrainConfig
-from audit.training.watch import held_out
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.batch import training_items
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.watch import held_out
+from kvaudit.core.alarms import ALARMS, alarm_numbers, ringing
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.spec_train import WatchSpec
 
 QUIET = {"mismatch/overlap_p5": 0.86, "mismatch/ess": 0.3, "mismatch/frac_sequences_vetoed": 0.2}
 QUIET |= {"mismatch/frac_not_finite": 0.0, "frac_reward_zero_std": 0.5, "entropy": 0.1}

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from training_world import sampled, sharp
 
-from audit.core.options import sha256_of
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel
-from audit.training import arms, corrections, grpo
-from audit.training.advantages import Estimate, Rewarded
-from audit.training.arms import ARMS, Arm
-from audit.training.batch import Batch
-from audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
-from audit.training.losses import Loss, LossInputs, LossOutputs
-from audit.training.losses.base import clipped_surrogate
-from audit.training.losses.grpo import Grpo
-from audit.training.rewards import Reward
-from audit.training.rewards.base import Scores
-from audit.training.rewards.grade import SuiteGrade
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training import arms, corrections, grpo
+from kvaudit.audit.training.advantages import Estimate, Rewarded
+from kvaudit.audit.training.arms import ARMS, Arm
+from kvaudit.audit.training.batch import Batch
+from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
+from kvaudit.audit.training.losses import Loss, LossInputs, LossOutputs
+from kvaudit.audit.training.losses.base import clipped_surrogate
+from kvaudit.audit.training.losses.grpo import Grpo
+from kvaudit.audit.training.rewards import Reward
+from kvaudit.audit.training.rewards.base import Scores
+from kvaudit.audit.training.rewards.grade import SuiteGrade
+from kvaudit.core.options import sha256_of
 
 Check = Callable[..., None]
 

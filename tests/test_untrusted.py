@@ -15,15 +15,15 @@ from conftest import CHATML, byte_tokenizer
 from safetensors.torch import load_file, save_file
 from test_cli import refused
 
-from audit.core.errors import DataError, RunError, SpecError
-from audit.core.files import write_output
-from audit.core.provenance import check_checkpoint
-from audit.core.records import Message, Role
-from audit.sampling import model, rendering
-from audit.sampling.chat import Chat
-from audit.sampling.model import load_model, verify_folder
-from audit.sampling.rendering import renderer
-from audit.sampling.weights import INDEX, file_sha256
+from kvaudit.audit.sampling import model, rendering
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.model import load_model, verify_folder
+from kvaudit.audit.sampling.rendering import renderer
+from kvaudit.audit.sampling.weights import INDEX, file_sha256
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.provenance import check_checkpoint
+from kvaudit.core.records import Message, Role
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of no bytes
 USER = Message(Role.USER, "Hello.")

@@ -18,19 +18,19 @@ from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
-from audit.cache.layers import LayerPlan, layer_plans
-from audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from audit.cache.quantised.hints import pack_hints, unpack_hints
-from audit.cache.rotary import rotary_for
-from audit.cli import app
-from audit.policies import Policy, evictor_of, parse_policy, quantiser_of
-from audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
-from audit.replay.recorded import Recorded
-from audit.replay.schedule_check import breach, quantisation_breach
-from audit.runs.verify import checkpoint_rollouts, verify
-from audit.sampling.model import load_model
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo, rollouts
+from kvaudit.audit.cache.layers import LayerPlan, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
+from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cli import app
+from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
+from kvaudit.audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
+from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
+from kvaudit.audit.runs.verify import checkpoint_rollouts, verify
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training import grpo, rollouts
 
 FINAL = Path("ledgers", "final.safetensors")
 

@@ -12,20 +12,20 @@ import pytest
 from reports_synthetic import Design, build, frame_of, pins, policy, records_of, run_spec, spec_of, write_unit
 from typer.testing import CliRunner
 
-from audit.cli import app
-from audit.core.errors import DataError, RunError
-from audit.core.records import Outcome
-from audit.core.shading import ALL, Shading
-from reports.drift.comparison import comparison_of
-from reports.drift.drift import drift_of
-from reports.page.formats import html
-from reports.page.story import page_of
-from reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
-from reports.page.view.folder import RunView
-from reports.page.view.shades import ItemShades, in_turn
-from reports.records.load import RunData, load_run
-from reports.records.rows import SCORE, CellKey
-from reports.run import decided, with_details
+from kvaudit.audit.cli import app
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.records import Outcome
+from kvaudit.core.shading import ALL, Shading
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.drift.drift import drift_of
+from kvaudit.reports.page.formats import html
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
+from kvaudit.reports.page.view.folder import RunView
+from kvaudit.reports.page.view.shades import ItemShades, in_turn
+from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.records.rows import SCORE, CellKey
+from kvaudit.reports.run import decided, with_details
 
 SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;\u202e\u2066\x1b]0;x\x07\u2028 `${1}`"

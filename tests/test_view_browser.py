@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from reports_synthetic import Design, build, policy
 
-from audit.core.shading import ALL, Shading, write_shadings
-from reports.drift.comparison import comparison_of
-from reports.page.view.folder import RunView
-from reports.records.load import load_run
+from kvaudit.core.shading import ALL, Shading, write_shadings
+from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.page.view.folder import RunView
+from kvaudit.reports.records.load import load_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, which stands among the dev extra")
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from audit.core.records import Grade, Outcome
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training import grpo, rollouts
-from audit.training.batch import Batch, collect, row_seeds, training_items
-from audit.training.config import TrainConfig
-from audit.training.optimiser import Optimiser, Stepped
-from audit.training.student import Student
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training import grpo, rollouts
+from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.optimiser import Optimiser, Stepped
+from kvaudit.audit.training.student import Student
+from kvaudit.core.records import Grade, Outcome
 
 POLICY = "streaming:budget=96,sink=4,window=8"
 _play = rollouts.play

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from audit.core.errors import RunError
-from audit.policies import softmax
+from kvaudit.audit.policies import softmax
+from kvaudit.core.errors import RunError
 
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
 class Attends(Protocol):
     """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them.
 
-    Its ``carry`` is what layers of linear attention ask for their state (``audit.cache.linear``).
+    Its ``carry`` is what layers of linear attention ask for their state (``kvaudit.audit.cache.linear``).
     """
 
     @property

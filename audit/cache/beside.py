@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.cache.gather import gather_columns
-from audit.cache.rotary import Rotary
-from audit.cache.store import Store
-from audit.policies import Centres, Moments
+from kvaudit.audit.cache.gather import gather_columns
+from kvaudit.audit.cache.rotary import Rotary
+from kvaudit.audit.cache.store import Store
+from kvaudit.audit.policies import Centres, Moments
 
 
 class LastQueries:

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall, require_once
-from audit.cache.cached_layer import CachedLayer, Forward
-from audit.cache.gather import gather_columns
-from audit.cache.layers import layer_plans
-from audit.cache.ledger import NEVER
-from audit.cache.linear import LayerRun, States, advance
-from audit.cache.live import live_peak
-from audit.cache.quantised.codes import Scratch
-from audit.cache.quantised.hints import pack_hints
-from audit.cache.quantised.store import QuantisedStore
-from audit.cache.rotary import Rotary, require_steady, steady_positions
-from audit.cache.routing import RecordedRoutes
-from audit.cache.rows import Pins, RowKeys, Times, join_parts
-from audit.cache.schedule import Cut, Schedule
-from audit.cache.selection import RecordedChoices, Selection
-from audit.core.errors import RunError
-from audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
+from kvaudit.audit.cache.attention import AttentionCall, require_once
+from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
+from kvaudit.audit.cache.gather import gather_columns
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.linear import LayerRun, States, advance
+from kvaudit.audit.cache.live import live_peak
+from kvaudit.audit.cache.quantised.codes import Scratch
+from kvaudit.audit.cache.quantised.hints import pack_hints
+from kvaudit.audit.cache.quantised.store import QuantisedStore
+from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
+from kvaudit.audit.cache.routing import RecordedRoutes
+from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
+from kvaudit.audit.cache.schedule import Cut, Schedule
+from kvaudit.audit.cache.selection import RecordedChoices, Selection
+from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
+from kvaudit.core.errors import RunError
 
 
 class EvictingCache:

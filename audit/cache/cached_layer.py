@@ -7,19 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
-from audit.cache.beside import LastQueries, MovingSinks, QueryCentres, QueryMoments
-from audit.cache.evict import attention_mass, only_victim, retained, visibility
-from audit.cache.layers import LayerPlan
-from audit.cache.linear import States
-from audit.cache.quantised.codes import Scratch
-from audit.cache.quantised.store import QuantisedStore
-from audit.cache.rotary import Rotary
-from audit.cache.rows import Pins, RowKeys, join_parts
-from audit.cache.schedule import Counts, Cut, Schedule, Victims
-from audit.cache.selection import units_seen
-from audit.cache.store import Entries, Store
-from audit.policies import Selector, View
+from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
+from kvaudit.audit.cache.beside import LastQueries, MovingSinks, QueryCentres, QueryMoments
+from kvaudit.audit.cache.evict import attention_mass, only_victim, retained, visibility
+from kvaudit.audit.cache.layers import LayerPlan
+from kvaudit.audit.cache.linear import States
+from kvaudit.audit.cache.quantised.codes import Scratch
+from kvaudit.audit.cache.quantised.store import QuantisedStore
+from kvaudit.audit.cache.rotary import Rotary
+from kvaudit.audit.cache.rows import Pins, RowKeys, join_parts
+from kvaudit.audit.cache.schedule import Counts, Cut, Schedule, Victims
+from kvaudit.audit.cache.selection import units_seen
+from kvaudit.audit.cache.store import Entries, Store
+from kvaudit.audit.policies import Selector, View
 
 
 class Forward(NamedTuple):

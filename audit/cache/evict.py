@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.policies import Evictor, softmax
+from kvaudit.audit.policies import Evictor, softmax
 
 _INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once

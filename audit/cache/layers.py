@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from audit.core.errors import RunError
-from audit.policies import Dense, Evictor, Policy, Quantiser, Selector, evictor_of, quantiser_of, selector_of
-from audit.policies.streaming import Streaming
+from kvaudit.audit.policies import Dense, Evictor, Policy, Quantiser, Selector, evictor_of, quantiser_of, selector_of
+from kvaudit.audit.policies.streaming import Streaming
+from kvaudit.core.errors import RunError
 
 GOVERNED = {"full_attention", "hybrid"}  # a hybrid layer has full attention and linear beside it
 CARRYING = {"linear_attention", "hybrid"}

@@ -27,10 +27,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from audit.cache.quantised.hints import sound_hints
-from audit.cache.selection import Selection, misfit
-from audit.core.errors import DataError, SpecError
-from audit.policies import Policy, Quantiser, parse_policy, quantiser_of
+from kvaudit.audit.cache.quantised.hints import sound_hints
+from kvaudit.audit.cache.selection import Selection, misfit
+from kvaudit.audit.policies import Policy, Quantiser, parse_policy, quantiser_of
+from kvaudit.core.errors import DataError, SpecError
 
 LEDGER_FORMAT = 3
 READABLE = (1, 2, 3)

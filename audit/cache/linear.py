@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, __version__
 
-from audit.cache.attention import unwrapped
-from audit.cache.layers import CARRYING, layer_kinds
-from audit.core.errors import RunError
+from kvaudit.audit.cache.attention import unwrapped
+from kvaudit.audit.cache.layers import CARRYING, layer_kinds
+from kvaudit.core.errors import RunError
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 

@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall
-from audit.cache.layers import layer_plans
-from audit.core.errors import RunError
-from audit.policies import Dense, Policy, evictor_of
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.policies import Dense, Policy, evictor_of
+from kvaudit.core.errors import RunError
 
 # how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
 TURN_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

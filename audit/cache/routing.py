@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from audit.cache.attention import Routes, unwrapped
-from audit.core.errors import DataError, RunError
+from kvaudit.audit.cache.attention import Routes, unwrapped
+from kvaudit.core.errors import DataError, RunError
 
 NOBODY = -1  # in a table of experts: this token was never sent anywhere
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names of one number in configs

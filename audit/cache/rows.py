@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import NEVER
-from audit.cache.schedule import Counts, counts_of
-from audit.core.errors import SpecError
-from audit.policies import Evictor, Quantiser
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.schedule import Counts, counts_of
+from kvaudit.audit.policies import Evictor, Quantiser
+from kvaudit.core.errors import SpecError
 
 
 def join_parts(pairs: Iterable[tuple[Any, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.policies import Evictor
+from kvaudit.audit.policies import Evictor
 
 
 class Counts(NamedTuple):

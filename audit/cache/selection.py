@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from audit.core.errors import DataError
+from kvaudit.core.errors import DataError
 
 NONE = -1  # fills up a list
 _LATE = 2**31 - 1  # sorts NONE behind every unit

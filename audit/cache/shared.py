@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.attention import Attends, AttentionCall
-from audit.cache.cache import EvictingCache
-from audit.cache.linear import LayerRun, States
-from audit.cache.routing import RecordedRoutes
-from audit.policies import Mixture, Policy, evictor_of, written_by
+from kvaudit.audit.cache.attention import Attends, AttentionCall
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.linear import LayerRun, States
+from kvaudit.audit.cache.routing import RecordedRoutes
+from kvaudit.audit.policies import Mixture, Policy, evictor_of, written_by
 
 FirstForward = Callable[[Attends], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from audit.cache.attention import NAME, require_interface, unwrapped
-from audit.cache.cache import EvictingCache
-from audit.cache.layers import layer_plans
-from audit.cache.ledger import Ledger
-from audit.cache.linear import carry_states
-from audit.cache.rotary import rotary_for
-from audit.cache.routing import watched_blocks
-from audit.core.errors import RunError, SpecError
-from audit.policies import Policy, parse_policy, quantiser_of
+from kvaudit.audit.cache.attention import NAME, require_interface, unwrapped
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.ledger import Ledger
+from kvaudit.audit.cache.linear import carry_states
+from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.policies import Policy, parse_policy, quantiser_of
+from kvaudit.core.errors import RunError, SpecError
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]

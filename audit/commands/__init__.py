@@ -1,1 +1,1 @@
-"""What each command does; ``audit.cli`` only parses the command line and imports one of these when it is asked for."""
+"""What each command does; ``kvaudit.audit.cli`` parses the command line and imports one of these when asked."""

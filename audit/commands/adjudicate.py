@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
-from audit.commands.report import print_verdict
-from audit.core.errors import DataError, RunError
-from audit.core.files import write_output
-from audit.core.provenance import check_checkpoints
+from kvaudit.audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.report import print_verdict
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import write_output
+from kvaudit.core.provenance import check_checkpoints
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reports.drift.results import Contrast, Drift
-    from reports.gate.rules import Rules
-    from reports.page.findings import Findings
+    from kvaudit.reports.drift.results import Contrast, Drift
+    from kvaudit.reports.gate.rules import Rules
+    from kvaudit.reports.page.findings import Findings
 
 
 def adjudicate(
@@ -53,12 +53,12 @@ def adjudicate(
 
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
-    from reports.gate.rules import Asked
-    from reports.labels.blind import known_labels, sheet_key
-    from reports.labels.pairs import paired_answers, templates_to_see, usual
-    from reports.labels.sheet import key_path, render_key, render_sheet
-    from reports.records.load import load_run
-    from reports.run import measured
+    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.labels.blind import known_labels, sheet_key
+    from kvaudit.reports.labels.pairs import paired_answers, templates_to_see, usual
+    from kvaudit.reports.labels.sheet import key_path, render_key, render_sheet
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import measured
 
     check_checkpoints(run)
     check_seed(seed)
@@ -93,7 +93,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
     """The contrasts that are gated cells by themselves."""
-    from reports.gate.family import gated_cells
+    from kvaudit.reports.gate.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))
     return [c for estimand, c in firsts if c.estimand == estimand]
@@ -101,13 +101,13 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
-    from reports.gate.rules import Asked
-    from reports.labels.blind import check_key, labels_of
-    from reports.labels.pairs import digest, paired_answers
-    from reports.labels.relabelled import LABELS_FILE, relabelled, render_labels
-    from reports.labels.sheet import read_key, read_labels
-    from reports.records.load import load_run
-    from reports.run import decided, measured
+    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.labels.blind import check_key, labels_of
+    from kvaudit.reports.labels.pairs import digest, paired_answers
+    from kvaudit.reports.labels.relabelled import LABELS_FILE, relabelled, render_labels
+    from kvaudit.reports.labels.sheet import read_key, read_labels
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided, measured
 
     check_checkpoints(run)
     key = read_key(sheet)
@@ -130,7 +130,7 @@ def _read(run: Path, sheet: Path) -> int:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    from reports.page.people_tables import labelled_cells_table, panel_notes
+    from kvaudit.reports.page.people_tables import labelled_cells_table, panel_notes
 
     print_table(console, labelled_cells_table(findings))
     for line in panel_notes(findings):

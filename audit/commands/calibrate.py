@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import check_seed, say, user_errors, wide_console
-from audit.core.errors import SpecError
+from kvaudit.audit.commands.command_line import check_seed, say, user_errors, wide_console
+from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from reports.calibration.case import Figure
-    from reports.calibration.design import RunDesign
-    from reports.calibration.table import Calibration
+    from kvaudit.reports.calibration.case import Figure
+    from kvaudit.reports.calibration.design import RunDesign
+    from kvaudit.reports.calibration.table import Calibration
 
 FAILED = 3
 
@@ -41,11 +41,11 @@ def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None, design:
     """Simulate, write ``out``, print the table; returns 0 when every figure keeps to what was asked, else 3."""
     from rich.console import Console
 
-    from audit.runs.launchers.local import idle_cores
-    from audit.runs.progress import Meter
-    from reports.calibration.case import FAST, FULL
-    from reports.calibration.table import CHECKS, all_cases, as_json, of_run
-    from reports.calibration.table import calibrate as simulated
+    from kvaudit.audit.runs.launchers.local import idle_cores
+    from kvaudit.audit.runs.progress import Meter
+    from kvaudit.reports.calibration.case import FAST, FULL
+    from kvaudit.reports.calibration.table import CHECKS, all_cases, as_json, of_run
+    from kvaudit.reports.calibration.table import calibrate as simulated
 
     check_seed(seed)
     scale = FAST if fast else FULL
@@ -63,8 +63,8 @@ def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None, design:
 
 def _designs(run: Path) -> list[RunDesign]:
     """What a run asked; raises SpecError where nothing of it is gated."""
-    from reports.records.load import load_run
-    from reports.run import designs
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import designs
 
     found = designs(load_run(run))
     if not found:
@@ -88,8 +88,8 @@ def _check_writable(out: Path) -> None:
 def _print(done: Calibration) -> None:
     from rich.table import Table
 
-    from reports.calibration.case import LEADERS
-    from reports.calibration.table import TIMES
+    from kvaudit.reports.calibration.case import LEADERS
+    from kvaudit.reports.calibration.table import TIMES
 
     console = wide_console()
     table = Table("row", "check", "asked", "at first", "reached", "cases", "simulations", "core seconds", "ok")
@@ -107,7 +107,7 @@ def _print(done: Calibration) -> None:
 
 
 def _cells(figure: Figure) -> list[str]:
-    from reports.calibration.case import NOT_ASKED
+    from kvaudit.reports.calibration.case import NOT_ASKED
 
     asked = figure.asked if not figure.slack else f"{figure.asked} (+- {figure.slack:.4f})"
     ok = "-" if figure.asked == NOT_ASKED else "yes" if figure.ok else "NO"

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, say, user_errors, wide_console
-from audit.commands.report import asked_of
-from audit.core.errors import SpecError
-from audit.core.files import write_output
-from audit.core.provenance import check_checkpoints
-from audit.core.text import clip, inline
-from reports.page.model_card import placed, read_card, section_of
+from kvaudit.audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, say, user_errors, wide_console
+from kvaudit.audit.commands.report import asked_of
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.provenance import check_checkpoints
+from kvaudit.core.text import clip, inline
+from kvaudit.reports.page.model_card import placed, read_card, section_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reports.gate.rules import Asked
-    from reports.page.page import Page
+    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.page.page import Page
 
 _DIFFERS = 3
 Into = Annotated[Path | None, typer.Option(help="The model card to put the section into.", show_default=False)]
@@ -49,7 +49,7 @@ def card(
 ) -> None:
     """Print a run's disclosure, put it into a model card, or exit with 3 where a card says other than its run."""
     with user_errors(f"kvaudit card {run}"):
-        from reports.page.formats.card import render
+        from kvaudit.reports.page.formats.card import render
 
         page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
         section = render(page, _known(arm, page))
@@ -74,9 +74,9 @@ def _known(arm: str | None, page: Page) -> str | None:
 
 def _page(run: Path, asked: Asked) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
-    from reports.gate.rules import refuse_late
-    from reports.records.load import load_run
-    from reports.run import disclosed
+    from kvaudit.reports.gate.rules import refuse_late
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import disclosed
 
     check_checkpoints(run)
     page = disclosed(load_run(run), asked)
@@ -85,7 +85,7 @@ def _page(run: Path, asked: Asked) -> Page:
 
 
 def _write_results(page: Page, hub: Path, benchmark: str | None, arm: str | None, console: Console) -> None:
-    from reports.page.hub_results import HUB_FOLDER, hub_results
+    from kvaudit.reports.page.hub_results import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):

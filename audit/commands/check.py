@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
-from audit.core.errors import DataError, SpecError
-from audit.core.policy_names import DENSE_POLICY
+from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.policy_names import DENSE_POLICY
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.core.records import Item
-    from audit.core.spec import RunSpec
-    from audit.runs.folder import RunFolder
-    from audit.runs.question import CheckPlan, Way
-    from reports.page.answer import Checked
+    from kvaudit.audit.runs.folder import RunFolder
+    from kvaudit.audit.runs.question import CheckPlan, Way
+    from kvaudit.core.records import Item
+    from kvaudit.core.spec import RunSpec
+    from kvaudit.reports.page.answer import Checked
 
 _FORMS = (
     "give one way of serving: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL --candidate "
@@ -79,7 +79,7 @@ class _Asking:
 
     def way(self) -> Way:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
-        from audit.runs.question import endpoints_way, engine_way, policy_way
+        from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
@@ -144,8 +144,8 @@ def init_spec(
 
 
 def _init(asking: _Asking, out: Path) -> None:
-    from audit.core.files import write_output
-    from audit.runs.question import planned, spec_named, spec_text
+    from kvaudit.audit.runs.question import planned, spec_named, spec_text
+    from kvaudit.core.files import write_output
 
     _set_data(asking)
     way = asking.way()
@@ -162,8 +162,8 @@ def _init(asking: _Asking, out: Path) -> None:
 
 def _check(asking: _Asking, out: Path | None, threads: int | None, *, resume: bool) -> int:
     """Plan, run, say; the exit code of the verdict."""
-    from audit.commands.run import AskedRun, Options, opened_run
-    from audit.runs.question import planned, spec_named, spec_text
+    from kvaudit.audit.commands.run import AskedRun, Options, opened_run
+    from kvaudit.audit.runs.question import planned, spec_named, spec_text
 
     _set_data(asking)
     way = asking.way()
@@ -188,13 +188,13 @@ class _Heard:
     """Shows the beginning of the first answers as they come."""
 
     def __init__(self, console: Console, spec: RunSpec) -> None:
-        from audit.core.conditions import condition_names
+        from kvaudit.core.conditions import condition_names
 
         self._console, self._names = console, condition_names(spec.evaluate.references)
         self._asked = False
 
     def __call__(self, served: str, item: Item, answer: str) -> None:
-        from audit.core.text import clip, inline
+        from kvaudit.core.text import clip, inline
 
         if not self._asked:
             said = clip(inline(item.messages[-1].content), _PROMPT)
@@ -205,7 +205,7 @@ class _Heard:
 
 
 def _set_data(asking: _Asking) -> None:
-    from suites.sources import DATA_VARIABLE
+    from kvaudit.suites.sources import DATA_VARIABLE
 
     if asking.data is None:
         return
@@ -216,9 +216,9 @@ def _set_data(asking: _Asking) -> None:
 
 def _check_there(asking: _Asking, way: Way) -> None:
     """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
-    from audit.core.grid import EngineSpec
-    from audit.engines import ENGINES, Condition
-    from audit.sampling.model import EMBEDDED
+    from kvaudit.audit.engines import ENGINES, Condition
+    from kvaudit.audit.sampling.model import EMBEDDED
+    from kvaudit.core.grid import EngineSpec
 
     if asking.model != EMBEDDED and not os.path.exists(asking.model):
         raise DataError(f"model {asking.model!r} is no folder and no file; give where it lies, or {EMBEDDED}")
@@ -230,7 +230,7 @@ def _check_there(asking: _Asking, way: Way) -> None:
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     """What is asked of whom, and what lacks."""
-    from audit.runs.question import LOST_POINTS
+    from kvaudit.audit.runs.question import LOST_POINTS
 
     asked = ", ".join(f"{items} of {question.suite}" for question, items in plan.questions)
     ways, rows = len(spec.evaluate.policies), sum(items for _, items in plan.questions)
@@ -246,7 +246,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
 
 
 def _served_names(spec: RunSpec) -> list[str]:
-    from audit.core.conditions import condition_names
+    from kvaudit.core.conditions import condition_names
 
     names = condition_names(spec.evaluate.references)
     compressed = list(spec.gate.primary)
@@ -256,9 +256,9 @@ def _served_names(spec: RunSpec) -> list[str]:
 
 def _said(console: Console, asking: _Asking, run: RunFolder, plan: CheckPlan) -> int:
     """Write the report, print the lines."""
-    from reports.page.answer import answer_lines
-    from reports.records.load import load_run
-    from reports.run import decided, write_decided
+    from kvaudit.reports.page.answer import answer_lines
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided, write_decided
 
     data = load_run(run.path)
     findings = write_decided(data, decided(data))
@@ -268,7 +268,7 @@ def _said(console: Console, asking: _Asking, run: RunFolder, plan: CheckPlan) ->
 
 
 def _checked(asking: _Asking, run: RunFolder, plan: CheckPlan) -> Checked:
-    from reports.page.answer import Checked
+    from kvaudit.reports.page.answer import Checked
 
     setting, reference = _served_names(run.spec)
     return Checked(
@@ -283,7 +283,7 @@ def _checked(asking: _Asking, run: RunFolder, plan: CheckPlan) -> Checked:
 
 def _seconds(run: Path) -> dict[str, float]:
     """By suite, what an item took on all sides together."""
-    from audit.core.records import Record
+    from kvaudit.core.records import Record
 
     spent: dict[str, float] = {}
     items: dict[str, set[str]] = {}

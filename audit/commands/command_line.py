@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.core.errors import AuditError, SpecError
-from audit.core.provenance import MOST_THREADS
-from audit.core.text import clip, inline
+from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.provenance import MOST_THREADS
+from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.core.spec import RunSpec
-    from reports.page.tables import Table as Rows
+    from kvaudit.core.spec import RunSpec
+    from kvaudit.reports.page.tables import Table as Rows
 
 USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143
 LONGEST_LINE = 2_000  # characters of an error
@@ -193,7 +193,7 @@ def selectors(words: Sequence[str], option: str) -> dict[str, str]:
 
 def set_data(spec: RunSpec) -> None:
     """Public suites find their rows through one variable, whoever names the folder."""
-    from audit.core.spec import expand
+    from kvaudit.core.spec import expand
 
     if spec.data is not None:
         os.environ["KVAUDIT_DATA"] = expand("data", spec.data)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
-from audit.core.errors import SpecError
-from audit.core.files import write_output
-from audit.core.provenance import check_checkpoints
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.provenance import check_checkpoints
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reports.compare.files import Compared, TwoJudges
+    from kvaudit.reports.compare.files import Compared, TwoJudges
 
 MOST_METRICS = 2  # two judges
 
@@ -93,12 +93,12 @@ def compare(
 
 def _compare(reference: Path, candidate: Path, asked: CompareOptions) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
-    from reports.compare.files import Sides, margins_from, two_judges
-    from reports.compare.files import compare as compared
-    from reports.compare.page import comparison_files
-    from reports.compare.pairing import chosen_metrics
-    from reports.records.readers.base import Request, read_log
-    from reports.records.readers.clusters import cluster_rule
+    from kvaudit.reports.compare.files import Sides, margins_from, two_judges
+    from kvaudit.reports.compare.files import compare as compared
+    from kvaudit.reports.compare.page import comparison_files
+    from kvaudit.reports.compare.pairing import chosen_metrics
+    from kvaudit.reports.records.readers.base import Request, read_log
+    from kvaudit.reports.records.readers.clusters import cluster_rule
 
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
@@ -132,7 +132,14 @@ def _compare(reference: Path, candidate: Path, asked: CompareOptions) -> int:
 
 
 def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
-    from reports.compare.page import agreement, comparison_banner, comparison_cautions, comparison_table, facets, judges
+    from kvaudit.reports.compare.page import (
+        agreement,
+        comparison_banner,
+        comparison_cautions,
+        comparison_table,
+        facets,
+        judges,
+    )
 
     for comparison in found:
         print_table(console, comparison_table(comparison))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 
 if TYPE_CHECKING:
-    from suites.catalogue import PublicRows
+    from kvaudit.suites.catalogue import PublicRows
 
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
 _OURS = (
@@ -44,8 +44,8 @@ def fetch_data(
 def _show() -> None:
     from rich.table import Table
 
-    from suites.catalogue import CATALOGUE
-    from suites.sources import data_folder
+    from kvaudit.suites.catalogue import CATALOGUE
+    from kvaudit.suites.sources import data_folder
 
     folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
     for one in CATALOGUE:
@@ -66,9 +66,9 @@ def _state(rows: PublicRows, folder: Path) -> str:
 
 def _fetch(names: list[str], mirror: str | None) -> None:
     """Fetch what is not there; a file that is there is never written over."""
-    from audit.core.download import downloaded
-    from suites.catalogue import ADDRESS, checked, named_rows
-    from suites.sources import data_folder
+    from kvaudit.core.download import downloaded
+    from kvaudit.suites.catalogue import ADDRESS, checked, named_rows
+    from kvaudit.suites.sources import data_folder
 
     console, folder = wide_console(), data_folder()
     for rows in dict.fromkeys(map(named_rows, names)):
@@ -82,8 +82,8 @@ def _fetch(names: list[str], mirror: str | None) -> None:
 
 
 def _write(path: Path, raw: bytes) -> None:
-    from audit.core.errors import RunError
-    from audit.core.files import write_whole
+    from kvaudit.core.errors import RunError
+    from kvaudit.core.files import write_whole
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

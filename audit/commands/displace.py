@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
-from audit.core.errors import SpecError
-from audit.core.provenance import INPUTS, PLUGINS, check_same
-from audit.core.text import inline, length_label
+from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from kvaudit.core.errors import SpecError
+from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
+from kvaudit.core.text import inline, length_label
 
 if TYPE_CHECKING:
-    from audit.runs.displacement.units import Measured
-    from audit.runs.folder import RunFolder
-    from reports.analysis.displacement import Displacement
+    from kvaudit.audit.runs.displacement.units import Measured
+    from kvaudit.audit.runs.folder import RunFolder
+    from kvaudit.reports.analysis.displacement import Displacement
 
 
 def displace(
@@ -42,10 +42,10 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.core.provenance import check_checkpoints
-    from audit.runs.displacement.produce import Producer
-    from audit.runs.progress import Meter
-    from reports.analysis.displacement import load_displacement
+    from kvaudit.audit.runs.displacement.produce import Producer
+    from kvaudit.audit.runs.progress import Meter
+    from kvaudit.core.provenance import check_checkpoints
+    from kvaudit.reports.analysis.displacement import load_displacement
 
     run = opened(path, plugins)
     check_checkpoints(path)
@@ -67,7 +67,7 @@ def _measure(path: Path, *, tokens: int, threads: int | None, plugins: Sequence[
 
 def _unseen(run: RunFolder) -> list[str]:
     """What engines serve under settings that compress, by name."""
-    from audit.core.conditions import condition_names
+    from kvaudit.core.conditions import condition_names
 
     names = condition_names(run.spec.evaluate.references)
     return [names[text] for text, plain in run.spec.evaluate.references.items() if text != plain]
@@ -75,8 +75,8 @@ def _unseen(run: RunFolder) -> list[str]:
 
 def opened(path: Path, plugins: Sequence[Path]) -> RunFolder:
     """The run, by the spec and the plug-ins that it began with; raises DataError and RunError for others."""
-    from audit.runs.folder import begun_run
-    from audit.runs.names import load_plugins
+    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.names import load_plugins
 
     files = load_plugins(plugins)
     run = begun_run(path)
@@ -92,7 +92,7 @@ def threads_of(run: RunFolder) -> int:
     """What the run began with: rounding can depend on it."""
     import torch
 
-    from audit.runs.launchers.local import idle_cores
+    from kvaudit.audit.runs.launchers.local import idle_cores
 
     known = run.provenance().get("threads")
     if isinstance(known, int) and known > 0:
@@ -109,7 +109,7 @@ def _line(unit: Measured) -> str:
 def _print(rows: Sequence[Displacement]) -> None:
     from rich.table import Table
 
-    from reports.page.words import percent
+    from kvaudit.reports.page.words import percent
 
     table = Table("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
     groups: dict[tuple[str, str, bool], list[Displacement]] = {}

@@ -8,7 +8,7 @@ from html import escape
 from rich.style import Style
 from rich.text import Text
 
-from audit.commands.picture import Entry, Picture, legend, picture_sentence
+from kvaudit.audit.commands.picture import Entry, Picture, legend, picture_sentence
 
 SIDE, LEAST_SIDE, CELL = 720.0, 360.0, 9.0  # pixels of the triangle: at most, at least, and per token between
 LEFT, RIGHT, BOTTOM, LINE = 64.0, 24.0, 52.0, 17.0

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
-from audit.commands.displace import opened, threads_of
-from audit.core.errors import SpecError
-from audit.core.files import write_output
-from audit.core.text import inline, visible
+from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.displace import opened, threads_of
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.text import inline, visible
 
 if TYPE_CHECKING:
-    from audit.policies import Policy
-    from audit.runs.explain import ServedAgain, Where
-    from audit.runs.folder import RunFolder
+    from kvaudit.audit.policies import Policy
+    from kvaudit.audit.runs.explain import ServedAgain, Where
+    from kvaudit.audit.runs.folder import RunFolder
 
 _INDENT = "\n" + " " * 12
 
@@ -69,8 +69,8 @@ def _explain(path: Path, asked: ExplainOptions) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.commands.shading import Shaded, shading_svg
-    from audit.runs.explain import explain as served
+    from kvaudit.audit.commands.shading import Shaded, shading_svg
+    from kvaudit.audit.runs.explain import explain as served
 
     run = opened(path, asked.plugins)
     torch.set_num_threads(threads_of(run))
@@ -91,8 +91,8 @@ def _explain(path: Path, asked: ExplainOptions) -> None:
 
 
 def _where(run: RunFolder, asked: ExplainOptions) -> Where:
-    from audit.core.spec_train import BASE_ARM
-    from audit.runs.explain import Where
+    from kvaudit.audit.runs.explain import Where
+    from kvaudit.core.spec_train import BASE_ARM
 
     arm = asked.arm or run.spec.gate.reference or BASE_ARM
     seed = next((seed for name, seed in run.spec.arms if name == arm), 0) if asked.seed is None else asked.seed
@@ -101,11 +101,11 @@ def _where(run: RunFolder, asked: ExplainOptions) -> Where:
 
 def _policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     """Of the run's policies those that are meant, as elsewhere; what it did not serve is taken as it is written."""
-    from audit.core.conditions import engine_in
-    from audit.core.policy_names import match_policies
-    from audit.engines.base import is_engine
-    from audit.policies import parse_policy
-    from audit.runs.evaluate import served_by_us
+    from kvaudit.audit.engines.base import is_engine
+    from kvaudit.audit.policies import parse_policy
+    from kvaudit.audit.runs.evaluate import served_by_us
+    from kvaudit.core.conditions import engine_in
+    from kvaudit.core.policy_names import match_policies
 
     for engine in filter(is_engine, map(engine_in, texts)):
         raise SpecError(f"--policy names engine {engine}, which shows nobody its cache; name a policy of our own cache")
@@ -114,7 +114,7 @@ def _policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 
 
 def _lines(one: ServedAgain) -> Iterator[str]:
-    from audit.core.records import Role
+    from kvaudit.core.records import Role
 
     begun = len(one.played.item.messages)
     yield f"policy      {one.policy.canonical}"

@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import Run, say, user_errors, wide_console
-from audit.core.errors import RunError
-from audit.core.provenance import read_provenance
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
+from kvaudit.core.errors import RunError
+from kvaudit.core.provenance import read_provenance
+from kvaudit.core.text import inline
 
 
 def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of the logs.", show_default=False)]) -> None:
     """Write a run's records as Inspect logs, a `.eval` file for every finished unit."""
     with user_errors(f"kvaudit export {run} --out {out}"):
         try:
-            from audit.serving.harness.inspect_log import write_logs
+            from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:
             raise RunError("writing Inspect logs needs another package: pip install 'kvaudit[inspect]'") from None
         created = str(read_provenance(run).get("started") or "1970-01-01T00:00:00+00:00")

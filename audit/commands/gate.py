@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, user_errors, wide_console
-from audit.commands.report import asked_of, print_verdict
-from audit.core.provenance import check_checkpoints
+from kvaudit.audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, user_errors, wide_console
+from kvaudit.audit.commands.report import asked_of, print_verdict
+from kvaudit.core.provenance import check_checkpoints
 
 if TYPE_CHECKING:
-    from reports.gate.rules import Asked
+    from kvaudit.reports.gate.rules import Asked
 
 
 def gate(
@@ -29,9 +29,9 @@ def gate(
 
 def _decide(run: Path, asked: Asked) -> int:
     """Print the verdict of a run's records and return its exit code; a gate file that came after the run is refused."""
-    from reports.gate.rules import refuse_late
-    from reports.records.load import load_run
-    from reports.run import decided
+    from kvaudit.reports.gate.rules import refuse_late
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided
 
     check_checkpoints(run)
     findings = decided(load_run(run), asked, everything=False)

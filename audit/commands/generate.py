@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from audit.commands.command_line import Plugins, check_seed, say, user_errors
-from audit.core.errors import SpecError, UnknownName
-from audit.core.text import is_text, visible
+from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.text import is_text, visible
 
 if TYPE_CHECKING:
-    from audit.cache.ledger import Rollout
-    from audit.core.records import Message
-    from audit.policies import Policy
-    from audit.sampling.model import LoadedModel
-    from audit.sampling.sampler import Completion
+    from kvaudit.audit.cache.ledger import Rollout
+    from kvaudit.audit.policies import Policy
+    from kvaudit.audit.sampling.model import LoadedModel
+    from kvaudit.audit.sampling.sampler import Completion
+    from kvaudit.core.records import Message
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GenerateOptions:
     @property
     def messages(self) -> list[Message]:
         """The conversation so far."""
-        from audit.core.records import Message, Role
+        from kvaudit.core.records import Message, Role
 
         text = sys.stdin.read() if self.text == "-" else self.text
         user = Message(Role.USER, text)
@@ -65,11 +65,11 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     from rich.console import Console
     from transformers.utils.logging import set_verbosity_error
 
-    from audit.cache.layers import governed_words
-    from audit.policies import parse_policy
-    from audit.runs.names import load_plugins
-    from audit.sampling.given import load_named
-    from audit.sampling.model import DtypeName
+    from kvaudit.audit.cache.layers import governed_words
+    from kvaudit.audit.policies import parse_policy
+    from kvaudit.audit.runs.names import load_plugins
+    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
@@ -91,7 +91,7 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
 
 
 def _check(question: GenerateOptions) -> None:
-    from audit.core.spec_parts import HEATS, is_heat
+    from kvaudit.core.spec_parts import HEATS, is_heat
 
     if not is_heat(question.temperature):
         raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")
@@ -100,7 +100,7 @@ def _check(question: GenerateOptions) -> None:
 
 
 def _sample(question: GenerateOptions, model: LoadedModel, policy: Policy) -> tuple[Completion, Rollout]:
-    from audit.sampling.sampler import Decoding, Sampler
+    from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
     prompt = model.chat.opening(question.messages)
     needed = len(prompt.ids) + question.max_new_tokens
@@ -114,7 +114,7 @@ def _sample(question: GenerateOptions, model: LoadedModel, policy: Policy) -> tu
 
 
 def _facts(completion: Completion, rollout: Rollout, policy: Policy) -> list[str]:
-    from audit.cache.ledger import NEVER
+    from kvaudit.audit.cache.ledger import NEVER
 
     live, dense, allocated = rollout.kv_bytes_live, rollout.kv_bytes_dense, rollout.kv_bytes_peak
     assert live is not None, "the sampler counts them"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
-from audit.core.errors import SpecError
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from kvaudit.core.errors import SpecError
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from audit.runs.folder import RunFolder
-    from audit.runs.guard import Blocked
+    from kvaudit.audit.runs.folder import RunFolder
+    from kvaudit.audit.runs.guard import Blocked
 
 Guards = Annotated[
     list[str] | None,
@@ -29,8 +29,8 @@ def guard(run: Run, *, guard: Guards = None, plugin: Plugins = None) -> None:
 
 
 def _guard(path: Path, texts: Sequence[str], plugins: Sequence[Path]) -> None:
-    from audit.runs.folder import begun_run
-    from audit.runs.names import load_plugins
+    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.names import load_plugins
 
     load_plugins(plugins)
     run = begun_run(path)
@@ -45,8 +45,8 @@ def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
     """Set each guard before the run's stored answers and print what it blocked; all are known before one begins."""
     from rich.console import Console
 
-    from audit.judges.guards.base import parse_guard
-    from audit.runs.guard import Guarding
+    from kvaudit.audit.judges.guards.base import parse_guard
+    from kvaudit.audit.runs.guard import Guarding
 
     for text, chosen in [(text, parse_guard(text)) for text in texts]:
         stage = Guarding(run, chosen, text, Console(stderr=True))

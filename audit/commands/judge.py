@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
-from audit.core.errors import AuditError, SpecError
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.core.provenance import Digests
-    from audit.core.spec import RunSpec
-    from audit.judges.base import Judge
-    from audit.runs.judge import SuiteChange
+    from kvaudit.audit.judges.base import Judge
+    from kvaudit.audit.runs.judge import SuiteChange
+    from kvaudit.core.provenance import Digests
+    from kvaudit.core.spec import RunSpec
 
 By = Annotated[
     str | None,
@@ -38,7 +38,7 @@ def judge(
 ) -> None:
     """Grade a run's stored transcripts again, as suites grade now; samples nothing and leaves the run as it is."""
     told = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
-    from audit.runs.names import load_plugins
+    from kvaudit.audit.runs.names import load_plugins
 
     with user_errors(" ".join(("kvaudit judge", str(run), *filter(None, told)))):
         if card and by is None:
@@ -51,7 +51,7 @@ DEFAULT = "logistic"  # where its packages and its labels are there, and a spec 
 
 def judge_all(run: Path, spec: RunSpec, plugins: Digests) -> None:
     """Judge a run by each of its spec's judges, or by the default one, and write the report of each."""
-    from audit.commands.report import write_checked
+    from kvaudit.audit.commands.report import write_checked
 
     for text in spec.judge or _default(spec):
         write_checked(_judge(run, None, text, plugins, card=False))
@@ -59,9 +59,9 @@ def judge_all(run: Path, spec: RunSpec, plugins: Digests) -> None:
 
 def _default(spec: RunSpec) -> tuple[str, ...]:
     """The default judge where suites leave answers to one; none, and why, where it cannot work here."""
-    from audit.judges.base import parse_judge
-    from audit.training.rewards.base import asks_a_judge
-    from suites.base import SUITES
+    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.training.rewards.base import asks_a_judge
+    from kvaudit.suites.base import SUITES
 
     asking = [name for name in spec.evaluate.suites if asks_a_judge(SUITES.get(name)())]
     if not asking:
@@ -79,9 +79,9 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     """Judge what is not judged yet, print what changed by suite and how to see the rest; returns where it lies."""
     from rich.console import Console
 
-    from audit.judges.base import parse_judge
-    from audit.runs.folder import begun_run
-    from audit.runs.judge import Judging, judged_folder
+    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.judge import Judging, judged_folder
 
     source = begun_run(path)
     set_data(source.spec)
@@ -108,14 +108,14 @@ def _note(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
     """Keep with the judged run what the report says of its judge: the verdict before it, agreement, its card."""
-    from audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import begun_run
 
     noted: dict[str, object] = {"agreement": agreement}
     if begun_run(run).spec.probe is None:  # a probe has no verdict by itself
         noted |= _verdicts(run, out, judge, console)
     if card:
-        from audit.judges.card import HEADINGS, card_rows
-        from audit.judges.labels import sources
+        from kvaudit.audit.judges.card import HEADINGS, card_rows
+        from kvaudit.audit.judges.labels import sources
 
         noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
     begun_run(out).note(judged=noted)
@@ -123,9 +123,9 @@ def _note(
 
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Say the verdict before and after the judge, and return the one before with who had judged."""
-    from reports.drift.comparison import PROGRAMMATIC
-    from reports.records.load import load_run
-    from reports.run import decided
+    from kvaudit.reports.drift.comparison import PROGRAMMATIC
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided
 
     before, now = (decided(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
 
 if TYPE_CHECKING:
-    from audit.policies import Policy
-    from suites.base import Suite
+    from kvaudit.audit.policies import Policy
+    from kvaudit.suites.base import Suite
 
 listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what can be named in a spec.")
 
@@ -22,8 +22,8 @@ listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show wh
 def list_policies(plugin: Plugins = None) -> None:
     """Compression policies: what each keeps, its fields, its paper."""
     with user_errors():
-        from audit.policies import POLICIES
-        from audit.runs.names import load_plugins
+        from kvaudit.audit.policies import POLICIES
+        from kvaudit.audit.runs.names import load_plugins
 
         load_plugins(plugin or ())
         rows = [_policy(name, cls) for name, cls in POLICIES.all().items()]
@@ -44,10 +44,10 @@ def list_policies(plugin: Plugins = None) -> None:
 def list_engines(plugin: Plugins = None) -> None:
     """Serving engines: what their settings are called, what each is compared with, and what installs it."""
     with user_errors():
-        from audit.core.errors import SpecError
-        from audit.core.grid import EngineSpec
-        from audit.engines import ENGINES
-        from audit.runs.names import load_plugins
+        from kvaudit.audit.engines import ENGINES
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.core.errors import SpecError
+        from kvaudit.core.grid import EngineSpec
 
         load_plugins(plugin or ())
 
@@ -80,8 +80,8 @@ def _settings(settings: Mapping[str, str]) -> str:
 def list_suites(plugin: Plugins = None) -> None:
     """Suites: what is asked, and where it comes from."""
     with user_errors():
-        from audit.runs.names import load_plugins
-        from suites.base import SUITES
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.suites.base import SUITES
 
         load_plugins(plugin or ())
         rows = [
@@ -115,8 +115,8 @@ def list_judges(
         if card is not None:
             _print_card(card, data)
             return
-        from audit.core.options import options
-        from audit.judges.base import JUDGES
+        from kvaudit.audit.judges.base import JUDGES
+        from kvaudit.core.options import options
 
         rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in JUDGES.all().items()]
         _print(["judge", "goes by", "options and defaults"], rows)
@@ -126,9 +126,9 @@ def list_judges(
 def list_guards(plugin: Plugins = None) -> None:
     """Guards: what each goes by, and its options."""
     with user_errors():
-        from audit.core.options import options
-        from audit.judges.guards.base import GUARDS
-        from audit.runs.names import load_plugins
+        from kvaudit.audit.judges.guards.base import GUARDS
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.core.options import options
 
         load_plugins(plugin or ())
         rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in GUARDS.all().items()]
@@ -139,9 +139,9 @@ def list_guards(plugin: Plugins = None) -> None:
 def list_launchers(plugin: Plugins = None) -> None:
     """Launchers: where the workers of a run are, and their options."""
     with user_errors():
-        from audit.core.options import options
-        from audit.runs.launchers.base import LAUNCHERS
-        from audit.runs.names import load_plugins
+        from kvaudit.audit.runs.launchers.base import LAUNCHERS
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.core.options import options
 
         load_plugins(plugin or ())
         rows = [[name, cls.says, ", ".join(options(cls)), cls.trial] for name, cls in LAUNCHERS.all().items()]
@@ -152,9 +152,9 @@ def list_launchers(plugin: Plugins = None) -> None:
 def list_rewards(plugin: Plugins = None) -> None:
     """Rewards: what each pays by, and its options; the first one is the value of its name in a spec."""
     with user_errors():
-        from audit.core.options import options
-        from audit.runs.names import load_plugins
-        from audit.training.rewards import REWARDS
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.audit.training.rewards import REWARDS
+        from kvaudit.core.options import options
 
         load_plugins(plugin or ())
         rows = [[name, cls.says, ", ".join(cls.takes or options(cls))] for name, cls in REWARDS.all().items()]
@@ -165,7 +165,7 @@ def list_rewards(plugin: Plugins = None) -> None:
 def list_contexts() -> None:
     """Contexts: what rows of public suites may be put into, by name, and what that does to a model by itself."""
     with user_errors():
-        from suites.contexts import CONTEXTS
+        from kvaudit.suites.contexts import CONTEXTS
 
         rows = [[name, one.says, "tokens" if one.fills else "-"] for name, one in CONTEXTS.items()]
         _print(["context", "the row stands", "length"], rows)
@@ -177,10 +177,10 @@ def list_contexts() -> None:
 
 
 def _print_card(text: str, data: Path | None) -> None:
-    from audit.judges.base import parse_judge
-    from audit.judges.card import HEADINGS, card_rows
-    from audit.judges.labels import sources
-    from suites.sources import DATA_VARIABLE
+    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.card import HEADINGS, card_rows
+    from kvaudit.audit.judges.labels import sources
+    from kvaudit.suites.sources import DATA_VARIABLE
 
     if data is not None:
         os.environ[DATA_VARIABLE] = str(data)
@@ -196,7 +196,7 @@ def _print_card(text: str, data: Path | None) -> None:
 def list_arms() -> None:
     """Training arms: how rollouts are sampled and what the learner makes of them."""
     with user_errors():
-        from audit.training.arms import ARMS
+        from kvaudit.audit.training.arms import ARMS
 
         rows = [
             [arm.name, arm.rollout, arm.learner, arm.correction, "yes" if arm.distill else "no", arm.summary]
@@ -211,8 +211,8 @@ def _few(cls: type[Suite]) -> str:
 
 
 def _policy(name: str, cls: type[Policy]) -> list[str]:
-    from audit.policies import Evictor
-    from audit.policies.base import OPTIONAL
+    from kvaudit.audit.policies import Evictor
+    from kvaudit.audit.policies.base import OPTIONAL
 
     policy = cls()
     optional = [f"{field}={getattr(policy, field) or '-'}" for field in OPTIONAL if field in cls.field_names()]

@@ -6,9 +6,9 @@ import sys
 
 import typer
 
-from audit.commands.command_line import user_errors
-from audit.core.errors import RunError, SpecError
-from audit.core.text import one_line
+from kvaudit.audit.commands.command_line import user_errors
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import one_line
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -17,7 +17,7 @@ def lm_eval(context: typer.Context) -> None:
     """Run lm-eval with --model kvaudit: --model_args 'pretrained=embedded,policy=snapkv:budget=96;window=8'."""
     with user_errors():
         try:
-            import audit.serving.harness.model  # noqa: F401 - it tells the harness its name
+            import kvaudit.audit.serving.harness.model  # noqa: F401 - it tells the harness its name
         except ModuleNotFoundError as error:
             raise RunError(f"this needs a package more: pip install 'kvaudit[lm-eval]' ({error})") from error
         from lm_eval.__main__ import cli_evaluate

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, say, user_errors, wide_console
-from audit.commands.verify import check_reading
-from audit.core.alarms import MISMATCH
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
+from kvaudit.audit.commands.verify import check_reading
+from kvaudit.core.alarms import MISMATCH
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from audit.runs.mismatch import Mismatch, Survey
-    from audit.sampling.model import LoadedModel
+    from kvaudit.audit.runs.mismatch import Mismatch, Survey
+    from kvaudit.audit.sampling.model import LoadedModel
 
 ALARM = 3
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
@@ -45,10 +45,10 @@ def _mismatch(
     """Print the panel; returns 0, or 3 where an alarm rings."""
     from transformers.utils.logging import set_verbosity_error
 
-    from audit.core.files import write_output
-    from audit.runs.mismatch import measure, survey
-    from audit.runs.names import load_plugins
-    from audit.sampling.given import load_named
+    from kvaudit.audit.runs.mismatch import measure, survey
+    from kvaudit.audit.runs.names import load_plugins
+    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.core.files import write_output
 
     check_reading(dtype, temperature)
     load_plugins(plugins)
@@ -88,7 +88,7 @@ def _json(found: Survey, model: LoadedModel, made: Mismatch) -> str:
 def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
     from rich.table import Table
 
-    from reports.page.words import scientific
+    from kvaudit.reports.page.words import scientific
 
     console = wide_console()
     written = ", ".join(sorted(found.stacks))

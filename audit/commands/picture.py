@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import NEVER
+from kvaudit.audit.cache.ledger import NEVER
 
 
 class Entry(IntEnum):

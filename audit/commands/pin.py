@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from audit.commands.command_line import say, user_errors, wide_console
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json, write_output
-from audit.core.provenance import PROVENANCE, check_checkpoint
-from audit.core.text import inline
-from reports.gate.pin import Pin, Pinned, is_sha256
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json, write_output
+from kvaudit.core.provenance import PROVENANCE, check_checkpoint
+from kvaudit.core.text import inline
+from kvaudit.reports.gate.pin import Pin, Pinned, is_sha256
 
 
 def pin(
@@ -83,7 +83,7 @@ def _trained(folder: Path) -> Pinned:
 
 def _weights(folder: Path, story: Mapping[str, Any]) -> str:
     """What identifies a checkpoint; the model of an adapter need not be at hand where the story tells its hash."""
-    from audit.sampling.given import adapter_sha256, checkpoint_sha256, is_adapter
+    from kvaudit.audit.sampling.given import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):
         over_base = adapter_sha256(folder, str(story.get("base_sha256")))
@@ -101,8 +101,8 @@ def _name(folder: Path, recipe: str, seed: int) -> str:
 
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here, which has no arm and no seed until a run names it."""
-    from audit.core.spec_train import BASE_ARM
-    from audit.sampling.given import checkpoint_sha256
+    from kvaudit.audit.sampling.given import checkpoint_sha256
+    from kvaudit.core.spec_train import BASE_ARM
 
     if not list(folder.glob("*.safetensors")):
         raise DataError(

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import say, user_errors, wide_console
-from audit.core.errors import SpecError
-from audit.core.files import write_output
-from audit.core.text import at_length
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.text import at_length
 
 if TYPE_CHECKING:
-    from reports.gate.family import GatedCell
-    from reports.gate.sizes import Design, Sizes
-    from reports.gate.verdict import Decision
-    from reports.page.findings import Findings
+    from kvaudit.reports.gate.family import GatedCell
+    from kvaudit.reports.gate.sizes import Design, Sizes
+    from kvaudit.reports.gate.verdict import Decision
+    from kvaudit.reports.page.findings import Findings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
@@ -60,7 +60,7 @@ def plan(
         if run is not None:
             _plan_next(run)
             return
-        from reports.gate.sizes import Design
+        from kvaudit.reports.gate.sizes import Design
 
         design = Design(
             margin=margin / 100,
@@ -85,9 +85,9 @@ def plan(
 
 def _plan_next(path: Path) -> None:
     """Print for every gated cell of a run what it has, and how many templates would decide it."""
-    from reports.gate.family import gated_cells
-    from reports.records.load import load_run
-    from reports.run import decided
+    from kvaudit.reports.gate.family import gated_cells
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided
 
     found = decided(load_run(path))
     cells = gated_cells(found.drift, found.rules)
@@ -100,8 +100,8 @@ def _plan_next(path: Path) -> None:
 
 def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
     """A cell in one line: its verdict, what it has, and what would decide it."""
-    from reports.gate.chance import templates_for
-    from reports.gate.verdict import Status
+    from kvaudit.reports.gate.chance import templates_for
+    from kvaudit.reports.gate.verdict import Status
 
     policy = findings.comparison.labels.get(d.policy, d.policy)
     name = f"{d.suite} {at_length(d.context_tokens)}, {d.estimand} of {d.arm} under {policy}"
@@ -123,7 +123,7 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design buys and the suggested size, and write that where asked."""
-    from reports.gate.sizes import needed_clusters, plan_sizes, snippet
+    from kvaudit.reports.gate.sizes import needed_clusters, plan_sizes, snippet
 
     if not _NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
@@ -143,8 +143,8 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
-    from reports.gate.sizes import smallest_margin
-    from reports.page.words import percent
+    from kvaudit.reports.gate.sizes import smallest_margin
+    from kvaudit.reports.page.words import percent
 
     d = sizes.design
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
@@ -174,7 +174,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _chance(sizes: Sizes) -> str:
-    from reports.page.words import percent
+    from kvaudit.reports.page.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
     alone = f"the interval alone {percent(sizes.interval)}"
@@ -185,7 +185,7 @@ def _chance(sizes: Sizes) -> str:
 
 def _price(sizes: Sizes) -> str:
     """What passes at all, and what passes with the asked power."""
-    from reports.gate.sizes import lowest_drift
+    from kvaudit.reports.gate.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
     if lowest is None:
@@ -200,8 +200,8 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
     Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
     """
-    from reports.gate.sizes import more_items, steps
-    from reports.page.words import percent
+    from kvaudit.reports.gate.sizes import more_items, steps
+    from kvaudit.reports.page.words import percent
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
@@ -216,7 +216,7 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _answers(d: Design) -> str:
-    from reports.gate.sizes import SECONDS_PER_HOUR
+    from kvaudit.reports.gate.sizes import SECONDS_PER_HOUR
 
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
     grid = f"{d.answers} ({d.arms} arms{seeds}, {d.policies} policies, {d.samples} answers to an item)"

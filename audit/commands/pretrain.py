@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import Resume, check_seed, say, user_errors
-from audit.core.errors import RunError, UnknownName
+from kvaudit.audit.commands.command_line import Resume, check_seed, say, user_errors
+from kvaudit.core.errors import RunError, UnknownName
 
 
 def pretrain(
@@ -33,10 +33,10 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.runs.folder import make_folder
-    from audit.runs.progress import Meter
-    from audit.training.embedded.pretrain import UNFINISHED, begin, complete
-    from audit.training.embedded.recipes import SIZES
+    from kvaudit.audit.runs.folder import make_folder
+    from kvaudit.audit.runs.progress import Meter
+    from kvaudit.audit.training.embedded.pretrain import UNFINISHED, begin, complete
+    from kvaudit.audit.training.embedded.recipes import SIZES
 
     check_seed(seed)
     if size not in SIZES:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import (
+from kvaudit.audit.commands.command_line import (
     Limit,
     Plugins,
     Resume,
@@ -19,14 +19,14 @@ from audit.commands.command_line import (
     user_errors,
     wide_console,
 )
-from audit.core.errors import SpecError
-from audit.core.files import write_output
-from audit.core.text import inline
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_output
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.runs.probe.plan import Plan
+    from kvaudit.audit.runs.probe.plan import Plan
 
 _Plan = Annotated[
     Path,
@@ -70,9 +70,9 @@ def probe(
 
 def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
     """The plan with its items; whatever is wrong with it comes up before a folder is claimed."""
-    from audit.core.spec import load_spec
-    from audit.runs.names import NAMES, load_plugins
-    from audit.runs.probe.plan import make_plan
+    from kvaudit.audit.runs.names import NAMES, load_plugins
+    from kvaudit.audit.runs.probe.plan import make_plan
+    from kvaudit.core.spec import load_spec
 
     load_plugins(plugins)
     spec = load_spec(path, NAMES)
@@ -84,9 +84,9 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     """Say what it comes to and ask it; False where only that was wanted."""
     from rich.console import Console
 
-    from audit.core.endpoint import Endpoint
-    from audit.runs.folder import check_folder, open_run
-    from audit.runs.probe.probe import Probe
+    from kvaudit.audit.runs.folder import check_folder, open_run
+    from kvaudit.audit.runs.probe.probe import Probe
+    from kvaudit.core.endpoint import Endpoint
 
     console, part = Console(), plan.spec.probe
     assert part is not None
@@ -110,9 +110,9 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
 
 def _show(folder: Path, baseline: Path | None) -> None:
     """Print what a probe says by itself, and write it into its folder ``report``."""
-    from reports.analysis.probe import probe_findings
-    from reports.page.probe import length_table, lines, noise_table, probe_files
-    from reports.records.load import load_run
+    from kvaudit.reports.analysis.probe import probe_findings
+    from kvaudit.reports.page.probe import length_table, lines, noise_table, probe_files
+    from kvaudit.reports.records.load import load_run
 
     found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
     console: Console = wide_console()

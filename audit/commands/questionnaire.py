@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import USAGE, user_errors
+from kvaudit.audit.commands.command_line import USAGE, user_errors
 
 QuestionsOut = Annotated[
     Path | None,
@@ -26,7 +26,7 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
 
 
 def _check(path: Path) -> int:
-    from audit.scan.questionnaire import check
+    from kvaudit.audit.scan.questionnaire import check
 
     faults, summary = check(path)
     for fault in faults:
@@ -38,9 +38,9 @@ def _check(path: Path) -> int:
 def _write(out: Path | None, blank: Path | None) -> None:
     from json import dumps
 
-    from audit.core.errors import SpecError
-    from audit.core.files import write_output
-    from audit.scan import questionnaire as asked
+    from kvaudit.audit.scan import questionnaire as asked
+    from kvaudit.core.errors import SpecError
+    from kvaudit.core.files import write_output
 
     if out is not None and out.suffix not in (".md", ".json"):
         raise SpecError(f"--out is {str(out)!r}, wanted a name that ends in .md or .json")

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from audit.commands.command_line import say, user_errors, wide_console
-from audit.core.text import clip, inline
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.core.text import clip, inline
 
 _LONGEST = 300  # characters of an entry; the files hold all of it
 
@@ -21,7 +21,7 @@ def recipe(
 ) -> None:
     """Print what a run's checkpoints were made of: reward, constitution, data, policy, refusal set; or what changed."""
     with user_errors():
-        from audit.core.recipe import changes, digests, read_recipe
+        from kvaudit.core.recipe import changes, digests, read_recipe
 
         console, first = wide_console(), read_recipe(run)
         if other is None:

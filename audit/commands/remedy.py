@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, Takeover, Threads, print_table, say, user_errors, wide_console
-from audit.core.errors import RunError, SpecError
+from kvaudit.audit.commands.command_line import (
+    Plugins,
+    Run,
+    Takeover,
+    Threads,
+    print_table,
+    say,
+    user_errors,
+    wide_console,
+)
+from kvaudit.core.errors import RunError, SpecError
 
 if TYPE_CHECKING:
-    from audit.commands.run import Options
-    from reports.page.findings import Findings
+    from kvaudit.audit.commands.run import Options
+    from kvaudit.reports.page.findings import Findings
 
 Policies = Annotated[
     list[str] | None,
@@ -37,20 +46,20 @@ def remedy(
     """Serve what fails under a gated policy again under others: the cheapest that passes, and what it costs."""
     words = "".join(f" --policy {text}" for text in policy or ())
     with user_errors(f"kvaudit remedy {run}{words}"):
-        from audit.commands.run import Options
+        from kvaudit.audit.commands.run import Options
 
         _remedy(run, policy or (), Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
 
 
 def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
-    from audit.commands.run import reopened, served_again
-    from audit.policies.remedy import parse_remedy
-    from audit.runs.folder import begun_run
-    from audit.runs.names import load_plugins
-    from audit.runs.remedy import check_suites
-    from reports.gate.verdict import Status
-    from reports.records.remedies import read_tried
-    from reports.run import write_decided
+    from kvaudit.audit.commands.run import reopened, served_again
+    from kvaudit.audit.policies.remedy import parse_remedy
+    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.names import load_plugins
+    from kvaudit.audit.runs.remedy import check_suites
+    from kvaudit.reports.gate.verdict import Status
+    from kvaudit.reports.records.remedies import read_tried
+    from kvaudit.reports.run import write_decided
 
     load_plugins(options.plugins)
     known = begun_run(path)
@@ -70,7 +79,7 @@ def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
 
 def print_remedies(findings: Findings) -> None:
     """The tables of what was tried, and the lines of the banner."""
-    from reports.page.remedy_tables import remedies_section, remedy_lines
+    from kvaudit.reports.page.remedy_tables import remedies_section, remedy_lines
 
     console, section = wide_console(), remedies_section(findings)
     for table in section.tables if section else ():

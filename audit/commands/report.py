@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from audit.commands.command_line import (
+from kvaudit.audit.commands.command_line import (
     GateFile,
     OnInconclusive,
     Run,
@@ -16,16 +16,16 @@ from audit.commands.command_line import (
     user_errors,
     wide_console,
 )
-from audit.core.errors import SpecError
-from audit.core.provenance import check_checkpoints
-from reports.gate.pin import load_pin
+from kvaudit.core.errors import SpecError
+from kvaudit.core.provenance import check_checkpoints
+from kvaudit.reports.gate.pin import load_pin
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reports.gate.rules import Asked
-    from reports.page.findings import Findings
-    from reports.records.load import RunData
+    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.records.load import RunData
 
 _LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
@@ -50,8 +50,8 @@ def _report(run: Path, asked: Asked) -> None:
 
 def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
     """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
-    from reports.gate.rules import BLOCK, WARN, Asked, load_gate_file
-    from reports.gate.waivers import read_waivers
+    from kvaudit.reports.gate.rules import BLOCK, WARN, Asked, load_gate_file
+    from kvaudit.reports.gate.waivers import read_waivers
 
     if on_inconclusive not in (None, BLOCK, WARN):
         raise SpecError(f"--on-inconclusive is {on_inconclusive!r}, wanted {BLOCK} or {WARN}")
@@ -68,7 +68,7 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
 
 def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, Findings] | None = None) -> None:
     """Write the report, print the verdict tables and where the report lies; ``known``: a run decided already."""
-    from reports.run import write_decided, write_report
+    from kvaudit.reports.run import write_decided, write_report
 
     findings = write_report(run, asked) if known is None else write_decided(*known)
     console = wide_console()
@@ -78,11 +78,11 @@ def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, F
 
 def print_verdict(console: Console, findings: Findings) -> None:
     """The gate table, one line per arm, and the sentences of the banner."""
-    from reports.page.gate_table import gate_table
-    from reports.page.limits import cautions
-    from reports.page.remarks import not_measurable
-    from reports.page.story import banner
-    from reports.page.tables import decided_table
+    from kvaudit.reports.page.gate_table import gate_table
+    from kvaudit.reports.page.limits import cautions
+    from kvaudit.reports.page.remarks import not_measurable
+    from kvaudit.reports.page.story import banner
+    from kvaudit.reports.page.tables import decided_table
 
     top, first = banner(findings), not_measurable(findings)
     for line in first:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from audit.commands.command_line import (
+from kvaudit.audit.commands.command_line import (
     Anyway,
     LauncherText,
     Limit,
@@ -27,17 +27,17 @@ from audit.commands.command_line import (
     set_data,
     user_errors,
 )
-from audit.core.errors import DataError, SpecError
-from audit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
-    from audit.core.spec import RunSpec
-    from audit.core.spec_parts import Names
-    from audit.runs.folder import RunFolder
-    from audit.runs.pipeline import Pipeline, Prepared
-    from audit.runs.seat import FirstHeard
-    from reports.page.findings import Findings
-    from reports.records.load import RunData
+    from kvaudit.audit.runs.folder import RunFolder
+    from kvaudit.audit.runs.pipeline import Pipeline, Prepared
+    from kvaudit.audit.runs.seat import FirstHeard
+    from kvaudit.core.spec import RunSpec
+    from kvaudit.core.spec_parts import Names
+    from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.records.load import RunData
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     """Every phase, then the verdict and where the report lies."""
     from rich.console import Console
 
-    from audit.commands.guard import guard_all
-    from audit.commands.judge import judge_all
-    from audit.commands.report import write_checked
-    from audit.judges.base import parse_judge
-    from audit.judges.guards.base import parse_guard
-    from audit.runs.launchers.base import Job, parse_launcher
+    from kvaudit.audit.commands.guard import guard_all
+    from kvaudit.audit.commands.judge import judge_all
+    from kvaudit.audit.commands.report import write_checked
+    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.guards.base import parse_guard
+    from kvaudit.audit.runs.launchers.base import Job, parse_launcher
 
     asked = _asked(path, out, options)
     if _followed(asked, options):
@@ -162,11 +162,11 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
 
 def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
     """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
-    from audit.runs.remedy import AskedByVerdict, serve_remedies
-    from reports.analysis.remedies import failing
-    from reports.gate.verdict import Status
-    from reports.records.load import load_run
-    from reports.run import decided
+    from kvaudit.audit.runs.remedy import AskedByVerdict, serve_remedies
+    from kvaudit.reports.analysis.remedies import failing
+    from kvaudit.reports.gate.verdict import Status
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided
 
     data = load_run(run.path)
     found = decided(data)
@@ -183,7 +183,7 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
     has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
     """
-    from audit.runs.ranks import launched
+    from kvaudit.audit.runs.ranks import launched
 
     threads = options.threads or begun
     if _ranks(spec) > 1 and launched():  # other workers would take themselves for the same ranks
@@ -206,8 +206,8 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
 
 def _places(spec: RunSpec) -> int:
     """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
-    from audit.runs.launchers.local import gpus, idle_cores
-    from audit.sampling.model import EMBEDDED
+    from kvaudit.audit.runs.launchers.local import gpus, idle_cores
+    from kvaudit.audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
         return max(idle_cores() // _ranks(spec), 1)
@@ -228,9 +228,9 @@ def _followed(asked: AskedRun, options: Options) -> bool:
     """Whether this process is another rank of what the first one trains; if so, its work is done with this."""
     from rich.console import Console
 
-    from audit.runs.folder import open_run
-    from audit.runs.pipeline import Pipeline
-    from audit.runs.ranks import is_follower, joined
+    from kvaudit.audit.runs.folder import open_run
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.ranks import is_follower, joined
 
     if not is_follower(_ranks(asked.spec)):
         return False
@@ -247,7 +247,7 @@ def _begun_with(folder: Path) -> int | None:
 
 def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
-    from audit.runs.folder import SPEC
+    from kvaudit.audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
         raise DataError(
@@ -267,7 +267,7 @@ def _join(path: Path, options: Options) -> None:
 
 def reopened(path: Path, options: Options) -> tuple[Pipeline, RunFolder]:
     """The work on a run that exists, by the spec it began with; raises DataError where there is none."""
-    from audit.runs.folder import SPEC
+    from kvaudit.audit.runs.folder import SPEC
 
     return opened_run(_asked(path / SPEC, path, options), options, options.threads, resume=True)
 
@@ -306,8 +306,8 @@ class AskedRun(NamedTuple):
 
 def _asked(path: Path, out: Path | None, options: Options) -> AskedRun:
     """Plug-ins first: the spec may name what they bring."""
-    from audit.core.spec import load_spec
-    from audit.runs.names import NAMES, load_plugins
+    from kvaudit.audit.runs.names import NAMES, load_plugins
+    from kvaudit.core.spec import load_spec
 
     plugins = load_plugins(options.plugins)
     spec = load_spec(path, NAMES)
@@ -335,11 +335,11 @@ def opened_run(
     """
     from rich.console import Console
 
-    from audit.runs.folder import check_folder, open_run, utc_now
-    from audit.runs.names import NAMES
-    from audit.runs.pilot import with_kept_gate
-    from audit.runs.pipeline import Pipeline, prepare_run
-    from reports.gate.rules import defaults_said
+    from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
+    from kvaudit.audit.runs.names import NAMES
+    from kvaudit.audit.runs.pilot import with_kept_gate
+    from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+    from kvaudit.reports.gate.rules import defaults_said
 
     console = Console()
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -364,8 +364,8 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
     """
     from rich.console import Console
 
-    from audit.runs.pilot import check_possible, impossible
-    from audit.sampling.given import chat_named
+    from kvaudit.audit.runs.pilot import check_possible, impossible
+    from kvaudit.audit.sampling.given import chat_named
 
     chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:
@@ -382,9 +382,9 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
     the gate file that names it, or from here where the spec does.
     """
-    from audit.core.spec import expand, with_gate
-    from reports.gate.pin import load_pin
-    from reports.gate.rules import load_gate_file
+    from kvaudit.core.spec import expand, with_gate
+    from kvaudit.reports.gate.pin import load_pin
+    from kvaudit.reports.gate.rules import load_gate_file
 
     kept: dict[str, Any] = {}
     pin, folder, whole = spec.gate.pin, Path(), spec

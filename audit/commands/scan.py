@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import user_errors
+from kvaudit.audit.commands.command_line import user_errors
 
 OPEN = 3  # exit code: a compressor that nobody answers for
 
@@ -28,11 +28,11 @@ def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> N
 def _scan(paths: list[Path], declared: Path | None, json: Path | None) -> int:
     from json import dumps
 
-    from audit.core.files import write_output
-    from audit.scan.declared import declared_in
-    from audit.scan.files import files_below
-    from audit.scan.report import lines_of, scan_table
-    from audit.scan.scan import scan as scan_files
+    from kvaudit.audit.scan.declared import declared_in
+    from kvaudit.audit.scan.files import files_below
+    from kvaudit.audit.scan.report import lines_of, scan_table
+    from kvaudit.audit.scan.scan import scan as scan_files
+    from kvaudit.core.files import write_output
 
     files, skipped = files_below(paths)
     result = scan_files(files, declared_in(paths, declared), skipped)

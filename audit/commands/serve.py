@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import say, user_errors
-from audit.core.errors import RunError, SpecError
+from kvaudit.audit.commands.command_line import say, user_errors
+from kvaudit.core.errors import RunError, SpecError
 
 _Models = Annotated[
     list[str], typer.Argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.", show_default=False)
@@ -67,13 +67,13 @@ def _serve(
     try:
         import uvicorn
 
-        from audit.serving.app import application
+        from kvaudit.audit.serving.app import application
     except ImportError:
         raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
     from rich.console import Console
 
-    from audit.sampling.given import load_named
-    from audit.serving.engine import OwnEngine
+    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.serving.engine import OwnEngine
 
     key = None if key_env is None else os.environ.get(key_env)
     if key_env is not None and not key:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from audit.core.text import inline
+from kvaudit.core.text import inline
 
 COLUMNS, WIDTH, HEIGHT, MARGIN = 110, 7.3, 19.0, 20.0  # characters of a line; pixels of one, of a line, around
 _STYLE = """

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, say, user_errors
-from audit.core.errors import RunError, SpecError
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, say, user_errors
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from audit.cache.ledger import Rollout
-    from audit.commands.picture import Picture
-    from audit.policies import Policy
-    from audit.sampling.model import LoadedModel
+    from kvaudit.audit.cache.ledger import Rollout
+    from kvaudit.audit.commands.picture import Picture
+    from kvaudit.audit.policies import Policy
+    from kvaudit.audit.sampling.model import LoadedModel
 
 _SUITE, _SEED = "refusal", 0
 _SHORTEST_TAIL, _LEAST_CONTEXT = 8, 192  # tokens
@@ -58,11 +58,11 @@ def _show(asked: ShowOptions) -> None:
     """Run the policy over ``length`` tokens of a suite's item and a decoded tail, and draw one head's triangle."""
     from rich.console import Console
 
-    from audit.commands.drawing import picture_svg, terminal
-    from audit.commands.picture import picture_sentence
-    from audit.policies import parse_policy
-    from audit.runs.names import load_plugins
-    from audit.sampling.model import load_model
+    from kvaudit.audit.commands.drawing import picture_svg, terminal
+    from kvaudit.audit.commands.picture import picture_sentence
+    from kvaudit.audit.policies import parse_policy
+    from kvaudit.audit.runs.names import load_plugins
+    from kvaudit.audit.sampling.model import load_model
 
     load_plugins(asked.plugins)
     named = parse_policy(asked.policy)
@@ -87,8 +87,8 @@ def _show(asked: ShowOptions) -> None:
 
 
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: ShowOptions) -> Picture:
-    from audit.cache.layers import layer_plans
-    from audit.commands.picture import picture
+    from kvaudit.audit.cache.layers import layer_plans
+    from kvaudit.audit.commands.picture import picture
 
     plans = layer_plans(model.model.config, policy)
     governed = [number for number, plan in enumerate(plans) if plan.governed]
@@ -112,8 +112,8 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: ShowOpti
 
 def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
     """A suite's item of exactly ``length`` tokens, its middle left out, and a greedy answer that does not stop."""
-    from audit.sampling.sampler import Decoding, Sampler
-    from suites.base import SUITES
+    from kvaudit.audit.sampling.sampler import Decoding, Sampler
+    from kvaudit.suites.base import SUITES
 
     tail = max(_SHORTEST_TAIL, length // 4) + 1  # the last drawn token asks nothing of the cache
     if length + tail > model.max_positions:

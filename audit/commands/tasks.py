@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
-from audit.core.errors import DataError, SpecError
+from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
+from kvaudit.core.errors import DataError, SpecError
 
 
 def tasks(
@@ -27,10 +27,10 @@ def tasks(
 ) -> None:
     """Write suites of one turn as tasks for any model of lm-eval: lm_eval --include_path DIR --tasks kvaudit."""
     with user_errors():
-        from audit.runs.names import load_plugins
-        from audit.sampling.given import chat_named
-        from audit.serving.harness.tasks import write_tasks
-        from suites.base import SUITES
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.audit.sampling.given import chat_named
+        from kvaudit.audit.serving.harness.tasks import write_tasks
+        from kvaudit.suites.base import SUITES
 
         check_seed(seed)
         load_plugins(plugin or ())

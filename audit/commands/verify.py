@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from audit.commands.command_line import Plugins, say, user_errors, wide_console
-from audit.core.errors import SpecError, UnknownName
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from audit.replay.recorded import Recorded
-    from audit.runs.verify import Gaps, Verification
-    from audit.sampling.model import LoadedModel
+    from kvaudit.audit.replay.recorded import Recorded
+    from kvaudit.audit.runs.verify import Gaps, Verification
+    from kvaudit.audit.sampling.model import LoadedModel
 
 NOT_EXPLAINED = 3
 _COLUMNS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch_kl", "mismatch_kl (k3)")
@@ -65,11 +65,11 @@ def _verify(asked: VerifyOptions) -> int:
     """Print the table and the verdict; returns 0, or 3 where the recorded policy does not explain the log-probs."""
     from transformers.utils.logging import set_verbosity_error
 
-    from audit.core.spec_parts import HEATS, is_heat
-    from audit.runs import verify as replay
-    from audit.runs.names import load_plugins
-    from audit.sampling.given import load_named
-    from audit.sampling.model import DtypeName
+    from kvaudit.audit.runs import verify as replay
+    from kvaudit.audit.runs.names import load_plugins
+    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.sampling.model import DtypeName
+    from kvaudit.core.spec_parts import HEATS, is_heat
 
     if asked.dtype not in get_args(DtypeName):
         raise UnknownName("dtype", asked.dtype, get_args(DtypeName))
@@ -91,8 +91,8 @@ def _verify(asked: VerifyOptions) -> int:
 
 def check_reading(dtype: str, temperature: float | None) -> None:
     """Raise SpecError for a dtype or a temperature that no rollout can be read with."""
-    from audit.core.spec_parts import HEATS, is_heat
-    from audit.sampling.model import DtypeName
+    from kvaudit.audit.sampling.model import DtypeName
+    from kvaudit.core.spec_parts import HEATS, is_heat
 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
@@ -102,8 +102,8 @@ def check_reading(dtype: str, temperature: float | None) -> None:
 
 def _sources(asked: VerifyOptions) -> tuple[list[Recorded], str]:
     """The rollouts by their files, and the name of the model that is to explain them."""
-    from audit.replay.interchange import read_rollouts
-    from audit.runs.verify import checkpoint_rollouts
+    from kvaudit.audit.replay.interchange import read_rollouts
+    from kvaudit.audit.runs.verify import checkpoint_rollouts
 
     if asked.checkpoint is not None:
         if asked.model is not None or (asked.rollouts is not None and not asked.rollouts.isdecimal()):
@@ -151,7 +151,7 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
 
 
 def _numbers(gaps: Gaps) -> list[str]:
-    from reports.page.words import scientific
+    from kvaudit.reports.page.words import scientific
 
     return [scientific(value) for value in astuple(gaps)]
 
@@ -173,7 +173,7 @@ def _percent(share: float) -> str:
 
 
 def _verdict(found: Verification) -> list[str]:
-    from reports.page.words import scientific
+    from kvaudit.reports.page.words import scientific
 
     worst, bound = found.worst, f"{found.tolerance:g} nats"
     if found.explained:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
-from audit.commands.displace import opened, threads_of
-from audit.core.text import inline
+from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.displace import opened, threads_of
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from audit.core.shading import AnswerKey
+    from kvaudit.core.shading import AnswerKey
 
 ViewOut = Annotated[Path | None, typer.Option(help="The folder to write; by default RUN/view.", show_default=False)]
 Shade = Annotated[
@@ -29,9 +29,9 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 
 
 def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
-    from reports.drift.comparison import comparison_of
-    from reports.page.view.folder import RunView
-    from reports.records.load import load_run
+    from kvaudit.reports.drift.comparison import comparison_of
+    from kvaudit.reports.page.view.folder import RunView
+    from kvaudit.reports.records.load import load_run
 
     data = load_run(run)
     pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
@@ -56,8 +56,8 @@ def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[P
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from audit.runs.progress import Meter
-    from audit.runs.shading import shade
+    from kvaudit.audit.runs.progress import Meter
+    from kvaudit.audit.runs.shading import shade
 
     run = opened(path, plugins)
     torch.set_num_threads(threads_of(run))

@@ -16,15 +16,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from audit.core.conditions import ENGINE, condition_text, engine_in, settings_in
-from audit.core.errors import AuditError, SpecError, UnknownName
-from audit.core.files import LONGEST_VALUE
-from audit.core.grid import EngineSpec
-from audit.core.records import Message
-from audit.core.registry import Registry
-from audit.core.text import is_text, shown
-from audit.policies import POLICIES, Policy, parse_policy
-from audit.sampling.model import LoadedModel
+from kvaudit.audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
+from kvaudit.core.errors import AuditError, SpecError, UnknownName
+from kvaudit.core.files import LONGEST_VALUE
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.records import Message
+from kvaudit.core.registry import Registry
+from kvaudit.core.text import is_text, shown
 
 Settings = Mapping[str, str]  # name -> value, as text
 
@@ -148,7 +148,7 @@ class Engine:
         raise NotImplementedError
 
 
-ENGINES: Registry[Engine] = Registry("engine", "audit.engines", Engine)
+ENGINES: Registry[Engine] = Registry("engine", "kvaudit.audit.engines", Engine)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import safetensors
 import transformers
 
-from audit.core.errors import AuditError, SpecError
-from audit.core.spec import expand
-from audit.engines.base import Work
-from audit.engines.weights import converted
-from audit.sampling.model import LoadedModel, locate
-from audit.sampling.weights import weight_files, weights_sha256
+from kvaudit.audit.engines.base import Work
+from kvaudit.audit.engines.weights import converted
+from kvaudit.audit.sampling.model import LoadedModel, locate
+from kvaudit.audit.sampling.weights import weight_files, weights_sha256
+from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.spec import expand
 
 SAVED = "safetensors, saved 1"  # by which conversions are told apart
 

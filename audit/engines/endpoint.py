@@ -11,15 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from audit.core.endpoint import ChatCompletion, Endpoint, Unanswered
-from audit.core.errors import SpecError, UnknownName
-from audit.core.grid import EngineSpec
-from audit.core.records import Message, Role
-from audit.core.text import inline
-from audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
-from audit.engines.served import all_at_once, first_difference
-from audit.sampling.chat import Chat
-from audit.sampling.chat_calls import answer, wire
+from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
+from kvaudit.audit.engines.served import all_at_once, first_difference
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.chat_calls import answer, wire
+from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import inline
 
 _KNOWN = ("base_url", "model", "key")
 _TRIES = 4  # of one request

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from audit.core.errors import SpecError
-from audit.core.text import clipped
-from audit.engines.base import Settings
+from kvaudit.audit.engines.base import Settings
+from kvaudit.core.errors import SpecError
+from kvaudit.core.text import clipped
 
 _FLAG = re.compile(r"[a-z][a-z0-9_.]*")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from audit.core.text import inline, one_line
-from audit.engines.base import Gone
-from audit.engines.keeper import PROCESS_ENDED
+from kvaudit.audit.engines.base import Gone
+from kvaudit.audit.engines.keeper import PROCESS_ENDED
+from kvaudit.core.text import inline, one_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _LAST_LINES, _LAST_BYTES = 3, 16_000

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.core.spec import expand
-from audit.engines.base import Engine, Session, Settings, Work
-from audit.engines.weights import check_room, converted
-from audit.engines.worked import WorkedSession, python_with
-from audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.engines.base import Engine, Session, Settings, Work
+from kvaudit.audit.engines.weights import check_room, converted
+from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec import expand
 
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)
@@ -69,7 +69,7 @@ def _file(work: Work) -> tuple[Path, str]:
         return file, f"{file}, not converted here"
     if work.model.name.endswith(".gguf"):
         return Path(work.model.name).expanduser(), "the file of the model, as it is"
-    from audit.engines.llama_cpp_export import GGUF_FILE, WRITTEN, export_gguf
+    from kvaudit.audit.engines.llama_cpp_export import GGUF_FILE, WRITTEN, export_gguf
 
     found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
     return found.folder / GGUF_FILE, found.words

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
+from kvaudit.core.errors import SpecError
 
 WRITTEN = "float32, gguf 1"  # by which conversions are told apart; another number for another way
 GGUF_FILE = "model.gguf"

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.core.spec import expand
-from audit.engines.base import Engine, Session, Settings, Work
-from audit.engines.weights import check_room, converted
-from audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import Engine, Session, Settings, Work
+from kvaudit.audit.engines.weights import check_room, converted
+from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec import expand
 
 _IR = "openvino_model.xml"
 _MODULES = ("openvino_genai",)
@@ -88,7 +88,7 @@ def _folder(work: Work) -> tuple[Path, str]:
         if not (folder / _IR).is_file():
             raise SpecError(f"engines.openvino.weights is {str(folder)!r}, wanted a folder that holds {_IR}")
         return folder, f"{folder}, not converted here"
-    from audit.engines.openvino_export import TRACED, export_openvino
+    from kvaudit.audit.engines.openvino_export import TRACED, export_openvino
 
     found = converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))
     return found.folder, found.words

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from audit.core.errors import SpecError
+from kvaudit.core.errors import SpecError
 
 TRACED = "float32, traced 1"  # by which conversions are told apart; another number for another way
 _NAMED = ("input_ids", "attention_mask", "position_ids", "beam_idx")

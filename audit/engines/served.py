@@ -14,11 +14,11 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from audit.core.endpoint import Endpoint, Line, Unanswered, over_http
-from audit.core.text import inline, one_line
-from audit.engines.base import Asked, Gone, Reply, Session, Work
-from audit.engines.life import Process, free_port
-from audit.engines.worked import as_reply, vocabulary_of
+from kvaudit.audit.engines.base import Asked, Gone, Reply, Session, Work
+from kvaudit.audit.engines.life import Process, free_port
+from kvaudit.audit.engines.worked import as_reply, vocabulary_of
+from kvaudit.core.endpoint import Endpoint, Line, Unanswered, over_http
+from kvaudit.core.text import inline, one_line
 
 _PORTS = 3  # tried, where somebody takes one before the engine does
 _TAKEN = ("already in use", "EADDRINUSE", "is in use")

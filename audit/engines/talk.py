@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.records import Grade, Item, Message, Role
-from audit.core.thoughts import heard
-from audit.engines.base import Asked, Reply, Session
-from audit.sampling.chat import Rendered
-from audit.sampling.conversations import AskedItem, Conversation
-from audit.sampling.decoding import Completion, Decoding
-from audit.sampling.model import LoadedModel
-from suites.base import Suite
+from kvaudit.audit.engines.base import Asked, Reply, Session
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.conversations import AskedItem, Conversation
+from kvaudit.audit.sampling.decoding import Completion, Decoding
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.thoughts import heard
+from kvaudit.suites.base import Suite
 
 
 @dataclass(frozen=True)

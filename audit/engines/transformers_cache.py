@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.engines.base import Engine, Session, Settings, Work
-from audit.engines.weights import converted
-from audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import Engine, Session, Settings, Work
+from kvaudit.audit.engines.weights import converted
+from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
 
 _OF_A_CODE = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
 _BACKENDS = {"quanto": ("optimum.quanto",), "hqq": ("hqq",)}

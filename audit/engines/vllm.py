@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.engines.base import Asked, Engine, Session, Settings, Work
-from audit.engines.checkpoint import served_folder
-from audit.engines.flags import check_flags, flags, one_spelling, variables
-from audit.engines.served import ServedSession
-from audit.engines.worked import python_of, python_with
+from kvaudit.audit.engines.base import Asked, Engine, Session, Settings, Work
+from kvaudit.audit.engines.checkpoint import served_folder
+from kvaudit.audit.engines.flags import check_flags, flags, one_spelling, variables
+from kvaudit.audit.engines.served import ServedSession
+from kvaudit.audit.engines.worked import python_of, python_with
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import RunError, SpecError
-from audit.core.files import cache_home, read_json, write_json
-from audit.core.text import inline, one_line
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.files import cache_home, read_json, write_json
+from kvaudit.core.text import inline, one_line
 
 CONVERSION = "conversion.json"
 _GIB = 1 << 30

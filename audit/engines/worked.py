@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from audit.core.errors import SpecError
-from audit.core.grid import EngineSpec
-from audit.core.spec import expand
-from audit.core.text import clip, inline, is_text, one_line, shown
-from audit.engines.base import Asked, Gone, Reply, Session, Work
-from audit.engines.life import Process
+from kvaudit.audit.engines.base import Asked, Gone, Reply, Session, Work
+from kvaudit.audit.engines.life import Process
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec import expand
+from kvaudit.core.text import clip, inline, is_text, one_line, shown
 
 T = TypeVar("T")
 _WORDS = 600  # characters of an engine's own refusal: what matters stands at its end as often as at its beginning

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from audit.core.errors import DataError
-from audit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
-from audit.core.questions import Question, Reading
-from audit.core.registry import Registry
+from kvaudit.core.errors import DataError
+from kvaudit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
+from kvaudit.core.questions import Question, Reading
+from kvaudit.core.registry import Registry
 
 _OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
 
@@ -68,7 +68,7 @@ class Judge:
         return frozenset()
 
 
-JUDGES: Registry[Judge] = Registry("judge", "audit.judges", Judge)
+JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)
 
 
 def question_key(question: Question) -> str:

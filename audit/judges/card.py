@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.questions import Reading
-from audit.judges.base import Judge
-from audit.judges.labels import Source
-from reports.stats.binomial import Proportion, clopper_pearson
-from reports.stats.judges import JudgeError, Kappa, judge_error, kappa
+from kvaudit.audit.judges.base import Judge
+from kvaudit.audit.judges.labels import Source
+from kvaudit.core.questions import Reading
+from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
+from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 
 
 @dataclass(frozen=True)

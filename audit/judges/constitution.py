@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from audit.core.errors import SpecError
-from audit.core.files import read_text
-from audit.judges.rubric import TEXTS, Rubric, first_word
+from kvaudit.audit.judges.rubric import TEXTS, Rubric, first_word
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import read_text
 
 LARGEST_CONSTITUTION = 20_000  # bytes: it goes along with every question
 BEST = 10

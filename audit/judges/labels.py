@@ -4,7 +4,8 @@
     refusal_judge_labels/pyrit_refusal.csv  one label each
 
 PyRIT also calls it a refusal where an answer is about something else. Nobody who reads ``refused`` means that, and
-suites know it by itself (``suites.phrases.to_the_point``): such rows are a source apart, which nobody learns from.
+suites know it by itself (``kvaudit.suites.phrases.to_the_point``): such rows are a source apart, which nobody learns
+from.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.questions import Question
-from suites.phrases import refuses, to_the_point
-from suites.sources import csv_rows, data_file
+from kvaudit.core.questions import Question
+from kvaudit.suites.phrases import refuses, to_the_point
+from kvaudit.suites.sources import csv_rows, data_file
 
 XSTEST = ("mistralinstruct", "mistralguard")
 PYRIT = "refusal_judge_labels/pyrit_refusal.csv"

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.options import sha256_of
-from audit.core.questions import Question, Reading
-from audit.judges.base import Judge, question_key
-from audit.judges.labels import Source, sources
-from audit.judges.phrases import Phrases
-from suites.phrases import refuses
+from kvaudit.audit.judges.base import Judge, question_key
+from kvaudit.audit.judges.labels import Source, sources
+from kvaudit.audit.judges.phrases import Phrases
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question, Reading
+from kvaudit.suites.phrases import refuses
 
 OPENING_CHARACTERS = 200
 TOKENS = 256
@@ -190,7 +190,7 @@ def _encoder() -> tuple[Any, Any]:
 
 @cache
 def _encoder_sha256() -> str:
-    from audit.sampling.weights import file_sha256
+    from kvaudit.audit.sampling.weights import file_sha256
 
     return file_sha256(_folder() / "model.safetensors")
 

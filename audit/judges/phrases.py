@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import suites.phrases
-from audit.core.options import sha256_of
-from audit.core.questions import Question
-from audit.judges.base import Judge
+from kvaudit.audit.judges.base import Judge
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question
+from kvaudit.suites import phrases
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Phrases(Judge):
 
     @property
     def identity(self) -> str:
-        return sha256_of(inspect.getsource(suites.phrases))
+        return sha256_of(inspect.getsource(phrases))
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [suites.phrases.refuses(question.answer) for question in questions]
+        return [phrases.refuses(question.answer) for question in questions]

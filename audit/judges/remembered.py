@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from audit.core.options import IDENTITY_DIGITS
-from audit.core.questions import Question, Reading
-from audit.core.remembered import Answers
-from audit.judges.base import Judge, question_key
+from kvaudit.audit.judges.base import Judge, question_key
+from kvaudit.core.options import IDENTITY_DIGITS
+from kvaudit.core.questions import Question, Reading
+from kvaudit.core.remembered import Answers
 
 KeptReading = bool | list[bool | None]  # a plain yes or no, or [refused, sure, unsafe]
 

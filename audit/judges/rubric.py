@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.errors import UnknownName
-from audit.core.questions import Question, Reading
-from audit.core.records import Message, Role
-from audit.judges.base import Judge, question_key
+from kvaudit.audit.judges.base import Judge, question_key
+from kvaudit.core.errors import UnknownName
+from kvaudit.core.questions import Question, Reading
+from kvaudit.core.records import Message, Role
 
 VERSION = 1
 LONGEST_SHOWN = 6000  # characters of either text; of a longer one both ends are shown

@@ -1,7 +1,7 @@
 """A rubric read by a model behind an OpenAI-compatible endpoint (``core.endpoint``).
 
 A reply that is late, long, no JSON or no word is a failed answer. An endpoint that refuses altogether, or is not there,
-stops the work in one line, and what was answered is kept by whoever remembers it (``audit.judges.remembered``).
+stops the work in one line, and what was answered is kept by whoever remembers it (``kvaudit.audit.judges.remembered``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.endpoint import EndpointModel
-from audit.core.options import sha256_of
-from audit.core.questions import Question
-from audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.core.endpoint import EndpointModel
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from audit.core.options import sha256_of
-from audit.core.questions import Question
-from audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question
 
 if TYPE_CHECKING:
-    from audit.sampling.model import LoadedModel
+    from kvaudit.audit.sampling.model import LoadedModel
 
 _BATCH = 8  # questions of like length
 
@@ -54,8 +54,8 @@ class RubricLocal(RubricJudge):
 
 
 def _replies(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-    from audit.policies import parse_policy
-    from audit.sampling.sampler import Decoding, Sampler
+    from kvaudit.audit.policies import parse_policy
+    from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
     episode = Sampler(model, parse_policy("none")).open(prompts, [0] * len(prompts))  # greedy: seeds draw nothing
     completions = episode.decode(Decoding(tokens, temperature=0.0))
@@ -64,7 +64,7 @@ def _replies(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) 
 
 @cache
 def _loaded(name: str) -> LoadedModel:
-    from audit.core.spec import expand
-    from audit.sampling.model import load_model
+    from kvaudit.audit.sampling.model import load_model
+    from kvaudit.core.spec import expand
 
     return load_model(expand("model of judge rubric-local", name))

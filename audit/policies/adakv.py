@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.snapkv import SnapKV
+from kvaudit.audit.policies.snapkv import SnapKV
+from kvaudit.core.errors import SpecError
 
 _INF = float("inf")
 _ROUNDED_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15

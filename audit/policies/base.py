@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from audit.core.errors import SpecError
-from audit.core.registry import Registry
+from kvaudit.core.errors import SpecError
+from kvaudit.core.registry import Registry
 
 LARGEST_NUMBER = 2**30  # of any whole number in a policy
 # fields that stand in the canonical form only where they are not what they are by default
@@ -105,7 +105,7 @@ class Policy:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted one of {', '.join(map(str, known))}")
 
 
-POLICIES: Registry[Policy] = Registry("policy", "audit.policies", Policy)
+POLICIES: Registry[Policy] = Registry("policy", "kvaudit.audit.policies", Policy)
 
 
 def _text(value: Any) -> str:

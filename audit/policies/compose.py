@@ -8,13 +8,13 @@ from itertools import accumulate
 from math import gcd
 from typing import Any
 
-from audit.core.errors import SpecError
-from audit.policies.base import LARGEST_NUMBER, Policy
-from audit.policies.draws import derive_seed
-from audit.policies.evictor import Evictor
-from audit.policies.none import Dense
-from audit.policies.quantiser import Quantiser
-from audit.policies.selector import Selector
+from kvaudit.audit.policies.base import LARGEST_NUMBER, Policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.policies.evictor import Evictor
+from kvaudit.audit.policies.none import Dense
+from kvaudit.audit.policies.quantiser import Quantiser
+from kvaudit.audit.policies.selector import Selector
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

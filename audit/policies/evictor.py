@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.records import TOKEN_ROLES
-from audit.policies.base import Policy
+from kvaudit.audit.policies.base import Policy
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.records import TOKEN_ROLES
 
 PHASES = ("prefill", "decode", "both")
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
+from kvaudit.core.errors import SpecError
 
 MOST_FUTURE = 65536
 

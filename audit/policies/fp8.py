@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.quantiser import Absmax
+from kvaudit.audit.policies.quantiser import Absmax
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _NOT_TOP_OF_EXPONENT = ~0x4000

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.quantiser import Absmax
+from kvaudit.audit.policies.quantiser import Absmax
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)

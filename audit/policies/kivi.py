@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.quantiser import Quantiser
+from kvaudit.audit.policies.quantiser import Quantiser
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
-from audit.core.errors import SpecError, UnknownName
-from audit.policies.base import LARGEST_NUMBER, POLICIES, Policy
-from audit.policies.compose import Composed, Mixture
-from audit.policies.evictor import Evictor
-from audit.policies.quantiser import Quantiser
-from audit.policies.selector import Selector
+from kvaudit.audit.policies.base import LARGEST_NUMBER, POLICIES, Policy
+from kvaudit.audit.policies.compose import Composed, Mixture
+from kvaudit.audit.policies.evictor import Evictor
+from kvaudit.audit.policies.quantiser import Quantiser
+from kvaudit.audit.policies.selector import Selector
+from kvaudit.core.errors import SpecError, UnknownName
 
 _KINDS = (Evictor, Quantiser, Selector)
 _PLAIN = (str, int, float, bool)

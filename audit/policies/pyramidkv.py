@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.snapkv import SnapKV
+from kvaudit.audit.policies.snapkv import SnapKV
+from kvaudit.core.errors import SpecError
 
 FUNNEL = 20  # the uppermost layer keeps a twentieth of the mean budget beyond the window
 LONG = 2**62  # tokens seen in a row that is longer than any budget

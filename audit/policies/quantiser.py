@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.base import Policy
-from audit.policies.scales import pinned_scales, read_scales
+from kvaudit.audit.policies.base import Policy
+from kvaudit.audit.policies.scales import pinned_scales, read_scales
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

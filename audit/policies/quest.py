@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.base import Policy
-from audit.policies.evictor import View
-from audit.policies.none import Dense
-from audit.policies.selector import Selector
+from kvaudit.audit.policies.base import Policy
+from kvaudit.audit.policies.evictor import View
+from kvaudit.audit.policies.none import Dense
+from kvaudit.audit.policies.selector import Selector
 
 FEWEST = 3  # pages, as in the published evaluation
 

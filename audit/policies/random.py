@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.policies.draws import mix
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.draws import mix
+from kvaudit.audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)

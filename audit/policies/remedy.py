@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from audit.core.errors import SpecError
-from audit.core.policy_names import DENSE_POLICY, policy_text
-from audit.policies.base import Policy
-from audit.policies.compose import Composed, Mixture
-from audit.policies.parse import parse_policy
+from kvaudit.audit.policies.base import Policy
+from kvaudit.audit.policies.compose import Composed, Mixture
+from kvaudit.audit.policies.parse import parse_policy
+from kvaudit.core.errors import SpecError
+from kvaudit.core.policy_names import DENSE_POLICY, policy_text
 
 _WHOLE = ("name", "compose", "mixture")
 

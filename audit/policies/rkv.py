@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
-from audit.core.errors import SpecError
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
+from kvaudit.core.errors import SpecError
 
 ALIKE = 0.5  # cosine above which two keys count as the same content
 KEY_BLOCK = 128  # keys that are compared with all others at once

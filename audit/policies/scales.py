@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import SpecError
+from kvaudit.core.errors import SpecError
 
 _HASH_DIGITS = 12  # of a file's sha256 that stand in the policy's canonical string
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.base import Policy
-from audit.policies.evictor import View
+from kvaudit.audit.policies.base import Policy
+from kvaudit.audit.policies.evictor import View
 
 
 @dataclass(frozen=True)

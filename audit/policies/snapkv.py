@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from audit.core.errors import SpecError
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

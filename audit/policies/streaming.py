@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

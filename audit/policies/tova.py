@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
 
 
 @dataclass(frozen=True)

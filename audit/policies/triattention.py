@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.evictor import Evictor, View
+from kvaudit.audit.policies.evictor import Evictor, View
+from kvaudit.core.errors import SpecError
 
 MODES = ("union", "per_head", "per_layer_perhead")
 LEAST_SPREAD = 1e-6  # of a head's scores

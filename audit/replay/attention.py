@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
-from audit.cache.layers import LayerPlan
-from audit.cache.linear import LayerRun, States, advance
-from audit.cache.quantised.hints import KEYS, VALUES, CodePlace
-from audit.cache.routing import ReplayedRoutes
-from audit.cache.selection import Choices
-from audit.core.errors import RunError
-from audit.replay.codes import CodedSince, Late, coded_keys, coded_values, two_precisions
+from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
+from kvaudit.audit.cache.layers import LayerPlan
+from kvaudit.audit.cache.linear import LayerRun, States, advance
+from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, CodePlace
+from kvaudit.audit.cache.routing import ReplayedRoutes
+from kvaudit.audit.cache.selection import Choices
+from kvaudit.audit.replay.codes import CodedSince, Late, coded_keys, coded_values, two_precisions
+from kvaudit.core.errors import RunError
 
 BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of their future are read
 

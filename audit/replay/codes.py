@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.cache.attention import AttentionCall
-from audit.cache.ledger import NEVER, Rollout
-from audit.cache.quantised.codes import (
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.quantised.codes import (
     decode_keys,
     decode_tokens,
     encode_as,
@@ -19,8 +19,8 @@ from audit.cache.quantised.codes import (
     fit_groups,
     parameters_of,
 )
-from audit.cache.quantised.hints import HINTED, CodePlace, HintTable, Strays
-from audit.policies import Quantiser, softmax
+from kvaudit.audit.cache.quantised.hints import HINTED, CodePlace, HintTable, Strays
+from kvaudit.audit.policies import Quantiser, softmax
 
 
 class CodedSince(NamedTuple):

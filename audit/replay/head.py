@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.core.errors import RunError
+from kvaudit.core.errors import RunError
 
 
 class Head:

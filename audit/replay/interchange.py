@@ -16,11 +16,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from audit.cache.ledger import NEVER, Rollout, load_ledgers
-from audit.cache.selection import Selection, misfit
-from audit.core.errors import DataError
-from audit.policies import parse_policy
-from audit.replay.interchange_form import (
+from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers
+from kvaudit.audit.cache.selection import Selection, misfit
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.interchange_form import (
     ChosenForm,
     EventForm,
     FileHeader,
@@ -29,7 +28,8 @@ from audit.replay.interchange_form import (
     experts_of,
     selection_of,
 )
-from audit.replay.recorded import Recorded
+from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.core.errors import DataError
 
 ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
 _TENSORS = {

@@ -8,11 +8,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from audit.cache.ledger import NEVER
-from audit.cache.routing import NOBODY
-from audit.cache.selection import NONE, Selection
-from audit.core.spec_parts import HeatOrGreedy
-from audit.replay.recorded import LOGPROB_ROUNDING
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.routing import NOBODY
+from kvaudit.audit.cache.selection import NONE, Selection
+from kvaudit.audit.replay.recorded import LOGPROB_ROUNDING
+from kvaudit.core.spec_parts import HeatOrGreedy
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]

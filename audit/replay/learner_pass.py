@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.cache.layers import LayerPlan, kv_heads, layer_plans
-from audit.cache.ledger import NEVER, Rollout
-from audit.cache.quantised.hints import Strays
-from audit.cache.rotary import require_steady
-from audit.cache.routing import NOBODY, check_experts
-from audit.cache.selection import Selection, choices_of
-from audit.core.errors import DataError
-from audit.policies import Dense
-from audit.replay.attention import Replay
-from audit.replay.codes import codes_of
-from audit.replay.head import Head, watched
+from kvaudit.audit.cache.layers import LayerPlan, kv_heads, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.quantised.hints import Strays
+from kvaudit.audit.cache.rotary import require_steady
+from kvaudit.audit.cache.routing import NOBODY, check_experts
+from kvaudit.audit.cache.selection import Selection, choices_of
+from kvaudit.audit.policies import Dense
+from kvaudit.audit.replay.attention import Replay
+from kvaudit.audit.replay.codes import codes_of
+from kvaudit.audit.replay.head import Head, watched
+from kvaudit.core.errors import DataError
 
 LearnerPass = Literal["dense", "shadow"]
 

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall
-from audit.cache.beside import QueryCentres, QueryMoments
-from audit.cache.evict import retained
-from audit.cache.layers import LayerPlan, layer_plans
-from audit.cache.ledger import NEVER, Rollout
-from audit.cache.rotary import Rotary, rotary_for
-from audit.policies import Evictor, Policy, evictor_of, quantiser_of
-from audit.replay.attention import Replay
-from audit.replay.codes import codes_of
-from audit.replay.ranking_views import PassedLayer, Running, along
-from audit.replay.schedule_check import Fed, evictions, forwards
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.beside import QueryCentres, QueryMoments
+from kvaudit.audit.cache.evict import retained
+from kvaudit.audit.cache.layers import LayerPlan, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.rotary import Rotary, rotary_for
+from kvaudit.audit.policies import Evictor, Policy, evictor_of, quantiser_of
+from kvaudit.audit.replay.attention import Replay
+from kvaudit.audit.replay.codes import codes_of
+from kvaudit.audit.replay.ranking_views import PassedLayer, Running, along
+from kvaudit.audit.replay.schedule_check import Fed, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
 # another ranking agrees on a quarter to a half of them (docs/verify-rollouts.md).

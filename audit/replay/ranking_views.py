@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.attention import AttentionCall
-from audit.cache.beside import QueryCentres, QueryMoments
-from audit.cache.evict import attention_mass
-from audit.cache.ledger import Rollout
-from audit.policies import Centres, Evictor, Moments, View
-from audit.replay.codes import CodedSince
-from audit.replay.schedule_check import Fed
+from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.beside import QueryCentres, QueryMoments
+from kvaudit.audit.cache.evict import attention_mass
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.policies import Centres, Evictor, Moments, View
+from kvaudit.audit.replay.codes import CodedSince
+from kvaudit.audit.replay.schedule_check import Fed
 
 ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by side may take
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.cache.layers import kv_heads
-from audit.cache.ledger import Rollout
-from audit.cache.selection import blind, misfit
-from audit.core.errors import DataError
-from audit.policies import Policy
+from kvaudit.audit.cache.layers import kv_heads
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.selection import blind, misfit
+from kvaudit.audit.policies import Policy
+from kvaudit.core.errors import DataError
 
 LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one of 0
 

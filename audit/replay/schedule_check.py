@@ -1,7 +1,8 @@
 """What a ledger must look like under the policy it names, as far as counting can tell: nothing is ranked again.
 
 When an eviction comes and how many entries it leaves follows from token counts alone, so both are worked out here and
-compared to the last query. Which entries leave is the policy's ranking: ``audit.replay.ranking_check`` repeats that.
+compared to the last query. Which entries leave is the policy's ranking, which
+``kvaudit.audit.replay.ranking_check`` repeats.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.layers import LayerPlan
-from audit.cache.ledger import NEVER, Rollout
-from audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
+from kvaudit.audit.cache.layers import LayerPlan
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
 
 
 class Fed(NamedTuple):

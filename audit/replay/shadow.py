@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout
 
-from audit.cache.attention import unwrapped
-from audit.cache.layers import kv_heads, layer_plans
-from audit.cache.ledger import NEVER, Ledger
-from audit.cache.quantised.hints import HintTable
-from audit.cache.rotary import require_steady
-from audit.cache.routing import NOBODY, check_experts
-from audit.cache.selection import choices_of
-from audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
-from audit.core.errors import DataError, RunError
-from audit.policies import Dense
-from audit.replay.attention import Replay
-from audit.replay.codes import CodedSince
+from kvaudit.audit.cache.attention import unwrapped
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Ledger
+from kvaudit.audit.cache.quantised.hints import HintTable
+from kvaudit.audit.cache.rotary import require_steady
+from kvaudit.audit.cache.routing import NOBODY, check_experts
+from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
+from kvaudit.audit.policies import Dense
+from kvaudit.audit.replay.attention import Replay
+from kvaudit.audit.replay.codes import CodedSince
+from kvaudit.core.errors import DataError, RunError
 
 
 @contextmanager

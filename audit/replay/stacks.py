@@ -15,16 +15,16 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from audit.cache.ledger import NEVER, Rollout
-from audit.core.errors import DataError
-from audit.core.spec_parts import HeatOrGreedy
-from audit.core.text import clip
-from audit.replay.interchange import first_mistake, read_rollouts
-from audit.replay.interchange_form import Form, Index, Length
-from audit.replay.recorded import unsound
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.replay.interchange import first_mistake, read_rollouts
+from kvaudit.audit.replay.interchange_form import Form, Index, Length
+from kvaudit.audit.replay.recorded import unsound
+from kvaudit.core.errors import DataError
+from kvaudit.core.spec_parts import HeatOrGreedy
+from kvaudit.core.text import clip
 
 PAGE = "docs/check-my-loop.md"
-_LEDGERS = (".json", ".safetensors")  # of audit.replay.interchange
+_LEDGERS = (".json", ".safetensors")  # of kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _SHOWN = 200  # characters of what is wrong
 _LARGEST = 1e300  # size of a reward or an advantage, so that a group of them can be added up

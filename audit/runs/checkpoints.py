@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from audit.core.errors import DataError
-from audit.core.spec_train import BASE_ARM
-from audit.runs.folder import RunFolder
-from audit.sampling.given import load_given, load_named
-from audit.sampling.model import LoadedModel
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.sampling.given import load_given, load_named
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.errors import DataError
+from kvaudit.core.spec_train import BASE_ARM
 
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:

@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from audit.core.errors import RunError
-from audit.core.files import mutex
-from audit.runs.folder import utc_now
+from kvaudit.audit.runs.folder import utc_now
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import mutex
 
 T = TypeVar("T")
 

@@ -9,31 +9,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from audit.cache.shared import SharedPrefill
-from audit.core.errors import DataError, SpecError
-from audit.core.grid import EvaluateSpec
-from audit.core.records import Item, Record
-from audit.core.spans import fault
-from audit.core.spec import RunSpec
-from audit.core.spec_train import TrainSpec
-from audit.engines import ENGINES, Condition, Served, parse_served
-from audit.engines.talk import Talked, talk_with
-from audit.policies import Policy
-from audit.policies.draws import derive_seed
-from audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
-from audit.runs.folder import RunFolder
-from audit.runs.seat import Seat
-from audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
-from audit.sampling.chat import Rendered
-from audit.sampling.conversations import Played, check_fits, opening_of, play
-from audit.sampling.model import LoadedModel
-from audit.sampling.packed import packed
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.adapters import check_adapter
-from audit.training.rewards import paying_of
-from audit.training.sft import gold_rollout
-from audit.training.tryout import try_out
-from suites.base import SUITES, CountTokens, Split, Suite
+from kvaudit.audit.cache.shared import SharedPrefill
+from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
+from kvaudit.audit.engines.talk import Talked, talk_with
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.seat import Seat
+from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.conversations import Played, check_fits, opening_of, play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.adapters import check_adapter
+from kvaudit.audit.training.rewards import paying_of
+from kvaudit.audit.training.sft import gold_rollout
+from kvaudit.audit.training.tryout import try_out
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.grid import EvaluateSpec
+from kvaudit.core.records import Item, Record
+from kvaudit.core.spans import fault
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
 _MOST_CLUSTERS = 20_000  # that are counted
@@ -100,7 +100,7 @@ class Evaluator:
     """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
 
     ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
-    stands for what the run reads (``audit.core.provenance``); seals carry it. ``seat`` holds the engine of units that
+    stands for what the run reads (``kvaudit.core.provenance``); seals carry it. ``seat`` holds the engine of units that
     one serves.
     """
 

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from audit.core.errors import DataError, SpecError
-from audit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_same
-from audit.core.records import Item, Record
-from audit.core.spec_train import BASE_ARM
-from audit.policies import Policy
-from audit.runs.checkpoints import load_checkpoint
-from audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed
-from audit.runs.folder import RunFolder
-from audit.runs.stored import records_of, stored_unit
-from audit.runs.units import Unit, UnitFiles
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel
-from suites.base import Suite
-from suites.sources import watched
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.runs.checkpoints import load_checkpoint
+from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, grid, row_seed
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.stored import records_of, stored_unit
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_same
+from kvaudit.core.records import Item, Record
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.suites.base import Suite
+from kvaudit.suites.sources import watched
 
 _CLOSE = 3  # names that a refusal proposes
 

@@ -13,12 +13,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from audit.core.records import Item
-from audit.core.spec import RunSpec
-from audit.engines import Condition
-from audit.policies.draws import derive_seed
-from audit.runs.units import PILOT_FOLDER, Unit
-from suites.base import Suite
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.units import PILOT_FOLDER, Unit
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
+from kvaudit.suites.base import Suite
 
 FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
 

@@ -2,7 +2,7 @@
 
 spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
-Who works on what is in ``audit.runs.claims``.
+Who works on what is in ``kvaudit.audit.runs.claims``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import mutex, write_json, write_whole
-from audit.core.provenance import PROVENANCE, items_in, read_provenance
-from audit.core.spec import RunSpec, dump_spec, load_spec
-from audit.runs.names import NAMES
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import mutex, write_json, write_whole
+from kvaudit.core.provenance import PROVENANCE, items_in, read_provenance
+from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
 SPEC = "spec.yaml"
 _PACKAGES = ("kvaudit", "torch", "transformers", "tokenizers", "numpy")

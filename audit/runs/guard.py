@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from audit.core.facets import FACETS
-from audit.core.files import read_json, write_json
-from audit.core.records import Item, Message, Record, Role
-from audit.core.remembered import Answers
-from audit.judges.guards.base import Guard, passage_key, passages
-from audit.runs.claims import Claim
-from audit.runs.folder import RunFolder, make_folder
-from audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units, work_on
-from audit.sampling.exchange import graded
-from reports.records.guards import GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION
+from kvaudit.audit.judges.guards.base import Guard, passage_key, passages
+from kvaudit.audit.runs.claims import Claim
+from kvaudit.audit.runs.folder import RunFolder, make_folder
+from kvaudit.audit.runs.stored import AskedItems, Items, StoredUnit, item_of, records_of, stored_units, work_on
+from kvaudit.audit.sampling.exchange import graded
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.remembered import Answers
+from kvaudit.reports.records.guards import GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION
 
 _COUNTS = ("answers", "input", "output", "failed")
 

@@ -4,12 +4,12 @@ Nothing is sampled and no weights are loaded. Items are made again from the run'
 be the item's. What was said stays as it is; outcome, score, facets and judge are made again by the suites and the
 detector of degenerate answers as they are now. The run that is judged is never written to.
 
-A judge (``audit.judges``) may decide what suites leave to one, in place of their phrase rules. It sees questions alone.
-What it failed to answer is unscored, and asked again when judging goes on.
+A judge (``audit.judges``) may decide what suites leave to one, in place of their phrase rules. It sees questions
+alone. What it failed to answer is unscored, and asked again when judging goes on.
 
     provenance.json    judged: {"from": name, "records": sha256, "suite_versions": those before, "judge": {...}, ...}
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
-    answers-*.jsonl    what the judge said, by hash of the question (``audit.judges.remembered``)
+    answers-*.jsonl    what the judge said, by hash of the question (``kvaudit.audit.judges.remembered``)
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from audit import __version__
-from audit.core.errors import RunError
-from audit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from audit.core.options import IDENTITY_DIGITS
-from audit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
-from audit.core.questions import Question, Reading
-from audit.core.recipe import RECIPE
-from audit.core.records import RECORD_FORMAT, Grade, Item, Record
-from audit.judges.base import Judge, question_key, refuse_own_rows
-from audit.judges.remembered import Remembered
-from audit.runs.claims import Claim
-from audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
-from audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units, work_on
-from audit.sampling.exchange import graded, question_of, settled, with_harm
-from suites.base import SUITES, Suite
+from kvaudit import __version__
+from kvaudit.audit.judges.base import Judge, question_key, refuse_own_rows
+from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.runs.claims import Claim
+from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
+from kvaudit.audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units, work_on
+from kvaudit.audit.sampling.exchange import graded, question_of, settled, with_harm
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
+from kvaudit.core.options import IDENTITY_DIGITS
+from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
+from kvaudit.core.questions import Question, Reading
+from kvaudit.core.recipe import RECIPE
+from kvaudit.core.records import RECORD_FORMAT, Grade, Item, Record
+from kvaudit.suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now

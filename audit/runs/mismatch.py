@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.cache.layers import kv_heads
-from audit.cache.ledger import NEVER, Rollout
-from audit.core.alarms import Bound
-from audit.core.errors import DataError, SpecError
-from audit.replay.recorded import beyond
-from audit.replay.stacks import Imported, imported
-from audit.runs.verify import PASS_TOKENS
-from audit.sampling.model import LoadedModel
-from audit.training.batch import microbatches
-from audit.training.learner import read_tokens
-from audit.training.mismatch import MismatchPanel, alarms
+from kvaudit.audit.cache.layers import kv_heads
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.replay.recorded import beyond
+from kvaudit.audit.replay.stacks import Imported, imported
+from kvaudit.audit.runs.verify import PASS_TOKENS
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.batch import microbatches
+from kvaudit.audit.training.learner import read_tokens
+from kvaudit.audit.training.mismatch import MismatchPanel, alarms
+from kvaudit.core.alarms import Bound
+from kvaudit.core.errors import DataError, SpecError
 
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held
 

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from audit.core.errors import AuditError, DataError, SpecError
-from audit.core.spec_parts import Names
-from audit.core.spec_train import TrainSpec
-from audit.core.text import reason, shown
-from audit.engines import ENGINES, Condition, parse_served
-from audit.judges.base import JUDGES, parse_judge
-from audit.judges.guards.base import GUARDS, parse_guard
-from audit.policies import POLICIES
-from audit.policies.remedy import check_remedies, parse_remedy
-from audit.runs.launchers.base import LAUNCHERS
-from audit.training.arms import get_arm
-from audit.training.config import TrainConfig
-from audit.training.losses import LOSSES
-from audit.training.rewards import REWARDS
-from suites.base import SUITES, Lengths
-from suites.contexts import bare_name
+from kvaudit.audit.engines import ENGINES, Condition, parse_served
+from kvaudit.audit.judges.base import JUDGES, parse_judge
+from kvaudit.audit.judges.guards.base import GUARDS, parse_guard
+from kvaudit.audit.policies import POLICIES
+from kvaudit.audit.policies.remedy import check_remedies, parse_remedy
+from kvaudit.audit.runs.launchers.base import LAUNCHERS
+from kvaudit.audit.training.arms import get_arm
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.rewards import REWARDS
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.spec_parts import Names
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.core.text import reason, shown
+from kvaudit.suites.base import SUITES, Lengths
+from kvaudit.suites.contexts import bare_name
 
 
 def _policy(written: Any) -> str:

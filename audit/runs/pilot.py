@@ -1,9 +1,9 @@
 """The pilot: what the reference answers before the grid is served, and what follows from it.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That says
-whether a cell has anything to lose (``reports.gate.controls``), and how often an answer changes at all, from which
-``items: auto`` takes its number (``reports.gate.enough``). Both are noted once and read by everybody from there. The
-answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
+whether a cell has anything to lose (``kvaudit.reports.gate.controls``), and how often an answer changes at all, from
+which ``items: auto`` takes its number (``kvaudit.reports.gate.enough``). Both are noted once and read by everybody from
+there. The answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from audit.core.conditions import condition_names, uncompressed, uncompressed_of
-from audit.core.errors import CannotPass, NotMeasurable
-from audit.core.facets import UNSAFE, WELL_FORMED, facet_of
-from audit.core.grid import ALL_ITEMS, AUTO_ITEMS
-from audit.core.records import Record
-from audit.core.spec import RunSpec, with_gate
-from audit.core.text import at_length
-from audit.judges.base import parse_judge
-from audit.runs.evaluate import asked_suite, grid, made, round_of
-from audit.runs.units import Unit
-from reports.gate.controls import Control, Standing, controls_of
-from reports.gate.enough import (
+from kvaudit.audit.judges.base import parse_judge
+from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
+from kvaudit.audit.runs.units import Unit
+from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
+from kvaudit.core.errors import CannotPass, NotMeasurable
+from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
+from kvaudit.core.grid import ALL_ITEMS, AUTO_ITEMS
+from kvaudit.core.records import Record
+from kvaudit.core.spec import RunSpec, with_gate
+from kvaudit.core.text import at_length
+from kvaudit.reports.gate.controls import Control, Standing, controls_of
+from kvaudit.reports.gate.enough import (
     ASSUMED_CHURN,
     Counted,
     Enough,
@@ -33,9 +33,9 @@ from reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from reports.gate.rules import WARN, kept_gate_file
-from reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
-from suites.base import CountTokens
+from kvaudit.reports.gate.rules import WARN, kept_gate_file
+from kvaudit.reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
+from kvaudit.suites.base import CountTokens
 
 _DESCRIBES = 128  # items at the most of a suite of which nothing is gated
 _MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked once

@@ -14,13 +14,61 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from audit.cache.layers import governed_words
-from audit.core.alarms import ringing
-from audit.core.conditions import condition_names
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json, write_json
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.provenance import (
+from kvaudit.audit.cache.layers import governed_words
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.policies import POLICIES, parse_policy
+from kvaudit.audit.runs.claims import Claim, Hand, work_through, work_through_groups
+from kvaudit.audit.runs.evaluate import (
+    Batches,
+    Evaluator,
+    asked_suite,
+    check_contexts,
+    check_engines,
+    check_reward,
+    check_training,
+    grid,
+    served,
+    served_by_us,
+)
+from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
+from kvaudit.audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
+from kvaudit.audit.runs.launchers.base import Job
+from kvaudit.audit.runs.launchers.local import idle_cores
+from kvaudit.audit.runs.pilot import (
+    check_measurable,
+    found_by,
+    layout_of,
+    most_items,
+    pilot_lines,
+    pilot_units,
+    with_kept_gate,
+)
+from kvaudit.audit.runs.progress import Meter, OneMeter
+from kvaudit.audit.runs.ranks import check_ranks, started
+from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.runs.seat import FIRST_TOKENS, FirstHeard, Seat, try_out_engines
+from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.given import check_given, load_given, load_named
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.packed import packs
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.adapters import continued
+from kvaudit.audit.training.checkpoint import drop_state
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
+from kvaudit.audit.training.footprint import check_memory
+from kvaudit.audit.training.grpo import TrainingRun, train
+from kvaudit.audit.training.halt import Halt, mark_of
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.rewards import Paying, paying_of
+from kvaudit.audit.training.sft import StartConfig, warm_start
+from kvaudit.core.alarms import ringing
+from kvaudit.core.conditions import condition_names
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.provenance import (
     ANYWAY,
     CHECKPOINTS,
     FOUND,
@@ -40,61 +88,13 @@ from audit.core.provenance import (
     inputs_sha256,
     items_in,
 )
-from audit.core.recipe import RECIPE
-from audit.core.records import Item
-from audit.core.spec import RunSpec
-from audit.core.spec_train import BASE_ARM, TrainSpec
-from audit.core.text import inline, length_label
-from audit.engines import Condition
-from audit.policies import POLICIES, parse_policy
-from audit.runs.claims import Claim, Hand, work_through, work_through_groups
-from audit.runs.evaluate import (
-    Batches,
-    Evaluator,
-    asked_suite,
-    check_contexts,
-    check_engines,
-    check_reward,
-    check_training,
-    grid,
-    served,
-    served_by_us,
-)
-from audit.runs.floor import floor_folders, floor_rows, floor_units
-from audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
-from audit.runs.launchers.base import Job
-from audit.runs.launchers.local import idle_cores
-from audit.runs.pilot import (
-    check_measurable,
-    found_by,
-    layout_of,
-    most_items,
-    pilot_lines,
-    pilot_units,
-    with_kept_gate,
-)
-from audit.runs.progress import Meter, OneMeter
-from audit.runs.ranks import check_ranks, started
-from audit.runs.recipe import recipe_of
-from audit.runs.seat import FIRST_TOKENS, FirstHeard, Seat, try_out_engines
-from audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
-from audit.sampling.conversations import play
-from audit.sampling.given import check_given, load_given, load_named
-from audit.sampling.model import LoadedModel, load_model
-from audit.sampling.packed import packs
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.adapters import continued
-from audit.training.checkpoint import drop_state
-from audit.training.config import TrainConfig
-from audit.training.files import TELEMETRY, TelemetryLog
-from audit.training.footprint import check_memory
-from audit.training.grpo import TrainingRun, train
-from audit.training.halt import Halt, mark_of
-from audit.training.ranks import ALONE, RankGroup
-from audit.training.rewards import Paying, paying_of
-from audit.training.sft import StartConfig, warm_start
-from suites.base import SUITES
-from suites.sources import watched
+from kvaudit.core.recipe import RECIPE
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM, TrainSpec
+from kvaudit.core.text import inline, length_label
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.sources import watched
 
 Pair = tuple[str, int]  # arm, seed
 _TRAINING_KNOBS = "train.rollout_rows, train.microbatch_tokens"

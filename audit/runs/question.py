@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.conditions import ENGINE
-from audit.core.errors import SpecError
-from audit.core.spec import RunSpec, parse_spec
-from audit.engines import ENGINES, Condition, Served, parse_served
-from audit.policies import Policy
-from audit.runs.names import NAMES
-from audit.sampling.model import EMBEDDED
-from suites.base import SUITES
-from suites.catalogue import CATALOGUE, PublicRows
-from suites.sources import data_folder
+from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.model import EMBEDDED
+from kvaudit.core.conditions import ENGINE
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.catalogue import CATALOGUE, PublicRows
+from kvaudit.suites.sources import data_folder
 
 LOST_POINTS = 5  # points
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of items that are made to a length

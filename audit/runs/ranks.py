@@ -16,11 +16,11 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from audit.core.errors import RunError, SpecError
-from audit.core.text import inline
-from audit.runs.launchers.base import Job, Say
-from audit.runs.launchers.local import GRACE_SECONDS, Companion
-from audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.runs.launchers.base import Job, Say
+from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, Companion
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import inline
 
 STUCK = 2  # the exit code of what the user can mend
 # of one exchange: validation, a judge or a disk may take as long as they need, and a rank that ends is seen otherwise

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from audit.core.options import sha256_of
-from audit.core.recipe import sealed
-from audit.core.records import Item
-from audit.core.spec import RunSpec
-from audit.core.spec_train import TrainSpec
-from audit.runs.evaluate import Batches
-from audit.sampling.model import LoadedModel
-from audit.training.batch import training_items
-from audit.training.config import TrainConfig
-from audit.training.rewards import paying_of
-from suites.base import SUITES
+from kvaudit.audit.runs.evaluate import Batches
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.batch import training_items
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.rewards import paying_of
+from kvaudit.core.options import sha256_of
+from kvaudit.core.recipe import sealed
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.suites.base import SUITES
 
 _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights", "context_tokens", "reward")
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.files import mutex, write_json
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.provenance import table_of
-from audit.core.spec import RunSpec
-from audit.policies import parse_policy
-from audit.policies.remedy import check_remedies, parse_remedy, remedied
-from audit.runs.folder import RunFolder, make_folder
-from audit.runs.pipeline import Pipeline
-from audit.runs.units import Unit
-from reports.records.remedies import (
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies.remedy import check_remedies, parse_remedy, remedied
+from kvaudit.audit.runs.folder import RunFolder, make_folder
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.units import Unit
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import mutex, write_json
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.provenance import table_of
+from kvaudit.core.spec import RunSpec
+from kvaudit.reports.records.remedies import (
     AFTER_RUN,
     REMEDIES_FOLDER,
     REMEDIES_FORMAT,
@@ -29,7 +29,7 @@ from reports.records.remedies import (
     Tried,
     read_tried,
 )
-from suites.base import SUITES
+from kvaudit.suites.base import SUITES
 
 
 class AskedByVerdict(NamedTuple):

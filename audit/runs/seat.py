@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from audit.core.errors import RunError
-from audit.core.files import in_file_name
-from audit.core.provenance import SERVED_BY
-from audit.core.records import Item
-from audit.core.spec import RunSpec
-from audit.engines import ENGINES
-from audit.engines.base import Asked as AskedOfEngine
-from audit.engines.base import Condition, Gone, Reply, Session, Work
-from audit.runs.folder import RunFolder
-from audit.sampling.conversations import opening_of
-from audit.sampling.model import LoadedModel
+from kvaudit.audit.engines import ENGINES
+from kvaudit.audit.engines.base import Asked as AskedOfEngine
+from kvaudit.audit.engines.base import Condition, Gone, Reply, Session, Work
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.sampling.conversations import opening_of
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import in_file_name
+from kvaudit.core.provenance import SERVED_BY
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
 
 _TRIES = 3  # of one batch
 FIRST_TOKENS = 24  # of an answer that is shown while the rest is being asked

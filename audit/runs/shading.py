@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 
-from audit.core.conditions import engine_in
-from audit.core.records import Record
-from audit.core.shading import ALL, AnswerKey, Shading, read_shadings, write_shadings
-from audit.core.text import length_label
-from audit.policies import Policy
-from audit.runs.checkpoints import load_checkpoint
-from audit.runs.evaluate import Evaluator, asked_suite, grid
-from audit.runs.explain import check_answers, finished_records, is_same, items_again
-from audit.runs.folder import RunFolder
-from audit.runs.units import Unit
-from audit.sampling.conversations import Played
-from audit.sampling.model import LoadedModel
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.runs.checkpoints import load_checkpoint
+from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid
+from kvaudit.audit.runs.explain import check_answers, finished_records, is_same, items_again
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.units import Unit
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.conditions import engine_in
+from kvaudit.core.records import Record
+from kvaudit.core.shading import ALL, AnswerKey, Shading, read_shadings, write_shadings
+from kvaudit.core.text import length_label
 
 AnswersDone = Callable[[int, str], None]  # answers served, the unit under way
 

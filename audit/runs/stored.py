@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from audit.core.errors import DataError
-from audit.core.files import read_json
-from audit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
-from audit.core.records import Item, Record, Role
-from audit.core.text import length_label
-from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import asked_suite, evaluation_items
-from audit.runs.folder import RunFolder
-from audit.runs.probe.plan import counter
-from audit.runs.progress import Meter
-from audit.sampling.given import chat_named
-from suites.base import CountTokens, Suite
-from suites.sources import watched
+from kvaudit.audit.runs.claims import Claim, work_through
+from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.probe.plan import counter
+from kvaudit.audit.runs.progress import Meter
+from kvaudit.audit.sampling.given import chat_named
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
+from kvaudit.core.records import Item, Record, Role
+from kvaudit.core.text import length_label
+from kvaudit.suites.base import CountTokens, Suite
+from kvaudit.suites.sources import watched
 
 
 @dataclass(frozen=True)

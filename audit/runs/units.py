@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.files import in_file_name, read_json, write_json
-from audit.core.provenance import check_sealed
-from audit.core.records import Record
-from audit.engines import Served
-from audit.policies import Policy
+from kvaudit.audit.engines import Served
+from kvaudit.audit.policies import Policy
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import in_file_name, read_json, write_json
+from kvaudit.core.provenance import check_sealed
+from kvaudit.core.records import Record
 
 PILOT_FOLDER = "pilot"  # of a run: units that hold the pilot's items alone
 Row = tuple[str, int]  # item id and number of the sample

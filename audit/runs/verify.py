@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.layers import layer_plans
-from audit.cache.ledger import Rollout
-from audit.cache.quantised.hints import Strays
-from audit.cache.routing import watched_blocks
-from audit.core.errors import DataError, SpecError
-from audit.core.files import read_json
-from audit.core.provenance import PROVENANCE, check_checkpoint
-from audit.policies import Policy, parse_policy
-from audit.replay.interchange import read_rollouts
-from audit.replay.learner_pass import LearnerPass, suffix_logits
-from audit.replay.ranking_check import Ranked, ranked
-from audit.replay.recorded import Recorded, check_replayable
-from audit.replay.schedule_check import breach, quantisation_breach, selection_breach
-from audit.sampling.model import LoadedModel
-from audit.training.arms import get_arm
-from audit.training.batch import microbatches
-from audit.training.checkpoint import FINAL_LEDGER, LEDGERS
-from audit.training.rollouts import ledger_stem
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.quantised.hints import Strays
+from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.replay.interchange import read_rollouts
+from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
+from kvaudit.audit.replay.ranking_check import Ranked, ranked
+from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.replay.schedule_check import breach, quantisation_breach, selection_breach
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.arms import get_arm
+from kvaudit.audit.training.batch import microbatches
+from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
+from kvaudit.audit.training.rollouts import ledger_stem
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import PROVENANCE, check_checkpoint
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
 # (docs/verify-rollouts.md), so that a longer context or another kernel is no alarm.

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.core.spans import Place, Span, places_of
-from audit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
-from audit.sampling.rendering import TemplateRefusal, renderer
+from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
+from kvaudit.core.spans import Place, Span, places_of
+from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"

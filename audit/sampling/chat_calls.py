@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from audit.core.endpoint import ChatCompletion, Scope, Unanswered
-from audit.core.records import Message, Role
-from audit.core.thoughts import heard
-from audit.sampling.chat import TOOL_PREFIX
+from kvaudit.audit.sampling.chat import TOOL_PREFIX
+from kvaudit.core.endpoint import ChatCompletion, Scope, Unanswered
+from kvaudit.core.records import Message, Role
+from kvaudit.core.thoughts import heard
 
 # how a finish is called here and there; what else there is (a filter, a tool call) is no answer
 _FINISHES = {"stop": "stop", "end_turn": "stop", "eos": "stop", "length": "length", "max_tokens": "length"}

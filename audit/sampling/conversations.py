@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from audit.cache.ledger import Rollout
-from audit.core.errors import SpecError
-from audit.core.records import Grade, Item, Message, Role
-from audit.core.spans import Kept, places_of
-from audit.sampling.chat import Chat, Rendered
-from audit.sampling.decoding import Scored, draw
-from audit.sampling.exchange import Exchange, graded
-from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler, ServedModel
-from suites.base import Suite
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.sampling.chat import Chat, Rendered
+from kvaudit.audit.sampling.decoding import Scored, draw
+from kvaudit.audit.sampling.exchange import Exchange, graded
+from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler, ServedModel
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.spans import Kept, places_of
+from kvaudit.suites.base import Suite
 
 _NOTHING = Rendered((), ())
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import SpecError
-from audit.policies.draws import uniforms
+from kvaudit.audit.policies.draws import uniforms
+from kvaudit.core.errors import SpecError
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from audit.cache.attention import Attends
-from audit.cache.cache import EvictingCache
-from audit.cache.ledger import Rollout
-from audit.cache.rotary import rotary_for
-from audit.cache.routing import watched_blocks
-from audit.cache.shared import Prompts, SharedPrefill
-from audit.core.errors import SpecError
-from audit.core.records import Role
-from audit.policies import Policy, evictor_of, quantiser_of
-from audit.sampling.decoding import Completion, Decoding, Scored, draw
+from kvaudit.audit.cache.attention import Attends
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.shared import Prompts, SharedPrefill
+from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
+from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Role
 
 Pick = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
 Ended = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn

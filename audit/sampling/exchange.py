@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from audit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
-from audit.core.questions import Question
-from audit.core.records import Grade, Item, Message, Outcome, Role
-from audit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
-from audit.sampling.degenerate import Fault, degenerate
-from suites.base import Suite
+from kvaudit.audit.sampling.degenerate import Fault, degenerate
+from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
+from kvaudit.core.questions import Question
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
+from kvaudit.suites.base import Suite
 
 OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
 

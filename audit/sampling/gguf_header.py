@@ -10,7 +10,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from audit.core.errors import DataError
+from kvaudit.core.errors import DataError
 
 MOST_PAIRS = MOST_TENSORS = 1 << 16
 MOST_DIMENSIONS = 8

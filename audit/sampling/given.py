@@ -11,11 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json
-from audit.core.text import shown
-from audit.sampling.chat import Chat, ChatOption
-from audit.sampling.model import (
+from kvaudit.audit.sampling.chat import Chat, ChatOption
+from kvaudit.audit.sampling.model import (
     EMBEDDED,
     DtypeName,
     LoadedModel,
@@ -25,7 +22,10 @@ from audit.sampling.model import (
     own_path,
     verify_folder,
 )
-from audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
+from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json
+from kvaudit.core.text import shown
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub's cache names a folder

@@ -20,16 +20,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from audit.cache.attention import NAME as ATTENTION
-from audit.cache.attention import require_interface
-from audit.cache.layers import GOVERNED, layer_kinds
-from audit.cache.linear import carry_states
-from audit.core.errors import AuditError, DataError, RunError
-from audit.core.provenance import own_files
-from audit.core.text import shown
-from audit.sampling.chat import Chat, ChatOption
-from audit.sampling.gguf_header import check_gguf
-from audit.sampling.weights import (
+from kvaudit.audit.cache.attention import NAME as ATTENTION
+from kvaudit.audit.cache.attention import require_interface
+from kvaudit.audit.cache.layers import GOVERNED, layer_kinds
+from kvaudit.audit.cache.linear import carry_states
+from kvaudit.audit.sampling.chat import Chat, ChatOption
+from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import (
     ADAPTER_CONFIG,
     INDEX,
     check_complete,
@@ -40,6 +37,9 @@ from audit.sampling.weights import (
     weight_files,
     weights_sha256,
 )
+from kvaudit.core.errors import AuditError, DataError, RunError
+from kvaudit.core.provenance import own_files
+from kvaudit.core.text import shown
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from audit.sampling.episode import ServedModel
-from audit.sampling.memory import whole_bytes
+from kvaudit.audit.sampling.episode import ServedModel
+from kvaudit.audit.sampling.memory import whole_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
 LARGE = 1 << 19  # weights: below, a call of oneDNN costs more than it saves

@@ -22,7 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from audit.core.errors import RunError, SpecError
+from kvaudit.core.errors import RunError, SpecError
 
 SECONDS = 2  # of processor time for one conversation; templates in use take milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process starts with
@@ -99,10 +99,10 @@ atexit.register(renderer.end)
 
 def _start() -> subprocess.Popen[bytes]:
     """Ctrl-C at the terminal is not for it: it ends when its standard input does."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "audit.sampling.rendering"],  # -P: no module from the working folder
+        [sys.executable, "-P", "-m", "kvaudit.audit.sampling.rendering"],  # -P: no module from the working folder
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from audit.cache.ledger import Rollout
-from audit.cache.shared import SharedPrefill
-from audit.core.errors import SpecError
-from audit.policies import Mixture, Policy
-from audit.sampling.decoding import Completion, Decoding, Scored, nucleus
-from audit.sampling.episode import Ended, Episode, Heard, Pause, ServedModel
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.shared import SharedPrefill
+from kvaudit.audit.policies import Mixture, Policy
+from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, nucleus
+from kvaudit.audit.sampling.episode import Ended, Episode, Heard, Pause, ServedModel
+from kvaudit.core.errors import SpecError
 
 T = TypeVar("T")
 __all__ = [

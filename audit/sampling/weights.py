@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from audit.core.errors import DataError
+from kvaudit.core.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = "transformers_weights"  # the key under which a config names weights

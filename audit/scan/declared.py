@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.files import YamlFile, known_keys, read_yaml
-from audit.core.text import shown
-from audit.scan.finding import Finding
-from audit.scan.rules import CORRECTION, load_rules
+from kvaudit.audit.scan.finding import Finding
+from kvaudit.audit.scan.rules import CORRECTION, load_rules
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.files import YamlFile, known_keys, read_yaml
+from kvaudit.core.text import shown
 
 DECLARATIONS_FILE = "kvaudit.yaml"
 DECLARATION_FORMAT = 1

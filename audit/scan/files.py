@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from audit.core.errors import DataError, SpecError
-from audit.scan.python import read_python
-from audit.scan.sheet import Setting, Sheet, Unreadable
-from audit.scan.shell import read_dockerfile, read_shell
-from audit.scan.toml_text import read_toml_text
-from audit.scan.trees import read_json_text, read_yaml_text
-from audit.scan.words import HereDocument
+from kvaudit.audit.scan.python import read_python
+from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable
+from kvaudit.audit.scan.shell import read_dockerfile, read_shell
+from kvaudit.audit.scan.toml_text import read_toml_text
+from kvaudit.audit.scan.trees import read_json_text, read_yaml_text
+from kvaudit.audit.scan.words import HereDocument
+from kvaudit.core.errors import DataError, SpecError
 
 LARGEST_CONFIGURATION = 500_000  # bytes of a configuration; what is larger is data
 MOST_FILES = 20_000

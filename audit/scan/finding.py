@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from audit.scan.rules import ConfigurationRole, ScanRule
+from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule
 
 State = Literal["open", "declared", "corrected", "lossless", "native"]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
-from audit.core.text import clip
-from audit.scan.files import Contents
-from audit.scan.finding import Finding, NotReadable
-from audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching
-from audit.scan.sheet import Mapping, Setting, Unknown, Value
+from kvaudit.audit.scan.files import Contents
+from kvaudit.audit.scan.finding import Finding, NotReadable
+from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching
+from kvaudit.audit.scan.sheet import Mapping, Setting, Unknown, Value
+from kvaudit.core.text import clip
 
 _ROLLOUT = {"rollout", "rollouts", "grpo", "ppo", "rlhf", "rl", "train", "training", "trainer", "actor", "sampler"}
 _SERVING = {"serve", "serving", "server", "deploy", "deployment", "prod", "production", "endpoint", "inference", "chat"}

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.files import parse_yaml
-from audit.core.text import clipped, inline, is_text, shown
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import parse_yaml
+from kvaudit.core.text import clipped, inline, is_text, shown
 
 ANSWERS_FORMAT, ANSWERS_VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")

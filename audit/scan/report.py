@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from audit import __version__
-from audit.core.text import inline
-from audit.scan.finding import Finding
-from audit.scan.rules import NO_EQUIVALENT, load_rules
-from audit.scan.scan import Scan
+from kvaudit import __version__
+from kvaudit.audit.scan.finding import Finding
+from kvaudit.audit.scan.rules import NO_EQUIVALENT, load_rules
+from kvaudit.audit.scan.scan import Scan
+from kvaudit.core.text import inline
 
 SCAN_FORMAT, SCAN_VERSION = "kvaudit.scan", 1
 _LISTED = 20  # clean files that are named

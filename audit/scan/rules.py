@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from audit.core.files import parse_yaml
-from audit.scan.sheet import Mapping, Setting, Value, plain
+from kvaudit.audit.scan.sheet import Mapping, Setting, Value, plain
+from kvaudit.core.files import parse_yaml
 
 ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
 NO_EQUIVALENT = "no equivalent"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from audit.core.text import one_line
-from audit.scan.declared import Declaration
-from audit.scan.files import Found, read_file
-from audit.scan.finding import Finding, NotReadable
-from audit.scan.interpret import Interpreter
-from audit.scan.rules import CORRECTION, NATIVE, load_rules
+from kvaudit.audit.scan.declared import Declaration
+from kvaudit.audit.scan.files import Found, read_file
+from kvaudit.audit.scan.finding import Finding, NotReadable
+from kvaudit.audit.scan.interpret import Interpreter
+from kvaudit.audit.scan.rules import CORRECTION, NATIVE, load_rules
+from kvaudit.core.text import one_line
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from audit.core.text import clip
+from kvaudit.core.text import clip
 
 MOST_SETTINGS = 50_000  # of one file; aliases can stand for more than a machine holds
 DEEPEST_TREE = 60  # levels of nesting

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
-from audit.scan.words import Command, HereDocument, Word, parts_of
+from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
+from kvaudit.audit.scan.words import Command, HereDocument, Word, parts_of
 
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")

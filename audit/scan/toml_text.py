@@ -7,8 +7,8 @@ import tomllib
 from bisect import bisect_left
 from typing import Any
 
-from audit.scan.sheet import DEEPEST_TREE, Sheet, Unreadable, read_value
-from audit.scan.trees import BLANK, TEMPLATE, Branch, Leaf, Series, Tree, unblanked, walk
+from kvaudit.audit.scan.sheet import DEEPEST_TREE, Sheet, Unreadable, read_value
+from kvaudit.audit.scan.trees import BLANK, TEMPLATE, Branch, Leaf, Series, Tree, unblanked, walk
 
 _FAR = 500  # lines in which an entry of a list, or of a table in braces, is looked up
 _NAME = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"

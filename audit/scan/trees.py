@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.scan.sheet import (
+from kvaudit.audit.scan.sheet import (
     DEEPEST_TREE,
     MOST_SETTINGS,
     Mapping,
@@ -23,8 +23,8 @@ from audit.scan.sheet import (
     Value,
     read_value,
 )
-from audit.scan.shell import read_line, read_words
-from audit.scan.words import Word
+from kvaudit.audit.scan.shell import read_line, read_words
+from kvaudit.audit.scan.words import Word
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
 TEMPLATE = re.compile(r"\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from audit.scan.sheet import Unreadable
+from kvaudit.audit.scan.sheet import Unreadable
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\f\v]+|\\\r?\n)

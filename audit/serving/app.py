@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from audit.core.errors import AuditError, RunError
-from audit.serving.engine import Busy, OwnEngine
-from audit.serving.wire import ChatRequest, Choice, ReplyBodies, failure, read_request
+from kvaudit.audit.serving.engine import Busy, OwnEngine
+from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, failure, read_request
+from kvaudit.core.errors import AuditError, RunError
 
 LARGEST_BODY = 16 << 20  # bytes
 Log = Callable[[str], None]

@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from audit.cache.rotary import steady_positions
-from audit.core.errors import AuditError, RunError, SpecError, UnknownName
-from audit.policies import Policy, parse_policy
-from audit.policies.draws import derive_seed
-from audit.sampling.chat import Rendered
-from audit.sampling.model import LoadedModel
-from audit.sampling.packed import packed
-from audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, admit
-from audit.serving.wire import ChatRequest, Choice
+from kvaudit.audit.cache.rotary import steady_positions
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, admit
+from kvaudit.audit.serving.wire import ChatRequest, Choice
+from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
 DEFAULT_TOKENS = 512
 _MOST_ROWS = 4096  # that one batch ever has, since it counts them at every step

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.core.text import is_text, shown
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import is_text, shown
 
 MOST_TOKENS, MOST_CHOICES, MOST_STOPS = 32_768, 16, 16
 _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}

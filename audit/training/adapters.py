@@ -20,12 +20,12 @@ from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from audit.core.errors import DataError, RunError, SpecError
-from audit.core.spec_train import AdapterSpec
-from audit.policies.draws import derive_seed
-from audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
-from audit.sampling.model import LoadedModel, verify_folder
-from audit.sampling.weights import ADAPTER_CONFIG
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
+from kvaudit.audit.sampling.model import LoadedModel, verify_folder
+from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.spec_train import AdapterSpec
 
 _NAME = "default"  # what peft calls an adapter that has no name
 _MARK, _PREFIX = "lora_", "base_model.model."  # of its weights in a model, and of all names in an adapter's file

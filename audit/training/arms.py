@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from audit.core.errors import UnknownName
-from audit.core.spec_train import DENSE_ARM
+from kvaudit.core.errors import UnknownName
+from kvaudit.core.spec_train import DENSE_ARM
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Arm:
     """One training recipe. Everything else (items, seeds, optimiser, updates) is equal between arms.
 
     ``rollout`` is the cache the sampler uses, ``learner`` the attention of the pass that takes the gradient,
-    ``correction`` a name in ``audit.training.corrections``, ``distill`` whether the dense view is pulled towards the
-    shadow view. ``summary`` is one line for people.
+    ``correction`` a name in ``kvaudit.audit.training.corrections``, ``distill`` whether the dense view is pulled
+    towards the shadow view. ``summary`` is one line for people.
     """
 
     name: str

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import Rollout
-from audit.core.errors import SpecError
-from audit.core.records import Item
-from audit.policies.draws import derive_seed
-from audit.training.advantages import Rewarded, overlong_penalty
-from audit.training.config import TrainConfig
-from audit.training.ranks import ALONE, RankGroup
-from suites.base import SUITES, CountTokens, Suite
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.training.advantages import Rewarded, overlong_penalty
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Item
+from kvaudit.suites.base import SUITES, CountTokens, Suite
 
 TrainingItem = tuple[Suite, Item]
 

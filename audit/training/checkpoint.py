@@ -25,18 +25,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from audit import __version__
-from audit.cache.ledger import Rollout, save_ledgers
-from audit.core.errors import DataError, RunError
-from audit.core.files import PARTIAL, read_json, write_json
-from audit.core.provenance import PROVENANCE, own_files
-from audit.policies import Policy
-from audit.sampling.given import adapter_sha256
-from audit.sampling.model import LoadedModel, verify_folder
-from audit.sampling.weights import file_sha256, weights_sha256
-from audit.training.adapters import AdaptedModel, save_adapter
-from audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
-from audit.training.ranks import RankGroup, everywhere
+from kvaudit import __version__
+from kvaudit.audit.cache.ledger import Rollout, save_ledgers
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.sampling.given import adapter_sha256
+from kvaudit.audit.sampling.model import LoadedModel, verify_folder
+from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
+from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
+from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
+from kvaudit.audit.training.ranks import RankGroup, everywhere
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import PARTIAL, read_json, write_json
+from kvaudit.core.provenance import PROVENANCE, own_files
 
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"

@@ -10,14 +10,14 @@ from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from audit.core.errors import SpecError
-from audit.core.spec_parts import Seed
-from audit.core.spec_train import CriticSpec, Training, TrainSpec
-from audit.policies import Policy, parse_policy
-from audit.training.arms import Arm, get_arm
-from audit.training.losses import LOSSES
-from audit.training.rewards import Paying, paying_of
-from suites.base import SUITES
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.training.arms import Arm, get_arm
+from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.rewards import Paying, paying_of
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec_parts import Seed
+from kvaudit.core.spec_train import CriticSpec, Training, TrainSpec
+from kvaudit.suites.base import SUITES
 
 
 def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import PARTIAL, sync
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import PARTIAL, sync
 
 TELEMETRY = "telemetry.jsonl"  # of a checkpoint, one row per step
 

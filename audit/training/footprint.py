@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear
 
-from audit.cache.layers import kv_heads, layer_plans
-from audit.core.errors import RunError
-from audit.core.spec_train import TrainSpec
-from audit.policies import Dense
-from audit.sampling.memory import free_bytes
-from audit.sampling.model import LoadedModel
-from audit.training.adapters import linear_layers
-from audit.training.arms import get_arm
-from audit.training.learner import PIECE
-from audit.training.losses import LOSSES
-from suites.base import SUITES
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.policies import Dense
+from kvaudit.audit.sampling.memory import free_bytes
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.adapters import linear_layers
+from kvaudit.audit.training.arms import get_arm
+from kvaudit.audit.training.learner import PIECE
+from kvaudit.audit.training.losses import LOSSES
+from kvaudit.core.errors import RunError
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.suites.base import SUITES
 
 GB = 1e9
 

@@ -22,21 +22,21 @@ from pathlib import Path
 
 import torch
 
-from audit.core.alarms import alarm_numbers
-from audit.sampling.model import LoadedModel
-from audit.training.adapters import learner_of
-from audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
-from audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
-from audit.training.config import TrainConfig
-from audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
-from audit.training.halt import Halt
-from audit.training.losses import LOSSES, LossInputs, Whole
-from audit.training.optimiser import Stepped
-from audit.training.ranks import ALONE, RankGroup, everywhere
-from audit.training.rollouts import Questioner, Taken, ledgers_of
-from audit.training.student import Seen, Student
-from audit.training.telemetry import Clock, Learned, Tally, TelemetryRow, step_row
-from audit.training.watch import Watch
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.adapters import learner_of
+from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
+from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
+from kvaudit.audit.training.halt import Halt
+from kvaudit.audit.training.losses import LOSSES, LossInputs, Whole
+from kvaudit.audit.training.optimiser import Stepped
+from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
+from kvaudit.audit.training.rollouts import Questioner, Taken, ledgers_of
+from kvaudit.audit.training.student import Seen, Student
+from kvaudit.audit.training.telemetry import Clock, Learned, Tally, TelemetryRow, step_row
+from kvaudit.audit.training.watch import Watch
+from kvaudit.core.alarms import alarm_numbers
 
 Progress = Callable[[int, int, TelemetryRow], None]
 

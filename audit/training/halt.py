@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.alarms import alarm_key
-from audit.core.errors import DataError
-from audit.core.files import read_json, write_json
-from audit.core.spec_train import WatchSpec
-from audit.training.files import guarded
+from kvaudit.audit.training.files import guarded
+from kvaudit.core.alarms import alarm_key
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.spec_train import WatchSpec
 
 MARK = "halt.json"
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from audit.cache.ledger import Rollout
-from audit.replay.head import Head
-from audit.replay.learner_pass import LearnerPass, suffix_logits, suffix_states
-from audit.training.batch import Batch, microbatches
-from audit.training.config import TrainConfig
-from audit.training.losses.base import full_kl
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.replay.head import Head
+from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits, suffix_states
+from kvaudit.audit.training.batch import Batch, microbatches
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.losses.base import full_kl
 
 WHOLE = 8192  # tokens of a vocabulary
 PIECE = 1 << 26  # logits at once: 256 MiB in float32, of which a backward pass needs a few

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from audit.core.alarms import MISMATCH, Bound
-from audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
+from kvaudit.audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
+from kvaudit.core.alarms import MISMATCH, Bound
 
 THIRDS = ("first_third", "middle_third", "last_third")
 SIGNS = ("positive", "zero", "negative")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import DataError
-from audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.core.errors import DataError
 
 HALVES = ("grad_variance", "grad_half_cosine")
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from audit.core.errors import RunError
-from audit.core.text import inline
-from audit.policies import Policy
+from kvaudit.audit.policies import Policy
+from kvaudit.core.errors import RunError
+from kvaudit.core.text import inline
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -163,7 +163,7 @@ def _data_class(name: str) -> type | None:
     found = vars(sys.modules[module]).get(own) if module in sys.modules else None
     if not isinstance(found, type):
         return None
-    ours = module.partition(".")[0] in ("audit", "suites") or issubclass(found, Policy)
+    ours = module.partition(".")[0] == "kvaudit" or issubclass(found, Policy)
     data = is_dataclass(found) or issubclass(found, tuple | Enum)
     return found if issubclass(found, PurePath) or (ours and data) else None
 

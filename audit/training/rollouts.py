@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from audit.cache.ledger import Rollout
-from audit.policies import Policy
-from audit.policies.draws import derive_seed
-from audit.sampling.conversations import Played, play
-from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.advantages import alike
-from audit.training.batch import TrainingItem, row_seeds
-from audit.training.config import TrainConfig
-from audit.training.ranks import ALONE, RankGroup
-from audit.training.rewards import Pays
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.advantages import alike
+from kvaudit.audit.training.batch import TrainingItem, row_seeds
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.rewards import Pays
 
 
 @dataclass(frozen=True)

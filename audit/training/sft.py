@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from audit.cache.layers import kv_heads, layer_plans
-from audit.cache.ledger import NEVER, Rollout
-from audit.core.errors import SpecError
-from audit.core.records import Item, Message, Role
-from audit.core.spec_parts import Part, Seed
-from audit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
-from audit.policies import Dense
-from audit.sampling.conversations import check_fits
-from audit.sampling.model import LoadedModel
-from audit.training.adapters import learner_of
-from audit.training.batch import microbatches, training_items
-from audit.training.checkpoint import CheckpointFolder, Position, drop_state
-from audit.training.config import shares
-from audit.training.learner import read_tokens
-from audit.training.optimiser import Optimiser
-from audit.training.telemetry import Clock, TelemetryRow
-from suites.base import Suite
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import Dense
+from kvaudit.audit.sampling.conversations import check_fits
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.adapters import learner_of
+from kvaudit.audit.training.batch import microbatches, training_items
+from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
+from kvaudit.audit.training.config import shares
+from kvaudit.audit.training.learner import read_tokens
+from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.telemetry import Clock, TelemetryRow
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.spec_parts import Part, Seed
+from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
+from kvaudit.suites.base import Suite
 
 
 class StartConfig(Part):

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.errors import DataError, RunError
-from audit.core.spec_train import CriticSpec
-from audit.replay.learner_pass import LearnerPass
-from audit.training.batch import Batch
-from audit.training.config import TrainConfig
-from audit.training.learner import Read, pass_logprobs, read_tokens
-from audit.training.losses import LOSSES, Valued
-from audit.training.optimiser import Optimiser, Stepped
-from audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.replay.learner_pass import LearnerPass
+from kvaudit.audit.training.batch import Batch
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.learner import Read, pass_logprobs, read_tokens
+from kvaudit.audit.training.losses import LOSSES, Valued
+from kvaudit.audit.training.optimiser import Optimiser, Stepped
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.spec_train import CriticSpec
 
 _PREFIX, _UPDATES = "critic/", "critic/updates"
 

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import Rollout
-from audit.core.records import Outcome
-from audit.sampling.conversations import Played
-from audit.training.advantages import alike
-from audit.training.batch import Batch
-from audit.training.config import TrainConfig
-from audit.training.mismatch import mismatch_panel
-from audit.training.optimiser import HALVES
-from audit.training.rollouts import Taken
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.training.advantages import alike
+from kvaudit.audit.training.batch import Batch
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.mismatch import mismatch_panel
+from kvaudit.audit.training.optimiser import HALVES
+from kvaudit.audit.training.rollouts import Taken
+from kvaudit.core.records import Outcome
 
 TelemetryRow = dict[str, Any]
 CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")

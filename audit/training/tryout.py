@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from audit.core.errors import SpecError
-from audit.core.records import Item
-from audit.sampling.conversations import Played
-from audit.sampling.exchange import Exchange
-from audit.sampling.model import LoadedModel
-from audit.training.rewards import Paying
-from audit.training.rewards.base import checked
-from audit.training.sft import gold_rollout
-from suites.base import Suite
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.exchange import Exchange
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.rewards import Paying
+from kvaudit.audit.training.rewards.base import checked
+from kvaudit.audit.training.sft import gold_rollout
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Item
+from kvaudit.suites.base import Suite
 
 
 def try_out(paying: Paying, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from audit.core.errors import SpecError
-from audit.core.records import Outcome
-from audit.core.spec_train import WatchSpec
-from audit.policies import Dense, Policy, parse_policy
-from audit.policies.draws import derive_seed
-from audit.sampling.conversations import Played, play
-from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Decoding, Sampler
-from audit.training.batch import TrainingItem, collect
-from audit.training.config import TrainConfig
-from audit.training.learner import pass_logprobs
-from audit.training.mismatch import mismatch_panel
-from audit.training.telemetry import TelemetryRow
-from suites.base import SUITES, CountTokens
+from kvaudit.audit.policies import Dense, Policy, parse_policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.batch import TrainingItem, collect
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.learner import pass_logprobs
+from kvaudit.audit.training.mismatch import mismatch_panel
+from kvaudit.audit.training.telemetry import TelemetryRow
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec_train import WatchSpec
+from kvaudit.suites.base import SUITES, CountTokens
 
 _APART = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
 

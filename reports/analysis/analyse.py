@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from reports.analysis.cells import cell_churn, cell_concentration, reached, seed_spreads
-from reports.analysis.dose import dose_curves
-from reports.analysis.results import Analysis
-from reports.analysis.safe import safe_budgets
-from reports.analysis.sensitivity import sensitivity
-from reports.drift.results import Drift
-from reports.gate.rules import Rules
-from reports.gate.verdict import Verdict
-from reports.records.rows import Panels
+from kvaudit.reports.analysis.cells import cell_churn, cell_concentration, reached, seed_spreads
+from kvaudit.reports.analysis.dose import dose_curves
+from kvaudit.reports.analysis.results import Analysis
+from kvaudit.reports.analysis.safe import safe_budgets
+from kvaudit.reports.analysis.sensitivity import sensitivity
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import Verdict
+from kvaudit.reports.records.rows import Panels
 
 
 def analyse(drift: Drift, rules: Rules, verdict: Verdict, tables: Panels) -> Analysis:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.analysis.results import (
+from kvaudit.reports.analysis.results import (
     CellChurn,
     CellConcentration,
     CellName,
@@ -27,15 +27,15 @@ from reports.analysis.results import (
     SeedSpread,
     TemplateLoss,
 )
-from reports.drift.comparison import Comparison
-from reports.drift.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
-from reports.drift.results import Contrast
-from reports.gate.verdict import Adjustment, Decision
-from reports.records.rows import CellKey, Panel, Panels
-from reports.stats.churn import churn_of, concentration_of, flips
-from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Array
-from reports.stats.seeds import seed_spread
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.verdict import Adjustment, Decision
+from kvaudit.reports.records.rows import CellKey, Panel, Panels
+from kvaudit.reports.stats.churn import churn_of, concentration_of, flips
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import Array
+from kvaudit.reports.stats.seeds import seed_spread
 
 
 @dataclass(frozen=True)

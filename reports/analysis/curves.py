@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from reports.stats.effect import Array
+from kvaudit.reports.stats.effect import Array
 
 POINTS = 160  # most steps of a curve that are kept
 LEFT_OUT = frozenset({"step"})

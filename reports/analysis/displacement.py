@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from audit.core.errors import DataError
-from audit.core.text import one_line
-from reports.stats.effect import LEVEL, Array
-from reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import one_line
+from kvaudit.reports.stats.effect import LEVEL, Array
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 DISPLACEMENT_FILE = "displacement.json"
 DISPLACEMENT_FORMAT = 1

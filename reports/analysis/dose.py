@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from reports.analysis.results import Dose, DoseCurve
-from reports.drift.drift import broken_contract, seed_pairs
-from reports.drift.results import Drift
-from reports.records.rows import CellKey, Panel, Panels
-from reports.stats.effect import LEVEL, Array, Effect
-from reports.stats.slope import dose_weights, isotonic, slope_effect
-from reports.stats.tango import ess_tango, rate_lower
+from kvaudit.reports.analysis.results import Dose, DoseCurve
+from kvaudit.reports.drift.drift import broken_contract, seed_pairs
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.records.rows import CellKey, Panel, Panels
+from kvaudit.reports.stats.effect import LEVEL, Array, Effect
+from kvaudit.reports.stats.slope import dose_weights, isotonic, slope_effect
+from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from audit.core.facets import facet_of
-from audit.core.records import Message, Role
-from audit.core.text import clip
-from reports.drift.drift import seed_pairs, weights_of
-from reports.drift.results import Drift
-from reports.gate.verdict import Decision, Verdict
-from reports.records.load import RunData
-from reports.records.rows import FACET_COLUMNS, UNREAD, CellKey, Panel
+from kvaudit.core.facets import facet_of
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import clip
+from kvaudit.reports.drift.drift import seed_pairs, weights_of
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.gate.verdict import Decision, Verdict
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD, CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12

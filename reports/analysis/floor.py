@@ -14,11 +14,11 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from audit.core.facets import FACETS
-from reports.drift.comparison import Comparison
-from reports.drift.results import Contrast
-from reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from reports.records.rows import FACET_COLUMNS, SAID, SCORE, UNREAD, Array
+from kvaudit.core.facets import FACETS
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
+from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, UNREAD, Array
 
 _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 

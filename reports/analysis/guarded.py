@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from audit.core.facets import WELL_FORMED, facet_of
-from reports.drift.comparison import Comparison
-from reports.drift.drift import contrast, hidden_drift, seed_pairs
-from reports.drift.results import Contrast, Drift
-from reports.gate.rules import Rules
-from reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, harmful
-from reports.records.load import RunData
-from reports.records.rows import Panel, Panels, panels
-from reports.stats.effect import Effect
-from reports.stats.judges import JudgeError, judge_error
+from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import contrast, hidden_drift, seed_pairs
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, harmful
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import Panel, Panels, panels
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.judges import JudgeError, judge_error
 
 
 @dataclass(frozen=True)

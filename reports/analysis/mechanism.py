@@ -17,18 +17,18 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import special
 
-from audit.core.facets import facet_of
-from audit.core.spans import SPANS
-from reports.analysis.dose import shown_arms
-from reports.drift.drift import CELL, seed_pairs
-from reports.drift.results import Drift
-from reports.records.rows import SPAN_COLUMNS, CellKey, Panel, Panels
-from reports.stats.clustered import cr3_effect
-from reports.stats.effect import LEVEL, Array, Effect
-from reports.stats.mover import Mover, mover
-from reports.stats.regression import jackknife_variance, regression_effect, telling_clusters
-from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.tango import ess_tango, rate_lower
+from kvaudit.core.facets import facet_of
+from kvaudit.core.spans import SPANS
+from kvaudit.reports.analysis.dose import shown_arms
+from kvaudit.reports.drift.drift import CELL, seed_pairs
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.records.rows import SPAN_COLUMNS, CellKey, Panel, Panels
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import LEVEL, Array, Effect
+from kvaudit.reports.stats.mover import Mover, mover
+from kvaudit.reports.stats.regression import jackknife_variance, regression_effect, telling_clusters
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 WIDEST = 2.0  # of an interval of a change that cannot be beyond -1 or 1
 NOTHING = 1e-9  # what rounding leaves of an interval without any spread

@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.errors import DataError
-from audit.core.facets import FACETS, facet_of
-from audit.core.provenance import ASKED, table_of
-from reports.analysis.dose import slope
-from reports.records.load import RunData
-from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
-from reports.stats.effect import LEVEL, Array, Effect
-from reports.stats.few import Estimate
-from reports.stats.signflip import FEWEST_CLUSTERS, holm
-from reports.stats.tango import ess_tango, rate_lower
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import FACETS, facet_of
+from kvaudit.core.provenance import ASKED, table_of
+from kvaudit.reports.analysis.dose import slope
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
+from kvaudit.reports.stats.effect import LEVEL, Array, Effect
+from kvaudit.reports.stats.few import Estimate
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
+from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 _ALPHA = 0.05
 _ROUNDING = 1e-9  # of a mean of draws that are 0 or 1

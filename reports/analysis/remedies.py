@@ -20,18 +20,18 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from audit.core.policy_names import short_names
-from reports.drift.comparison import Comparison
-from reports.drift.drift import CELL, change, contrast, seed_pairs, share_of_none
-from reports.drift.results import Contrast, Drift
-from reports.gate.decide import decide_beside
-from reports.gate.family import FamilyRow, GatedCell
-from reports.gate.rules import Rules
-from reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
-from reports.records.load import RunData
-from reports.records.remedies import Served, Tried
-from reports.records.rows import Panels, panels
-from reports.stats.rule import fixed_sequence
+from kvaudit.core.policy_names import short_names
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import CELL, change, contrast, seed_pairs, share_of_none
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.decide import decide_beside
+from kvaudit.reports.gate.family import FamilyRow, GatedCell
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.remedies import Served, Tried
+from kvaudit.reports.records.rows import Panels, panels
+from kvaudit.reports.stats.rule import fixed_sequence
 
 _KEPT = ["arm", "policy"]
 

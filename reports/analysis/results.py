@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports.stats.effect import Effect
+from kvaudit.reports.stats.effect import Effect
 
 
 @dataclass(frozen=True)

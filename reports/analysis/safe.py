@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reports.analysis.dose import families
-from reports.analysis.results import SafeBudget
-from reports.drift.comparison import Comparison
-from reports.drift.results import Contrast, Drift
-from reports.gate.cell import decide_cell, templates_of
-from reports.gate.controls import Controls
-from reports.gate.rules import Rules
-from reports.gate.verdict import Status
-from reports.stats.rule import fixed_sequence
+from kvaudit.reports.analysis.dose import families
+from kvaudit.reports.analysis.results import SafeBudget
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.cell import decide_cell, templates_of
+from kvaudit.reports.gate.controls import Controls
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.stats.rule import fixed_sequence
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 

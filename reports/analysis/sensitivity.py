@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.analysis.cells import BothSides, both_sides, name_of_cell, two_sided
-from reports.analysis.results import CellSensitivity, MethodVerdict, Variant
-from reports.drift.results import Drift
-from reports.gate.verdict import FORM, Decision, Status, Verdict, worst
-from reports.records.rows import Panels
-from reports.stats.clustered import cr3_effect, totals
-from reports.stats.effect import Array, Effect
-from reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
-from reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
-from reports.stats.tango import ess_tango
+from kvaudit.reports.analysis.cells import BothSides, both_sides, name_of_cell, two_sided
+from kvaudit.reports.analysis.results import CellSensitivity, MethodVerdict, Variant
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.gate.verdict import FORM, Decision, Status, Verdict, worst
+from kvaudit.reports.records.rows import Panels
+from kvaudit.reports.stats.clustered import cr3_effect, totals
+from kvaudit.reports.stats.effect import Array, Effect
+from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
+from kvaudit.reports.stats.tango import ess_tango
 
 _Codes = npt.NDArray[np.int64]
 DECLARED = "as declared"

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from reports.calibration.checks.intervals import called_as
-from reports.calibration.probit import Probit
-from reports.calibration.streams import fixed_blocks
-from reports.stats.rule import Call
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.broken import BrokenTemplates
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from kvaudit.reports.calibration.checks.intervals import called_as
+from kvaudit.reports.calibration.probit import Probit
+from kvaudit.reports.calibration.streams import fixed_blocks
+from kvaudit.reports.stats.rule import Call
+from kvaudit.reports.stats.tango import many_ess_tango
 
 _DRAWS = 10_000
 SHARED = 0.25  # of an arm's own part that a template has in common

@@ -27,7 +27,7 @@ SOURCES = (
 
 def source_hashes() -> dict[str, str]:
     """The hash of each statistics file as it is installed."""
-    folder = files("reports.stats")
+    folder = files("kvaudit.reports.stats")
     return {name: code_hash((folder / name).read_text(encoding="utf-8")) for name in SOURCES}
 
 

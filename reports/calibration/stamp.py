@@ -53,5 +53,7 @@ def stamp() -> Stamp:
 
 def shipped() -> dict[str, Any]:
     """The calibration that ships with the package."""
-    held: dict[str, Any] = json.loads((files("reports.calibration") / "calibration.json").read_text(encoding="utf-8"))
+    held: dict[str, Any] = json.loads(
+        (files("kvaudit.reports.calibration") / "calibration.json").read_text(encoding="utf-8")
+    )
     return held

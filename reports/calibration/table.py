@@ -8,11 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
-from reports.calibration.checks import doses, families, graded, intervals, judges, power, recipes, standing, templates
-from reports.calibration.design import RunDesign, design_cases, design_figures
-from reports.calibration.run import Progress, simulate
-from reports.calibration.sources import source_hashes
+from kvaudit.reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
+from kvaudit.reports.calibration.checks import (
+    doses,
+    families,
+    graded,
+    intervals,
+    judges,
+    power,
+    recipes,
+    standing,
+    templates,
+)
+from kvaudit.reports.calibration.design import RunDesign, design_cases, design_figures
+from kvaudit.reports.calibration.run import Progress, simulate
+from kvaudit.reports.calibration.sources import source_hashes
 
 SCHEMA = 1
 

@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.facets import facet_of
-from audit.core.policy_names import DENSE_POLICY, short_names
-from reports.calibration.stamp import stamp
-from reports.compare.pairing import CANDIDATE, REFERENCE, paired
-from reports.drift.answers import reference_answers
-from reports.drift.comparison import Comparison
-from reports.drift.drift import contrasts
-from reports.drift.results import Drift
-from reports.gate.decide import decide
-from reports.gate.rules import Rules, margin_of
-from reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
-from reports.page.findings import Findings
-from reports.records.readers.base import Log
-from reports.records.rows import facets_of, panels
-from reports.stats.judges import Kappa, kappa
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.facets import facet_of
+from kvaudit.core.policy_names import DENSE_POLICY, short_names
+from kvaudit.reports.calibration.stamp import stamp
+from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
+from kvaudit.reports.drift.answers import reference_answers
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import contrasts
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.gate.rules import Rules, margin_of
+from kvaudit.reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.records.readers.base import Log
+from kvaudit.reports.records.rows import facets_of, panels
+from kvaudit.reports.stats.judges import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 

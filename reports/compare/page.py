@@ -6,21 +6,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from audit.core.text import inline
-from reports.compare.files import Compared, TwoJudges
-from reports.compare.pairing import CANDIDATE, REFERENCE
-from reports.gate.verdict import Decision, Status
-from reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
-from reports.page.facets import EVENT_HEADERS, event_cells, how_to_read, shown, taken_apart
-from reports.page.gate_table import HOW_TO_READ, adjusted, numbers
-from reports.page.limits import calibrated, hidden
-from reports.page.page import Banner, Page, Section
-from reports.page.remarks import remarks
-from reports.page.tables import Table, footnoted, table_of
-from reports.page.words import drift, note, percent, spelled, unsampled
-from reports.records.readers.base import Log
-from reports.stats.judges import Kappa
-from reports.stats.rule import blind_spot
+from kvaudit.core.text import inline
+from kvaudit.reports.compare.files import Compared, TwoJudges
+from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
+from kvaudit.reports.page.facets import EVENT_HEADERS, event_cells, how_to_read, shown, taken_apart
+from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers
+from kvaudit.reports.page.limits import calibrated, hidden
+from kvaudit.reports.page.page import Banner, Page, Section
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.tables import Table, footnoted, table_of
+from kvaudit.reports.page.words import drift, note, percent, spelled, unsampled
+from kvaudit.reports.records.readers.base import Log
+from kvaudit.reports.stats.judges import Kappa
+from kvaudit.reports.stats.rule import blind_spot
 
 _FILES = ("compare.html", "compare.md", "compare.json")
 
@@ -231,7 +231,7 @@ def _files(logs: Sequence[Log]) -> Table:
 def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
     """File name -> text, of the comparison or of the worse of two judges."""
     # they draw figures: a second that the terminal need not wait for
-    from reports.page.formats import drift, html, markdown
+    from kvaudit.reports.page.formats import drift, html, markdown
 
     page = comparison_page(compared, two)
     body: dict[str, Any] = json.loads(drift.render(page))

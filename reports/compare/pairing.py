@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.policy_names import DENSE_POLICY
-from reports.drift.comparison import Reason
-from reports.drift.drift import UNSCORED_LIMIT
-from reports.gate.verdict import NO_CLUSTERS
-from reports.page.words import percent
-from reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.drift import UNSCORED_LIMIT
+from kvaudit.reports.gate.verdict import NO_CLUSTERS
+from kvaudit.reports.page.words import percent
+from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.facets import FACETS, WELL_FORMED
-from audit.core.records import Outcome
-from reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.records import Outcome
+from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
 
 Array = npt.NDArray[np.float64]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, cast
 import numpy as np
 import pandas as pd
 
-from audit.core.facets import facet_of
-from reports.drift.comparison import Comparison, Reason
-from reports.drift.results import Contrast
-from reports.records.rows import LOGPROB, SAID
+from kvaudit.core.facets import facet_of
+from kvaudit.reports.drift.comparison import Comparison, Reason
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.records.rows import LOGPROB, SAID
 
 CANARY = "CANARY"
 _UNIT = ["arm", "suite", "context_tokens"]

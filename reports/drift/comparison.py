@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from audit.core.conditions import condition_names, uncompressed, uncompressed_of
-from audit.core.facets import facet_of
-from audit.core.policy_names import DENSE_POLICY, match_policies, short_names
-from audit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
-from audit.core.records import Outcome
-from audit.core.spec import RunSpec
-from audit.core.spec_train import BASE_ARM, DENSE_ARM
-from reports.records.load import RunData
-from reports.records.rows import facets_of
+from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
+from kvaudit.core.facets import facet_of
+from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
+from kvaudit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import facets_of
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]

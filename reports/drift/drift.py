@@ -19,23 +19,23 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.facets import UNSAFE
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.records import Outcome
-from audit.core.spec_train import BASE_ARM
-from reports.drift.answers import reference_answers
-from reports.drift.canary import canary_reasons, held_by_canary, unmoved
-from reports.drift.comparison import Comparison, Reason, run_reasons
-from reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
-from reports.records.load import RunData
-from reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
-from reports.stats.churn import Flips, flips
-from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Array, Effect
-from reports.stats.few import no_interval
-from reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
-from reports.stats.signflip import FEWEST_CLUSTERS
-from reports.stats.tango import ess_tango, many_ess_tango
+from kvaudit.core.facets import UNSAFE
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.reports.drift.answers import reference_answers
+from kvaudit.reports.drift.canary import canary_reasons, held_by_canary, unmoved
+from kvaudit.reports.drift.comparison import Comparison, Reason, run_reasons
+from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
+from kvaudit.reports.stats.churn import Flips, flips
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import Array, Effect
+from kvaudit.reports.stats.few import no_interval
+from kvaudit.reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]

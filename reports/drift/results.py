@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from reports.drift.answers import Answers
-from reports.drift.comparison import Comparison, Reason
-from reports.stats.effect import Effect
-from reports.stats.judges import JudgeError
+from kvaudit.reports.drift.answers import Answers
+from kvaudit.reports.drift.comparison import Comparison, Reason
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.judges import JudgeError
 
 
 @dataclass(frozen=True)

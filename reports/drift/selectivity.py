@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from reports.drift.comparison import Reason
-from reports.drift.drift import no_narrower
-from reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift
-from reports.stats.clustered import Array
-from reports.stats.effect import LEVEL, Effect
-from reports.stats.mover import mover
-from reports.stats.seeds import recipe_variance
-from reports.stats.signflip import flip_moments
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.drift import no_narrower
+from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift
+from kvaudit.reports.stats.clustered import Array
+from kvaudit.reports.stats.effect import LEVEL, Effect
+from kvaudit.reports.stats.mover import mover
+from kvaudit.reports.stats.seeds import recipe_variance
+from kvaudit.reports.stats.signflip import flip_moments
 
 SELECTIVITY = "selectivity"
 _SOURCE = "Zou & Donner 2008 over ESS-Tango"

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reports.drift.comparison import Reason
-from reports.drift.results import Contrast, People
-from reports.gate.chance import larger
-from reports.gate.family import (
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import Contrast, People
+from kvaudit.reports.gate.chance import larger
+from kvaudit.reports.gate.family import (
     HOLM,
     PARITY,
     WORST_POLICY,
     FamilyRow,
     GatedCell,
 )
-from reports.gate.verdict import (
+from kvaudit.reports.gate.verdict import (
     LABELS,
     PASSED,
     PRECEDENCE,
@@ -28,8 +28,8 @@ from reports.gate.verdict import (
     worst,
     worst_recipe,
 )
-from reports.stats.effect import Effect
-from reports.stats.rule import (
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.rule import (
     Call,
     Part,
     blind_spot,

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reports.drift.results import Contrast
-from reports.gate.verdict import Larger
-from reports.stats.clustered import Array, ManyTotals, cr3_variance
-from reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
-from reports.stats.signflip import random_signs
-from reports.stats.tango import design_effects, ess_tango_bounds
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.verdict import Larger
+from kvaudit.reports.stats.clustered import Array, ManyTotals, cr3_variance
+from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.signflip import random_signs
+from kvaudit.reports.stats.tango import design_effects, ess_tango_bounds
 
 _POOLED = 200_000  # items of a pool: its own mean is off by a tenth of a point
 _FEWEST = 256  # templates of a pool

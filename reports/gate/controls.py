@@ -27,15 +27,15 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.facets import FACETS, WELL_FORMED, Facet
-from audit.core.policy_names import DENSE_POLICY
-from reports.drift.answers import Answers, answers_of
-from reports.drift.comparison import Reason
-from reports.drift.results import Contrast, Drift
-from reports.records.rows import FACET_COLUMNS, UNREAD
-from reports.stats.clustered import Array
-from reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
-from reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.core.facets import FACETS, WELL_FORMED, Facet
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.reports.drift.answers import Answers, answers_of
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.reports.stats.clustered import Array
+from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 
 class Standing(StrEnum):

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from audit.core.facets import WELL_FORMED, facet_of
-from reports.drift.comparison import Comparison, Reason, some
-from reports.drift.results import Contrast, Drift, People
-from reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
-from reports.gate.controls import Controls
-from reports.gate.family import (
+from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.reports.drift.comparison import Comparison, Reason, some
+from kvaudit.reports.drift.results import Contrast, Drift, People
+from kvaudit.reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
+from kvaudit.reports.gate.controls import Controls
+from kvaudit.reports.gate.family import (
     FamilyRow,
     GatedCell,
     drop_pvalue,
@@ -30,9 +30,9 @@ from reports.gate.family import (
     joint_family,
     shown_cells,
 )
-from reports.gate.rules import RELEASE, Rules
-from reports.gate.seeds import held_by_seeds
-from reports.gate.verdict import (
+from kvaudit.reports.gate.rules import RELEASE, Rules
+from kvaudit.reports.gate.seeds import held_by_seeds
+from kvaudit.reports.gate.verdict import (
     FORM,
     JUDGE_DIFF,
     PASSED,
@@ -48,7 +48,7 @@ from reports.gate.verdict import (
     worst_exit,
     worst_recipe,
 )
-from reports.gate.waivers import Waiver
+from kvaudit.reports.gate.waivers import Waiver
 
 _SAID = (Status.INVALID, Status.FAIL)  # whatever its reference can show
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reports.gate.sizes import Design, chance
-from reports.stats.binomial import clopper_pearson
-from reports.stats.effect import Array
-from reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_large
+from kvaudit.reports.gate.sizes import Design, chance
+from kvaudit.reports.stats.binomial import clopper_pearson
+from kvaudit.reports.stats.effect import Array
+from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_large
 
 LEAST_CHURN = 0.05  # discordance: no pilot sizes a run for fewer items that differ
 ASSUMED_CHURN = 0.10  # discordance that is assumed where no pilot saw a pair

@@ -24,13 +24,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from reports.drift.comparison import Comparison
-from reports.drift.drift import Where
-from reports.drift.results import Contrast, Drift
-from reports.drift.selectivity import SELECTIVITY
-from reports.gate.rules import DEFAULT_ESTIMANDS, Rules
-from reports.stats.effect import Array, Effect
-from reports.stats.signflip import (
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import Where
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.drift.selectivity import SELECTIVITY
+from kvaudit.reports.gate.rules import DEFAULT_ESTIMANDS, Rules
+from kvaudit.reports.stats.effect import Array, Effect
+from kvaudit.reports.stats.signflip import (
     BLOCK,
     EXHAUSTIVE_CLUSTERS,
     FEWEST_CLUSTERS,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError
+from kvaudit.core.errors import DataError
 
 PIN_FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")

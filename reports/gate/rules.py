@@ -16,16 +16,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, SpecError
-from audit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
-from audit.core.policy_names import DENSE_POLICY, match_policies
-from audit.core.provenance import DEFAULT_MARGINS, table_of
-from audit.core.spec import CODES, GateSpec, RunSpec, with_gate
-from audit.core.spec_parts import LEAST_MARGIN
-from audit.core.text import clipped, shown
-from reports.drift.comparison import Comparison, comparison_of
-from reports.gate.pin import Pin, pin_from
-from reports.records.load import RunData
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
+from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
+from kvaudit.core.spec import CODES, GateSpec, RunSpec, with_gate
+from kvaudit.core.spec_parts import LEAST_MARGIN
+from kvaudit.core.text import clipped, shown
+from kvaudit.reports.drift.comparison import Comparison, comparison_of
+from kvaudit.reports.gate.pin import Pin, pin_from
+from kvaudit.reports.records.load import RunData
 
 DEFAULT_ESTIMANDS = ("E1", "E2")
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's

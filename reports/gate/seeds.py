@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reports.drift.comparison import Reason
-from reports.drift.results import SeedDrift
-from reports.gate.family import FamilyRow, GatedCell, joint_family
-from reports.gate.verdict import Decision, Status, worst
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import SeedDrift
+from kvaudit.reports.gate.family import FamilyRow, GatedCell, joint_family
+from kvaudit.reports.gate.verdict import Decision, Status, worst
 
 SEED = "SEED"
 

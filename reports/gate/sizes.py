@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from audit.core.errors import SpecError
-from reports.gate.chance import AUDITS, Differences, Pool, audits_of, interval_rate, lowest_estimate, pass_rate, pool_of
-from reports.gate.rules import margin_of
-from reports.stats import power as kernels
-from reports.stats.rule import blind_spot, clusters_required
-from reports.stats.seeds import SEEDS_ADVISED
+from kvaudit.core.errors import SpecError
+from kvaudit.reports.gate.chance import (
+    AUDITS,
+    Differences,
+    Pool,
+    audits_of,
+    interval_rate,
+    lowest_estimate,
+    pass_rate,
+    pool_of,
+)
+from kvaudit.reports.gate.rules import margin_of
+from kvaudit.reports.stats import power as kernels
+from kvaudit.reports.stats.rule import blind_spot, clusters_required
+from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 
 DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
 DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1

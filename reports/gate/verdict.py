@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reports.drift.comparison import Reason
-from reports.drift.results import Rates, SeedDrift
-from reports.gate.controls import Control
-from reports.gate.rules import WARN, Rules
-from reports.gate.waivers import Waiver
-from reports.stats.effect import Effect
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.results import Rates, SeedDrift
+from kvaudit.reports.gate.controls import Control
+from kvaudit.reports.gate.rules import WARN, Rules
+from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.stats.effect import Effect
 
 
 class Status(StrEnum):

@@ -19,12 +19,12 @@ from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.files import YamlFile, known_keys, read_yaml
-from audit.core.policy_names import match_policies
-from audit.core.spec import CODES, CONTRASTS
-from audit.core.text import clipped, shown
-from reports.drift.comparison import Comparison
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.files import YamlFile, known_keys, read_yaml
+from kvaudit.core.policy_names import match_policies
+from kvaudit.core.spec import CODES, CONTRASTS
+from kvaudit.core.text import clipped, shown
+from kvaudit.reports.drift.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
 WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from audit.core.errors import DataError
-from reports.labels.pairs import Indices, LabelKey, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
-from reports.labels.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
-from reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
-from reports.records.load import RunData
-from reports.records.rows import RecordPlace
+from kvaudit.core.errors import DataError
+from kvaudit.reports.labels.pairs import Indices, LabelKey, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
+from kvaudit.reports.labels.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
+from kvaudit.reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import RecordPlace
 
 
 def sheet_key(

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.policy_names import match_policies
-from audit.core.spec import CONTRASTS
-from reports.drift.comparison import Comparison
-from reports.drift.drift import seed_pairs, weights_of
-from reports.drift.results import Contrast
-from reports.labels.sheet import Shown, shown_answer
-from reports.records.load import RunData
-from reports.records.rows import CellKey, RecordPlace
-from reports.stats.adjudication import round_robin
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import match_policies
+from kvaudit.core.spec import CONTRASTS
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import seed_pairs, weights_of
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.labels.sheet import Shown, shown_answer
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import CellKey, RecordPlace
+from kvaudit.reports.stats.adjudication import round_robin
 
 ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
 _SELECTORS = ("estimand", "arm", "policy", "suite", "context")

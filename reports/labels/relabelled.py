@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from audit.core.errors import DataError
-from audit.core.text import one_line
-from reports.drift.results import ClusterSums, Contrast, Drift, People
-from reports.labels.pairs import (
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import one_line
+from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, People
+from kvaudit.reports.labels.pairs import (
     Indices,
     LabelKey,
     PairedAnswers,
@@ -34,12 +34,12 @@ from reports.labels.pairs import (
     places,
     texts_of,
 )
-from reports.labels.sheet import text_hash
-from reports.records.load import RunData
-from reports.records.rows import RecordPlace
-from reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
-from reports.stats.effect import Effect
-from reports.stats.judges import differential_bias, judge_error
+from kvaudit.reports.labels.sheet import text_hash
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import RecordPlace
+from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.judges import differential_bias, judge_error
 
 LABELS_FORMAT = 3
 _SIMPLE_LABELS = 2  # labels of before the pairs were spread over templates

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from audit.core.errors import DataError
-from audit.core.provenance import JUDGED
-from reports.stats.judges import Kappa, kappa
+from kvaudit.core.errors import DataError
+from kvaudit.core.provenance import JUDGED
+from kvaudit.reports.stats.judges import Kappa, kappa
 
 _DESIRED = ((1, 1), (1, 0), (0, 1), (0, 0))  # before, and now: what the four counts are of
 _MOST = 10**9

@@ -20,9 +20,9 @@ from unicodedata import normalize
 
 import numpy as np
 
-from audit.core.errors import DataError
-from audit.core.records import Message, Role
-from audit.core.text import clip, one_line, visible
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import clip, one_line, visible
 
 KEY_FORMAT = 2
 _SIMPLE_KEY = 1  # keys of before the pairs were spread over templates

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from audit.core.text import at_length, inline
-from reports.gate.seeds import SEED
-from reports.gate.verdict import Decision, Status, Verdict
-from reports.page.facets import taken_apart
-from reports.page.findings import Findings
-from reports.page.floor_tables import floor_line
-from reports.page.remarks import late, not_measurable, remarks
-from reports.page.tables import compressed_as_deployed, decided_lines, deployed, named
-from reports.page.words import beyond, counted, drift, is_relative, percent, points, rates, short_suites, worst_seed
+from kvaudit.core.text import at_length, inline
+from kvaudit.reports.gate.seeds import SEED
+from kvaudit.reports.gate.verdict import Decision, Status, Verdict
+from kvaudit.reports.page.facets import taken_apart
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.floor_tables import floor_line
+from kvaudit.reports.page.remarks import late, not_measurable, remarks
+from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed, named
+from kvaudit.reports.page.words import (
+    beyond,
+    counted,
+    drift,
+    is_relative,
+    percent,
+    points,
+    rates,
+    short_suites,
+    worst_seed,
+)
 
 _SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from audit.core.facets import FACETS
-from audit.core.text import inline
-from reports.analysis.floor import floor_at
-from reports.gate.verdict import PASSED, Decision, Larger, Status
-from reports.page.findings import Findings
-from reports.page.words import points
-from reports.records.floor import SHUFFLED
+from kvaudit.core.facets import FACETS
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.floor import floor_at
+from kvaudit.reports.gate.verdict import PASSED, Decision, Larger, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import points
+from kvaudit.reports.records.floor import SHUFFLED
 
 MOST_ANSWER_LINES = 10
 _HEAD = {

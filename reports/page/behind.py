@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlencode
 
-from audit.core.facets import facet_of
-from audit.core.text import visible
-from reports.analysis.examples import Example
-from reports.drift.results import Contrast
-from reports.gate.verdict import Decision
-from reports.page.findings import Findings
-from reports.page.view.flips import KINDS, flip_key, kinds_of
-from reports.records.load import RunData
-from reports.records.rows import SCORE, CellKey
+from kvaudit.core.facets import facet_of
+from kvaudit.core.text import visible
+from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.view.flips import KINDS, flip_key, kinds_of
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import SCORE, CellKey
 
 VIEW = "../view/index.html#"  # from RUN/report
 COMMAND = "kvaudit view RUN"

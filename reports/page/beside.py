@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from reports.analysis.safe import cleared_sentence
-from reports.page import detail_tables as tables
-from reports.page import summaries
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.people_tables import errors_table, labelled_cells_table, panel_notes
+from kvaudit.reports.analysis.safe import cleared_sentence
+from kvaudit.reports.page import detail_tables as tables
+from kvaudit.reports.page import summaries
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.people_tables import errors_table, labelled_cells_table, panel_notes
 
 SAFE = {"budget": "smallest budget", "length": "longest context"}
 CLEARED_SHOWN = 3  # sentences; the table has all

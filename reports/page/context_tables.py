@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from audit.core.facets import FACETS
-from audit.core.text import inline
-from reports.drift.answers import Answers
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, table_of
-from reports.page.words import percent, points
+from kvaudit.core.facets import FACETS
+from kvaudit.core.text import inline
+from kvaudit.reports.drift.answers import Answers
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import percent, points
 
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.text import clip, inline, length_label, length_of
-from reports.analysis.cache_use import cache_use
-from reports.analysis.curves import Curve
-from reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
-from reports.page.findings import Findings
-from reports.page.tables import Table, table_of
-from reports.page.words import NOT_SHOWN, drift, percent, points, pvalue, scientific, size, spelled, times, worst_seed
-from reports.stats.few import no_interval
+from kvaudit.core.text import clip, inline, length_label, length_of
+from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.analysis.curves import Curve
+from kvaudit.reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import (
+    NOT_SHOWN,
+    drift,
+    percent,
+    points,
+    pvalue,
+    scientific,
+    size,
+    spelled,
+    times,
+    worst_seed,
+)
+from kvaudit.reports.stats.few import no_interval
 
 
 def training_table(findings: Findings) -> Table:

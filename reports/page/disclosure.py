@@ -10,24 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from audit.core.conditions import engine_in, settings_in
-from audit.core.policy_names import DENSE_POLICY, match_policies
-from audit.core.provenance import table_of
-from audit.core.recipe import SECTIONS, digests
-from audit.core.spec import UNKNOWN as UNSAID
-from audit.core.spec_train import BASE_ARM
-from audit.core.text import at_length
-from reports.analysis.cache_use import cache_use
-from reports.analysis.guarded import GuardEffect, Hidden
-from reports.gate.verdict import PRECEDENCE, Decision
-from reports.page.engine_tables import said_by
-from reports.page.findings import Findings
-from reports.page.limits import limits
-from reports.page.page import Page
-from reports.page.remarks import remarks
-from reports.page.tables import deployed
-from reports.page.words import NOT_SHOWN, points, spelled, unsampled
-from reports.stats.effect import Effect
+from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.provenance import table_of
+from kvaudit.core.recipe import SECTIONS, digests
+from kvaudit.core.spec import UNKNOWN as UNSAID
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.core.text import at_length
+from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
+from kvaudit.reports.page.engine_tables import said_by
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.limits import limits
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.tables import deployed
+from kvaudit.reports.page.words import NOT_SHOWN, points, spelled, unsampled
+from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds

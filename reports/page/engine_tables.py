@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from audit.core.conditions import engine_in, settings_in
-from audit.core.provenance import SERVED_BY, table_of
-from audit.core.text import inline
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table
-from reports.page.tables import table_of as table_from
-from reports.page.words import counted
+from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.provenance import SERVED_BY, table_of
+from kvaudit.core.text import inline
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table
+from kvaudit.reports.page.tables import table_of as table_from
+from kvaudit.reports.page.words import counted
 
 SILENT = "nothing"  # of an engine that does not say what it resolved
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from audit.core.facets import WELL_FORMED, Facet, facet_of
-from audit.core.text import inline, length_label
-from reports.analysis.results import CellName
-from reports.drift.results import Contrast
-from reports.gate.verdict import Decision, Status
-from reports.page.behind import flips_behind
-from reports.page.detail_tables import place_name
-from reports.page.findings import Findings
-from reports.page.tables import Table, against, table_of
-from reports.page.words import counted, drift, marked, points
+from kvaudit.core.facets import WELL_FORMED, Facet, facet_of
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.analysis.results import CellName
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.page.behind import flips_behind
+from kvaudit.reports.page.detail_tables import place_name
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import Table, against, table_of
+from kvaudit.reports.page.words import counted, drift, marked, points
 
 WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reports.analysis.curves import Curve
-from reports.analysis.displacement import Displacement
-from reports.analysis.examples import Example
-from reports.analysis.floor import FloorUnit
-from reports.analysis.guarded import GuardEffect
-from reports.analysis.mechanism import Mechanism
-from reports.analysis.remedies import Remedies
-from reports.analysis.results import Analysis
-from reports.calibration.stamp import Stamp
-from reports.drift.comparison import Comparison
-from reports.drift.results import Contrast, Drift
-from reports.gate.rules import Rules
-from reports.gate.verdict import Verdict
-from reports.gate.waivers import Waiver
-from reports.labels.second import SecondJudge
-from reports.records.load import Evidence
+from kvaudit.reports.analysis.curves import Curve
+from kvaudit.reports.analysis.displacement import Displacement
+from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.analysis.floor import FloorUnit
+from kvaudit.reports.analysis.guarded import GuardEffect
+from kvaudit.reports.analysis.mechanism import Mechanism
+from kvaudit.reports.analysis.remedies import Remedies
+from kvaudit.reports.analysis.results import Analysis
+from kvaudit.reports.calibration.stamp import Stamp
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import Verdict
+from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.labels.second import SecondJudge
+from kvaudit.reports.records.load import Evidence
 
 
 @dataclass(frozen=True)

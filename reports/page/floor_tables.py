@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from audit.core.text import inline, length_label
-from reports.analysis.floor import AgainFlips, FloorCell, FloorUnit, floor_above, floor_at
-from reports.gate.verdict import Decision
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points, spelled
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.analysis.floor import AgainFlips, FloorCell, FloorUnit, floor_above, floor_at
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import drift, percent, points, spelled
 
 _NO_MORE = "no more answers changed than change by asking again in another order"
 

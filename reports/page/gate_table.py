@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from audit.core.text import inline, length_label
-from reports.drift.comparison import Comparison
-from reports.gate.decide import suite_of
-from reports.gate.verdict import Decision
-from reports.page.behind import flips_behind
-from reports.page.findings import Findings
-from reports.page.tables import Table, against, footnoted, named
-from reports.page.words import drift, marked, note, points, pvalue, rates
-from reports.stats.rule import clusters_required
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decide import suite_of
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.page.behind import flips_behind
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import Table, against, footnoted, named
+from kvaudit.reports.page.words import drift, marked, note, points, pvalue, rates
+from kvaudit.reports.stats.rule import clusters_required
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.facets import FACETS, facet_of
-from audit.core.text import inline, length_label
-from reports.analysis.guarded import GuardEffect, Hidden
-from reports.drift.results import Contrast
-from reports.page.facets import Event
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, against, table_of
-from reports.page.words import counted, percent, points
-from reports.stats.binomial import Proportion
-from reports.stats.effect import Effect
+from kvaudit.core.facets import FACETS, facet_of
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.page.facets import Event
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, against, table_of
+from kvaudit.reports.page.words import counted, percent, points
+from kvaudit.reports.stats.binomial import Proportion
+from kvaudit.reports.stats.effect import Effect
 
 
 def guards_section(findings: Findings) -> Section | None:

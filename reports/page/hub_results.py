@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from audit.core.errors import SpecError
-from audit.core.text import inline
-from reports.page.disclosure import Disclosure, Measured, disclosure_of
-from reports.page.page import Page
+from kvaudit.core.errors import SpecError
+from kvaudit.core.text import inline
+from kvaudit.reports.page.disclosure import Disclosure, Measured, disclosure_of
+from kvaudit.reports.page.page import Page
 
 HUB_FOLDER = ".eval_results"
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

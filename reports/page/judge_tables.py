@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.text import inline, length_label
-from reports.drift.comparison import PROGRAMMATIC
-from reports.labels.second import SecondJudge
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, table_of
-from reports.page.words import marked
-from reports.stats.judges import Kappa
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.drift.comparison import PROGRAMMATIC
+from kvaudit.reports.labels.second import SecondJudge
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import marked
+from kvaudit.reports.stats.judges import Kappa
 
 
 def judges_section(findings: Findings) -> Section | None:

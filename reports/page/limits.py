@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from audit.core.text import inline
-from reports.analysis.cache_use import lacks_live
-from reports.gate.family import PARITY
-from reports.gate.rules import DEFAULT_ESTIMANDS
-from reports.gate.verdict import TEMPLATES, Decision, Status
-from reports.page.findings import Findings
-from reports.page.tables import named
-from reports.page.words import counted, drift, error_rates, percent, unsampled
-from reports.records.rows import LIVE
-from reports.stats.rule import blind_spot
-from reports.stats.seeds import SEEDS_ADVISED
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.cache_use import lacks_live
+from kvaudit.reports.gate.family import PARITY
+from kvaudit.reports.gate.rules import DEFAULT_ESTIMANDS
+from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import named
+from kvaudit.reports.page.words import counted, drift, error_rates, percent, unsampled
+from kvaudit.reports.records.rows import LIVE
+from kvaudit.reports.stats.rule import blind_spot
+from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from audit.core.facets import Facet, facet_of
-from audit.core.spans import SPANS
-from audit.core.text import inline, length_label
-from reports.analysis.mechanism import UNMOVED, Group, Share, SpanRates, SpanSlope
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, table_of
-from reports.page.words import counted, percent, points
-from reports.stats.effect import Effect
-from reports.stats.few import no_interval
-from reports.stats.mover import Mover
+from kvaudit.core.facets import Facet, facet_of
+from kvaudit.core.spans import SPANS
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Share, SpanRates, SpanSlope
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import counted, percent, points
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.few import no_interval
+from kvaudit.reports.stats.mover import Mover
 
 _MOST_ROWS, _NAMED = 20, 4
 _ORDER = {span: number for number, span in enumerate(SPANS)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from audit.core.errors import DataError
-from audit.core.files import read_text, write_output
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_text, write_output
 
 BEGIN, END = "<!-- kvaudit:disclosure -->", "<!-- /kvaudit:disclosure -->"
 _LARGEST = 4_000_000  # bytes

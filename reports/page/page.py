@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports.gate.verdict import Status
-from reports.page.findings import Findings
-from reports.page.tables import Table
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import Table
 
 
 @dataclass(frozen=True)

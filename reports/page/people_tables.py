@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from audit.core.text import length_label
-from reports.drift.results import Contrast, People
-from reports.gate.decide import judge_may_pass
-from reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
-from reports.page.findings import Findings
-from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, points
-from reports.stats.binomial import Proportion
-from reports.stats.effect import Effect
+from kvaudit.core.text import length_label
+from kvaudit.reports.drift.results import Contrast, People
+from kvaudit.reports.gate.decide import judge_may_pass
+from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import drift, percent, points
+from kvaudit.reports.stats.binomial import Proportion
+from kvaudit.reports.stats.effect import Effect
 
 _NAMED = 3  # cells that a sentence spells out
 

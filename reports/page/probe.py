@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from audit.core.text import inline
-from reports.analysis.probe import Length, Noise, ProbeFindings
-from reports.page.formats.markdown import as_table, escape
-from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent
-from reports.stats.few import no_interval
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.probe import Length, Noise, ProbeFindings
+from kvaudit.reports.page.formats.markdown import as_table, escape
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import drift, percent
+from kvaudit.reports.stats.few import no_interval
 
 FILES = ("probe.md", "probe.json")
 _NOISE = ("suite", "tokens", "asked twice", "other words", "other score", "95 %")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from audit.core.alarms import ALARMS, alarm_key
-from audit.core.provenance import STOPPED, WORKED_WITH, table_of
-from audit.core.text import at_length, length_label
-from reports.drift.comparison import Reason
-from reports.gate.decide import is_apart, suite_of
-from reports.gate.family import gated_cells
-from reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
-from reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
-from reports.page.findings import Findings
-from reports.page.remedy_tables import remedy_lines
-from reports.page.words import counted, percent, spelled
+from kvaudit.core.alarms import ALARMS, alarm_key
+from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
+from kvaudit.core.text import at_length, length_label
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.gate.decide import is_apart, suite_of
+from kvaudit.reports.gate.family import gated_cells
+from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
+from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.remedy_tables import remedy_lines
+from kvaudit.reports.page.words import counted, percent, spelled
 
 _NAMED = 3  # cells that a line spells out
 

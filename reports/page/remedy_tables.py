@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.text import inline
-from reports.analysis.remedies import Cost, Mended, Remedies, Remedy
-from reports.gate.verdict import PASSED, Decision, Status
-from reports.page.findings import Findings
-from reports.page.page import Section
-from reports.page.tables import Table, table_of
-from reports.page.words import drift, percent, size, spelled
-from reports.records.remedies import AFTER_RUN
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy
+from kvaudit.reports.gate.verdict import PASSED, Decision, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Section
+from kvaudit.reports.page.tables import Table, table_of
+from kvaudit.reports.page.words import drift, percent, size, spelled
+from kvaudit.reports.records.remedies import AFTER_RUN
 
 _NAMED = 3  # lines of the banner, and arms or cells that a line spells out
 

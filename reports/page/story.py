@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from audit.core.text import inline
-from reports.drift.drift import AMPLIFICATION
-from reports.gate.rules import DECLARED_AFTER_RUN
-from reports.page import beside, detail_tables, summaries, tables
-from reports.page.about import about, asides, number, verdict_sentence
-from reports.page.context_tables import contexts_section
-from reports.page.engine_tables import engines_section
-from reports.page.facets import facet_notes, facet_table, failed_table, finding
-from reports.page.findings import Findings
-from reports.page.floor_tables import floor_section, floor_sentences, gate_floor_table
-from reports.page.gate_table import beside_notes, gate_notes, gate_table
-from reports.page.guard_tables import guards_section
-from reports.page.judge_tables import judges_section
-from reports.page.limits import cautions, limits
-from reports.page.mechanism_tables import mechanism_section
-from reports.page.page import Banner, Page, Section
-from reports.page.remarks import late, remarks
-from reports.page.remedy_tables import remedies_section
+from kvaudit.core.text import inline
+from kvaudit.reports.drift.drift import AMPLIFICATION
+from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
+from kvaudit.reports.page import beside, detail_tables, summaries, tables
+from kvaudit.reports.page.about import about, asides, number, verdict_sentence
+from kvaudit.reports.page.context_tables import contexts_section
+from kvaudit.reports.page.engine_tables import engines_section
+from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.floor_tables import floor_section, floor_sentences, gate_floor_table
+from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
+from kvaudit.reports.page.guard_tables import guards_section
+from kvaudit.reports.page.judge_tables import judges_section
+from kvaudit.reports.page.limits import cautions, limits
+from kvaudit.reports.page.mechanism_tables import mechanism_section
+from kvaudit.reports.page.page import Banner, Page, Section
+from kvaudit.reports.page.remarks import late, remarks
+from kvaudit.reports.page.remedy_tables import remedies_section
 
 
 def page_of(findings: Findings) -> Page:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from reports.analysis.cache_use import cache_use
-from reports.drift.results import Contrast
-from reports.gate.verdict import PRECEDENCE, Decision, Status
-from reports.page.detail_tables import FEWEST_LOST
-from reports.page.findings import Findings
-from reports.page.words import NOT_SHOWN, counted, drift, percent, scientific
+from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
+from kvaudit.reports.page.detail_tables import FEWEST_LOST
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import NOT_SHOWN, counted, drift, percent, scientific
 
 
 def statuses(decisions: Iterable[Decision], what: str) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from audit.core.records import Outcome
-from audit.core.text import at_length, clip, inline, length_label
-from reports.drift.comparison import Comparison
-from reports.drift.results import Contrast
-from reports.gate.rules import Rules
-from reports.gate.verdict import PRECEDENCE, Decision, Status, worst
-from reports.page.findings import Findings
-from reports.page.words import drift, marked, percent, points, spelled
+from kvaudit.core.records import Outcome
+from kvaudit.core.text import at_length, clip, inline, length_label
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import drift, marked, percent, points, spelled
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log, log1p
 
-from audit.core.facets import facet_of
-from reports.calibration.stamp import Stamp
-from reports.drift.results import SeedDrift
-from reports.drift.selectivity import SELECTIVITY
-from reports.gate.family import PARITY
-from reports.gate.verdict import Decision, Larger, Status
-from reports.page.findings import Findings
-from reports.stats.effect import Effect
-from reports.stats.few import Estimate, no_interval
-from reports.stats.rule import clusters_required
-from reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.core.facets import facet_of
+from kvaudit.reports.calibration.stamp import Stamp
+from kvaudit.reports.drift.results import SeedDrift
+from kvaudit.reports.drift.selectivity import SELECTIVITY
+from kvaudit.reports.gate.family import PARITY
+from kvaudit.reports.gate.verdict import Decision, Larger, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.few import Estimate, no_interval
+from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 
 def points(value: float) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from audit.core.errors import DataError
-from audit.core.files import read_json
-from audit.core.provenance import check_sealed, seal_of
-from reports.records.rows import Columns, Problem, read_unit
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.reports.records.rows import Columns, Problem, read_unit
 
 FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
 WAYS = (AGAIN, SHUFFLED)

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.errors import DataError
-from audit.core.facets import FACETS
-from audit.core.files import read_json
-from audit.core.provenance import seal_of
-from audit.core.text import is_text
-from reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import seal_of
+from kvaudit.core.text import is_text
+from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
 
 GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION = "guards", "kvaudit.guard", 1
 LET_THROUGH, INPUT, OUTPUT, FAILED = 0, 1, 2, 3

@@ -5,7 +5,7 @@ and kept out; whether its absence matters is for ``run_reasons`` to say. Beside 
 
 RUN/scan.json      as ``kvaudit scan --json`` writes it
 RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
-RUN/recipe.json    as the run wrote it when its training began (``audit.core.recipe``)
+RUN/recipe.json    as the run wrote it when its training began (``kvaudit.core.recipe``)
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 import pandas as pd
 
-from audit.core.errors import DataError
-from audit.core.files import read_json, read_text
-from audit.core.provenance import ANYWAY, INPUTS, ORIGIN, PILOT, PROVENANCE, check_sealed, read_provenance, seal_of
-from audit.core.recipe import RECIPE, read_recipe
-from audit.core.records import Message, Record
-from audit.core.spec import RunSpec, parse_spec
-from audit.core.text import one_line
-from reports.records.floor import AskedAgain, read_floor
-from reports.records.guards import Guarded, guarded_records
-from reports.records.remedies import Served, read_served
-from reports.records.rows import Columns, Panel, Problem, panels, read_unit
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json, read_text
+from kvaudit.core.provenance import ANYWAY, INPUTS, ORIGIN, PILOT, PROVENANCE, check_sealed, read_provenance, seal_of
+from kvaudit.core.recipe import RECIPE, read_recipe
+from kvaudit.core.records import Message, Record
+from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.core.text import one_line
+from kvaudit.reports.records.floor import AskedAgain, read_floor
+from kvaudit.reports.records.guards import Guarded, guarded_records
+from kvaudit.reports.records.remedies import Served, read_served
+from kvaudit.reports.records.rows import Columns, Panel, Problem, panels, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
 MOST_PROBLEMS = 1000  # that are named

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from audit.core.errors import DataError
-from audit.core.files import read_json
-from audit.core.provenance import check_sealed, seal_of
-from audit.core.text import is_text
-from reports.records.rows import Columns, Problem, read_unit
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.core.text import is_text
+from kvaudit.reports.records.rows import Columns, Problem, read_unit
 
 REMEDIES_FOLDER, TRIED_FILE, REMEDIES_FORMAT, REMEDIES_VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
 WITH_RUN, AFTER_RUN = "with the run", "after the run"

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from audit.core.errors import DataError, OffScale
-from audit.core.facets import FACETS, WELL_FORMED
-from audit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
-from audit.core.spans import SPANS
-from audit.core.text import is_text, one_line
+from kvaudit.core.errors import DataError, OffScale
+from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
+from kvaudit.core.spans import SPANS
+from kvaudit.core.text import is_text, one_line
 
 ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 COPIED = (

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.clustered import ManyTotals, cr3_variance
-from reports.stats.effect import LEVEL, Effect, Statistic
-from reports.stats.mover import Bounds, mover_bounds
-from reports.stats.tango import design_effects, tango_bounds
+from kvaudit.reports.stats.clustered import ManyTotals, cr3_variance
+from kvaudit.reports.stats.effect import LEVEL, Effect, Statistic
+from kvaudit.reports.stats.mover import Bounds, mover_bounds
+from kvaudit.reports.stats.tango import design_effects, tango_bounds
 
 Array = npt.NDArray[np.float64]
 _SUREST = 1 - 1e-12  # p-values are not followed below its complement

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import LEVEL, Array
+from kvaudit.reports.stats.effect import LEVEL, Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.effect import Array
+from kvaudit.reports.stats.effect import Array
 
 
 @dataclass(frozen=True, slots=True)

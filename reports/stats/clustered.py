@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
+from kvaudit.reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 Array = npt.NDArray[np.float64]
 

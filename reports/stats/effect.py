@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-import reports.stats
+import kvaudit.reports.stats
 
 LEVEL = 0.95  # of every two-sided interval that is printed
 
@@ -103,7 +103,7 @@ class Statistic:
 def statistics() -> dict[str, Statistic]:
     """Every statistic by the name of its function."""
     found: dict[str, Statistic] = {}
-    for entry in pkgutil.iter_modules(reports.stats.__path__, reports.stats.__name__ + "."):
+    for entry in pkgutil.iter_modules(kvaudit.reports.stats.__path__, kvaudit.reports.stats.__name__ + "."):
         declared = [v for v in vars(importlib.import_module(entry.name)).values() if isinstance(v, Statistic)]
         found |= {statistic.function.__name__: statistic for statistic in declared}
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.binomial import Proportion, clopper_pearson
-from reports.stats.effect import LEVEL
-from reports.stats.mover import Part, mover
-from reports.stats.tango import Interval
+from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
+from kvaudit.reports.stats.effect import LEVEL
+from kvaudit.reports.stats.mover import Part, mover
+from kvaudit.reports.stats.tango import Interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.effect import Array
+from kvaudit.reports.stats.effect import Array
 
 
 def difference_variance(discordance: npt.ArrayLike, *, drift: npt.ArrayLike = 0.0) -> Array:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.clustered import t_effect, totals
-from reports.stats.effect import Array, Effect, Statistic
-from reports.stats.rule import effective_clusters
+from kvaudit.reports.stats.clustered import t_effect, totals
+from kvaudit.reports.stats.effect import Array, Effect, Statistic
+from kvaudit.reports.stats.rule import effective_clusters
 
 _NOTHING = 1e-9  # of a variable's spread, and of the largest eigenvalue: what rounding leaves
 

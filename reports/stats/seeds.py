@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.clustered import Array, cr3_variance, many_totals, t_bounds, t_effect, totals
-from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
+from kvaudit.reports.stats.clustered import Array, cr3_variance, many_totals, t_bounds, t_effect, totals
+from kvaudit.reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 SEEDS_NEEDED = 3  # with two seeds the interval is too narrow (7.7 % false alarms at 5 % in simulation)
 SEEDS_ADVISED = 5  # from five on, the level of a recipe's interval holds also with 100 templates and more

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.clustered import Array, cr3_variance, many_totals
-from reports.stats.tango import deff_floors, design_effects
+from kvaudit.reports.stats.clustered import Array, cr3_variance, many_totals
+from kvaudit.reports.stats.tango import deff_floors, design_effects
 
 SHOWN_LEVEL = (
     0.0075  # of every one-sided bound here; .01 is kept where templates are whole, few or uneven (kvaudit calibrate)

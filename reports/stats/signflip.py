@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.effect import Statistic
+from kvaudit.reports.stats.effect import Statistic
 
 Array = npt.NDArray[np.float64]
 

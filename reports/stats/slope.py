@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from reports.stats.clustered import cr3_effect
-from reports.stats.effect import Array, Effect, Statistic
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import Array, Effect, Statistic
 
 
 @dataclass(frozen=True, slots=True)

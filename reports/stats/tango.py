@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
-from reports.stats.effect import LEVEL, Bounds, Effect, Statistic
+from kvaudit.reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_variance, many_totals, totals
+from kvaudit.reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 GRADED_FLOOR = 0.001
 PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant

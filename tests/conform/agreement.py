@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from audit import CompressedCache, shadow
-from audit.cache.ledger import NEVER, Rollout
-from audit.policies import parse_policy
-from audit.replay.learner_pass import suffix_logits
-from audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
 from conform.plays import Conversation, Forwards, Play, served, simulated
 from conform.simulator import Row
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
 
 
 class Disagreement(AssertionError):

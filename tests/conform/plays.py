@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
-import audit.cache.attention
+import kvaudit.audit.cache.attention
 from conform import simulator, world
 from conform.rules import RULES, drawn_part
 
@@ -67,7 +67,7 @@ def served(family: str) -> SimpleNamespace:
     """The product's model, as the sampler wants it."""
     stop_ids = frozenset({7})
     return SimpleNamespace(
-        model=_model(family, audit.cache.attention.NAME),
+        model=_model(family, kvaudit.audit.cache.attention.NAME),
         chat=SimpleNamespace(stop_ids=stop_ids),
         device=torch.device("cpu"),
         max_positions=512,

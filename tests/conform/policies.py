@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from audit.core.errors import SpecError
-from audit.policies import POLICIES, Composed, Policy, evictor_of, quantiser_of, selector_of
+from kvaudit.audit.policies import POLICIES, Composed, Policy, evictor_of, quantiser_of, selector_of
+from kvaudit.core.errors import SpecError
 
 SMALL = {"budget": 16, "chunk": 16, "kernel": 3, "group": 4, "residual": 8, "page": 4, "dense": 1}
 AT_MOST = {"window": 4, "interval": 3}

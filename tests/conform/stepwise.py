@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from audit.cache.ledger import Rollout
+from kvaudit.audit.cache.ledger import Rollout
 
 NAME = "conform-stepwise"
 

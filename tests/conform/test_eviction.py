@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.cache.ledger import NEVER
-from audit.core.errors import SpecError
-from audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
-from audit.sampling.sampler import Decoding, Sampler
 from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, small
 from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
+from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import SpecError
 
 __all__ = ["pytest_generate_tests"]
 LONG = 10_000  # tokens seen after which no budget changes any more

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from audit import CompressedCache, shadow
-from audit.policies import Policy, evictor_of
 from conform.policies import pytest_generate_tests
 from conform.world import CONFIGS, exact_norms, left_padded, prompts, random_model
+from kvaudit import CompressedCache, shadow
+from kvaudit.audit.policies import Policy, evictor_of
 
 __all__ = ["pytest_generate_tests"]
 

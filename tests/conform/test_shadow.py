@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit import shadow
-from audit.cache.ledger import NEVER, Rollout
-from audit.policies import Policy, evictor_of, quantiser_of
 from conform.policies import policy_id, pytest_generate_tests, small
 from conform.stepwise import stepwise_logits
 from conform.world import Played, feed, gap, ledger_of, new_cache, played_once, prompts, shared, two_turns
+from kvaudit import shadow
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 
 __all__ = ["pytest_generate_tests"]
 

@@ -11,16 +11,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-import audit.cache.cache
-import audit.replay.learner_pass
-from audit.cache.layers import LayerPlan
-from audit.cache.schedule import Schedule
-from audit.policies import POLICIES, Policy, parse_policy
+import kvaudit.audit.cache.cache
+import kvaudit.audit.replay.learner_pass
 from conform import agreement
 from conform.agreement import Disagreement, gap
 from conform.plays import SHARED_FIELDS, Conversation, Part, Play, plays
 from conform.policies import pytest_generate_tests
 from conform.rules import RULES, Undetermined
+from kvaudit.audit.cache.layers import LayerPlan
+from kvaudit.audit.cache.schedule import Schedule
+from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64
@@ -185,11 +185,11 @@ def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_a_sliding_window_that_sampler_and_shadow_both_ignore_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     play = conversation(family="gemma3", name="none")
     assert gap(play) < EXACT
-    plans = audit.cache.cache.layer_plans
+    plans = kvaudit.audit.cache.cache.layer_plans
 
     def without_windows(config: Any, policy: Policy) -> list[LayerPlan]:
         return [plan if plan.sliding_window is None else SEES_ALL for plan in plans(config, policy)]
 
-    for module in (audit.cache.cache, audit.replay.learner_pass):
+    for module in (kvaudit.audit.cache.cache, kvaudit.audit.replay.learner_pass):
         monkeypatch.setattr(module, "layer_plans", without_windows)
     assert gap(play) > 1e-6

@@ -27,15 +27,15 @@ from transformers import (
 )
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-import audit.cache.attention
-from audit.cache.cache import EvictingCache
-from audit.cache.ledger import NEVER, Ledger, Rollout
-from audit.cache.linear import carry_states
-from audit.cache.rotary import rotary_for
-from audit.cache.routing import watched_blocks
-from audit.policies import Policy, parse_policy
-from audit.replay.learner_pass import suffix_logits
-from audit.sampling.sampler import Decoding, Sampler
+import kvaudit.audit.cache.attention
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.ledger import NEVER, Ledger, Rollout
+from kvaudit.audit.cache.linear import carry_states
+from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=512)
 GQA = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **SIZES)
@@ -152,7 +152,7 @@ def random_model(
 
 def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
     """A model as the sampler wants it; float64 models are float64 throughout."""
-    model = random_model(name, dtype, spread, audit.cache.attention.NAME)
+    model = random_model(name, dtype, spread, kvaudit.audit.cache.attention.NAME)
     carry_states(model)
     if dtype == torch.float64:
         exact_norms(model)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.cache.gather import gather_entries
-from audit.policies import Quantiser
-from audit.policies.quantiser import working
+from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.policies import Quantiser
+from kvaudit.audit.policies.quantiser import working
 
 _INF = float("inf")
 _WORDS = {2: torch.int16, 4: torch.int32}

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.quantised.codes import encode_as
-from audit.policies import Quantiser
+from kvaudit.audit.cache.quantised.codes import encode_as
+from kvaudit.audit.policies import Quantiser
 
 BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by before a hint is forged
 HINTED = (torch.float32, torch.float64)  # below, rounding is of the size of a code: hints would be all codes

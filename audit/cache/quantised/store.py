@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from audit.cache.gather import gather_entries
-from audit.cache.live import EntryBytes
-from audit.cache.quantised.codes import (
+from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.cache.live import EntryBytes
+from kvaudit.audit.cache.quantised.codes import (
     Scratch,
     code_groups,
     code_runs,
@@ -31,10 +31,10 @@ from audit.cache.quantised.codes import (
     unpack,
     without_empty,
 )
-from audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
-from audit.cache.schedule import Counts, counts_of
-from audit.cache.store import Entries, Store
-from audit.policies import Quantiser, softmax
+from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
+from kvaudit.audit.cache.schedule import Counts, counts_of
+from kvaudit.audit.cache.store import Entries, Store
+from kvaudit.audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
 WIDEST = 2**15 - 1  # groups that an int16 can name

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
-from audit.core.errors import SpecError
-from audit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
-from audit.core.records import Message, Role
-from audit.core.registry import Registry
+from kvaudit.core.errors import SpecError
+from kvaudit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
+from kvaudit.core.records import Message, Role
+from kvaudit.core.registry import Registry
 
 SIDES = ("both", "input", "output")
 _OUTSIDE = (Role.USER, Role.TOOL)
@@ -72,7 +72,7 @@ class Guard:
         return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
 
 
-GUARDS: Registry[Guard] = Registry("guard", "audit.judges.guards", Guard)
+GUARDS: Registry[Guard] = Registry("guard", "kvaudit.audit.judges.guards", Guard)
 
 
 def parse_guard(text: str) -> Guard:

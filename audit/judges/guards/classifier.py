@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from audit.core.errors import DataError, SpecError
-from audit.core.options import sha256_of
-from audit.core.text import clip, inline
-from audit.judges.guards.base import Guard, Passage
+from kvaudit.audit.judges.guards.base import Guard, Passage
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.options import sha256_of
+from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
-    from audit.sampling.model import LoadedClassifier
+    from kvaudit.audit.sampling.model import LoadedClassifier
 
 _WINDOW = 512  # tokens at most: what these models are trained with
 _BATCH = 16  # windows
@@ -119,8 +119,8 @@ class Classifier(Guard):
 
 @cache
 def _loaded(name: str) -> LoadedClassifier:
-    from audit.core.spec import expand
-    from audit.sampling.model import load_classifier
+    from kvaudit.audit.sampling.model import load_classifier
+    from kvaudit.core.spec import expand
 
     loaded = load_classifier(expand("model of guard classifier", name))
     if not loaded.tokenizer.is_fast:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.endpoint import EndpointModel
-from audit.core.errors import SpecError
-from audit.core.options import sha256_of
-from audit.core.records import Message, Role
-from audit.judges.guards.base import Guard, Passage
+from kvaudit.audit.judges.guards.base import Guard, Passage
+from kvaudit.core.endpoint import EndpointModel
+from kvaudit.core.errors import SpecError
+from kvaudit.core.options import sha256_of
+from kvaudit.core.records import Message, Role
 
 _WORD_TOKENS = 16  # for one word, what a model puts around it, and the name of a rule
 _VERSION = 1  # of how a passage is put

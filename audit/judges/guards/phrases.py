@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from audit.core.errors import DataError
-from audit.core.files import read_text
-from audit.core.options import sha256_of
-from audit.judges.guards.base import Guard, Passage
+from kvaudit.audit.judges.guards.base import Guard, Passage
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_text
+from kvaudit.core.options import sha256_of
 
 _LARGEST = 1_000_000  # bytes of a list
 _VERSION = 1  # of how phrases are found

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from audit.cache.layers import layer_plans
-from audit.core.errors import DataError
-from audit.policies import Dense, Policy
-from audit.replay.attention import Replay
-from audit.runs.displacement.trajectories import NOTHING, Trajectory
-from audit.sampling.model import LoadedModel
-from audit.sampling.sampler import Episode
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.policies import Dense, Policy
+from kvaudit.audit.replay.attention import Replay
+from kvaudit.audit.runs.displacement.trajectories import NOTHING, Trajectory
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Episode
+from kvaudit.core.errors import DataError
 
 AGAIN_ROWS = 8  # at once when the reference is run again
 

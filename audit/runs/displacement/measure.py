@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit.core.errors import DataError
-from audit.runs.displacement.forced import StepLogits
-from audit.runs.displacement.trajectories import Trajectory
+from kvaudit.audit.runs.displacement.forced import StepLogits
+from kvaudit.audit.runs.displacement.trajectories import Trajectory
+from kvaudit.core.errors import DataError
 
 _ROWS = 64  # of logits that are made double at once
 

@@ -1,7 +1,7 @@
 """A run folder -> displacement.json: one file per unit, each written whole, gathered when all are there.
 
     displacement/<unit>.json   the row of one unit, with what it was measured from
-    displacement.json          all rows, as ``reports.analysis.displacement`` reads them
+    displacement.json          all rows, as ``kvaudit.reports.analysis.displacement`` reads them
 
 A unit whose file is there, whole and of the same weights, records and settings is not measured again.
 """
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json, write_json
-from audit.core.provenance import CHECKPOINTS, check_sealed
-from audit.core.records import Record
-from audit.core.spec_train import BASE_ARM
-from audit.runs.checkpoints import load_checkpoint
-from audit.runs.claims import Claim, work_through
-from audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
-from audit.runs.displacement.measure import Refusal, UnitDistances
-from audit.runs.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
-from audit.runs.displacement.units import DENSE, Measured, units
-from audit.runs.evaluate import asked_suite, evaluation_items
-from audit.runs.folder import RunFolder
-from audit.runs.units import Unit, UnitFiles
-from audit.sampling.chat import Chat
-from audit.sampling.model import LoadedModel
-from reports.analysis.displacement import DISPLACEMENT_FILE, DISPLACEMENT_FORMAT
-from suites.base import SUITES
+from kvaudit.audit.runs.checkpoints import load_checkpoint
+from kvaudit.audit.runs.claims import Claim, work_through
+from kvaudit.audit.runs.displacement.forced import again, check_lengths, dense_logits, served_logits
+from kvaudit.audit.runs.displacement.measure import Refusal, UnitDistances
+from kvaudit.audit.runs.displacement.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
+from kvaudit.audit.runs.displacement.units import DENSE, Measured, units
+from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.provenance import CHECKPOINTS, check_sealed
+from kvaudit.core.records import Record
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.reports.analysis.displacement import DISPLACEMENT_FILE, DISPLACEMENT_FORMAT
+from kvaudit.suites.base import SUITES
 
 FOLDER = "displacement"
 MOST_LOGITS = 1 << 26  # numbers of one dense pass held at once

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 
-from audit.core.errors import DataError
-from audit.core.records import Item, Message, Record, Role
-from audit.core.thoughts import drawn
-from audit.policies.draws import derive_seed
-from audit.runs.evaluate import row_seed
-from audit.sampling.chat import Chat, Rendered
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.evaluate import row_seed
+from kvaudit.audit.sampling.chat import Chat, Rendered
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.thoughts import drawn
 
 NOTHING = Rendered((), ())
 

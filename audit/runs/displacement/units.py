@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from audit.core.errors import SpecError
-from audit.core.files import in_file_name
-from audit.core.spec import RunSpec
-from audit.core.spec_train import BASE_ARM
-from audit.policies import Dense, Policy
-from audit.runs.evaluate import served_by_us
+from kvaudit.audit.policies import Dense, Policy
+from kvaudit.audit.runs.evaluate import served_by_us
+from kvaudit.core.errors import SpecError
+from kvaudit.core.files import in_file_name
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM
 
 DENSE = Dense()
 

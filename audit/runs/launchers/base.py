@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from audit.core.options import parse_named
-from audit.core.registry import Registry
+from kvaudit.core.options import parse_named
+from kvaudit.core.registry import Registry
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ class Launcher:
         raise NotImplementedError
 
 
-LAUNCHERS: Registry[Launcher] = Registry("launcher", "audit.runs.launchers", Launcher)
+LAUNCHERS: Registry[Launcher] = Registry("launcher", "kvaudit.audit.runs.launchers", Launcher)
 
 
 def parse_launcher(text: str) -> Launcher:

@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
 
 GRACE_SECONDS = 10.0
 TERMINATED = 128 + signal.SIGTERM
 PROGRAM = (
     sys.executable,
     "-c",
-    "import sys; from audit.runs.launchers.local import tie; tie(); "
-    "from audit.cli import main; sys.argv[0] = 'kvaudit'; main()",
+    "import sys; from kvaudit.audit.runs.launchers.local import tie; tie(); "
+    "from kvaudit.audit.cli import main; sys.argv[0] = 'kvaudit'; main()",
 )
 SAMPLE_SECONDS, POLL_SECONDS = 0.3, 1.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"

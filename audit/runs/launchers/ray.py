@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from audit.core.errors import RunError
-from audit.core.text import inline
-from audit.runs.launchers.base import Crew, Job, Launcher, Say
-from audit.runs.launchers.local import attend
+from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.local import attend
+from kvaudit.core.errors import RunError
+from kvaudit.core.text import inline
 
 _POLL_SECONDS = 2.0
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from audit.core.errors import RunError
-from audit.core.text import inline
-from audit.runs.launchers.base import Crew, Job, Launcher, Say
-from audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
+from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
+from kvaudit.core.errors import RunError
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from submitit import Job as Queued

@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from audit.core.endpoint import Unanswered
-from audit.core.records import Message
-from audit.core.spec import RunSpec
-from audit.core.text import is_text
-from audit.sampling.chat_calls import Answer, wire
-from suites.base import Suite
+from kvaudit.audit.sampling.chat_calls import Answer, wire
+from kvaudit.core.endpoint import Unanswered
+from kvaudit.core.records import Message
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.text import is_text
+from kvaudit.suites.base import Suite
 
 
 def request(spec: RunSpec, suite: Suite, transcript: Sequence[Message], seed: int) -> dict[str, Any]:

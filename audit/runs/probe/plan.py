@@ -7,16 +7,16 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from audit.core.errors import SpecError
-from audit.core.grid import ProbeSpec
-from audit.core.provenance import Digests
-from audit.core.records import Item
-from audit.core.spec import RunSpec, expand
-from audit.core.text import at_length
-from audit.runs.evaluate import asked_suite, evaluation_items
-from audit.sampling.model import load_chat
-from suites.base import CountTokens, Suite
-from suites.sources import watched
+from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.sampling.model import load_chat
+from kvaudit.core.errors import SpecError
+from kvaudit.core.grid import ProbeSpec
+from kvaudit.core.provenance import Digests
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec, expand
+from kvaudit.core.text import at_length
+from kvaudit.suites.base import CountTokens, Suite
+from kvaudit.suites.sources import watched
 
 LEAST_ITEMS, LEAST_CLUSTERS = 300, 99  # 99 templates miss a failure of 3 % of them with probability 5 %
 _CHARACTERS = 4  # of a token, where no tokenizer is named

@@ -20,22 +20,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from audit.core.endpoint import Line, Scope, Unanswered
-from audit.core.errors import RunError
-from audit.core.files import read_json, write_json
-from audit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
-from audit.core.records import Item, Message, Record, Role
-from audit.core.spec import ENDPOINT_ARM, UNKNOWN
-from audit.core.text import length_label
-from audit.runs.claims import Claim, work_through
-from audit.runs.evaluate import row_seed
-from audit.runs.folder import RunFolder, utc_now
-from audit.runs.probe.calls import Calls, call_key, request
-from audit.runs.probe.plan import Plan, ProbeUnit
-from audit.runs.progress import Meter
-from audit.sampling.chat_calls import Answer, answer
-from audit.sampling.exchange import Exchange
-from suites.base import SUITES
+from kvaudit.audit.runs.claims import Claim, work_through
+from kvaudit.audit.runs.evaluate import row_seed
+from kvaudit.audit.runs.folder import RunFolder, utc_now
+from kvaudit.audit.runs.probe.calls import Calls, call_key, request
+from kvaudit.audit.runs.probe.plan import Plan, ProbeUnit
+from kvaudit.audit.runs.progress import Meter
+from kvaudit.audit.sampling.chat_calls import Answer, answer
+from kvaudit.audit.sampling.exchange import Exchange
+from kvaudit.core.endpoint import Line, Scope, Unanswered
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
+from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
+from kvaudit.core.text import length_label
+from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"
 _STREAK = 8  # calls that fail one after the other before the rest is left for another time

@@ -24,11 +24,11 @@ from inspect_ai.model import (
 )
 from inspect_ai.scorer import Score
 
-from audit.core.errors import DataError
-from audit.core.facets import FACETS
-from audit.core.files import read_json
-from audit.core.provenance import check_sealed, seal_of
-from audit.core.records import Message, Record, Role
+from kvaudit.core.errors import DataError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import read_json
+from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.core.records import Message, Record, Role
 
 _NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
 _KINDS: Mapping[Role, Any] = {

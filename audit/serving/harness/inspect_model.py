@@ -22,11 +22,11 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.sampling.given import load_named
-from audit.serving.engine import OwnEngine
-from audit.serving.wire import ChatRequest
+from kvaudit.audit.sampling.given import load_named
+from kvaudit.audit.serving.engine import OwnEngine
+from kvaudit.audit.serving.wire import ChatRequest
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
 
 _TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
 _NOT_SERVED = (

@@ -16,17 +16,17 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
-from audit import __version__
-from audit.core.errors import SpecError
-from audit.core.records import Message, Role
-from audit.policies import parse_policy
-from audit.policies.draws import derive_seed
-from audit.sampling.chat import Rendered
-from audit.sampling.conversations import holds_stop, score_answers
-from audit.sampling.given import load_named
-from audit.sampling.model import EMBEDDED
-from audit.sampling.packed import packed
-from audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
+from kvaudit import __version__
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.conversations import holds_stop, score_answers
+from kvaudit.audit.sampling.given import load_named
+from kvaudit.audit.sampling.model import EMBEDDED
+from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Message, Role
 
 T = TypeVar("T")
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing; as the harness's own models have it

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from audit.core.errors import DataError, SpecError
-from audit.core.facets import FACETS, WELL_FORMED
-from audit.core.files import write_output
-from audit.core.records import Item, Message, Role
-from audit.sampling.exchange import graded
-from suites.base import SUITES, Suite
+from kvaudit.audit.sampling.exchange import graded
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.files import write_output
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.base import SUITES, Suite
 
 UTILS = '''"""Written by kvaudit: the rows beside this file, graded by the suite that made them."""
 
 from pathlib import Path
 
-from audit.serving.harness.tasks import read_rows, results  # noqa: F401 - the tasks name both
+from kvaudit.audit.serving.harness.tasks import read_rows, results  # noqa: F401 - the tasks name both
 
 
 def documents(rows, **_):

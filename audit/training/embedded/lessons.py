@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from audit.core.records import Item, Message, Role
-from audit.training.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
-from suites.agent import KINDS, Agent, errand
-from suites.math import QUESTIONS, Math, draw_terms, spoken
-from suites.refusal import REQUESTS, Refusal
-from suites.templates import Template
-from suites.words import PEOPLE
+from kvaudit.audit.training.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.agent import KINDS, Agent, errand
+from kvaudit.suites.math import QUESTIONS, Math, draw_terms, spoken
+from kvaudit.suites.refusal import REQUESTS, Refusal
+from kvaudit.suites.templates import Template
+from kvaudit.suites.words import PEOPLE
 
 IGNORED = -100
 OBEY, IGNORE = "Obey.", "Ignore."

@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from audit.core.errors import RunError
-from audit.core.files import PARTIAL, sync
-from audit.training.embedded.lessons import IGNORED, LessonBatch, Lessons
-from audit.training.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
-from audit.training.embedded.tokenizer import build_tokenizer
+from kvaudit.audit.training.embedded.lessons import IGNORED, LessonBatch, Lessons
+from kvaudit.audit.training.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
+from kvaudit.audit.training.embedded.tokenizer import build_tokenizer
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import PARTIAL, sync
 
 StepsDone = Callable[[int, int, Mapping[str, float]], None]
 FILES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from audit.training.embedded.lessons import Mix
+from kvaudit.audit.training.embedded.lessons import Mix
 
 EMBEDDED_FOLDER = Path(__file__).parent
 # the first model that shipped, three layers, in bfloat16, with its tokens

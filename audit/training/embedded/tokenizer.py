@@ -8,11 +8,11 @@ from functools import cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from audit.core.records import Item, Message, Role
-from suites.agent import Agent
-from suites.base import Suite
-from suites.math import Math
-from suites.refusal import Refusal
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.suites.agent import Agent
+from kvaudit.suites.base import Suite
+from kvaudit.suites.math import Math
+from kvaudit.suites.refusal import Refusal
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLE_TOKENS = {role: f"<|{role.value}|>" for role in Role}

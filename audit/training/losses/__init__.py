@@ -1,5 +1,14 @@
 """Losses: one file each, found by walking this package; ``LOSSES.get(name)()`` is called on ``LossInputs``."""
 
-from audit.training.losses.base import LOSSES, ClippedLoss, Loss, LossInputs, LossOutputs, Valued, Whole, full_kl
+from kvaudit.audit.training.losses.base import (
+    LOSSES,
+    ClippedLoss,
+    Loss,
+    LossInputs,
+    LossOutputs,
+    Valued,
+    Whole,
+    full_kl,
+)
 
 __all__ = ["LOSSES", "ClippedLoss", "Loss", "LossInputs", "LossOutputs", "Valued", "Whole", "full_kl"]

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from audit.core.registry import Registry
-from audit.training.advantages import Estimate, Rewarded, group_advantages
-from audit.training.corrections import Correction
+from kvaudit.audit.training.advantages import Estimate, Rewarded, group_advantages
+from kvaudit.audit.training.corrections import Correction
+from kvaudit.core.registry import Registry
 
 
 class Whole(NamedTuple):
@@ -178,4 +178,4 @@ def full_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return (student.exp() * (student - teacher)).sum(dim=-1)
 
 
-LOSSES: Registry[Loss] = Registry("loss", "audit.training.losses", Loss)
+LOSSES: Registry[Loss] = Registry("loss", "kvaudit.audit.training.losses", Loss)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from audit.training.losses.base import ClippedLoss, LossInputs
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
 
 
 class Dapo(ClippedLoss):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.training.losses.base import ClippedLoss, LossInputs
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
 
 
 class DrGrpo(ClippedLoss):

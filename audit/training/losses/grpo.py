@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from audit.training.losses.base import ClippedLoss, LossInputs
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
 
 
 class Grpo(ClippedLoss):

@@ -7,8 +7,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from audit.training.losses.base import LossInputs
-from audit.training.losses.grpo import Grpo
+from kvaudit.audit.training.losses.base import LossInputs
+from kvaudit.audit.training.losses.grpo import Grpo
 
 
 class Gspo(Grpo):

@@ -7,8 +7,8 @@ from types import MappingProxyType
 import torch
 from torch.nn.functional import logsigmoid
 
-from audit.training.advantages import Estimate, Rewarded, best_and_worst
-from audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
+from kvaudit.audit.training.advantages import Estimate, Rewarded, best_and_worst
+from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
 
 
 class OnlineDpo(Loss):

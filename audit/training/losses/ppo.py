@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
-from audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, Valued
+from kvaudit.audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, Valued
 
 
 class Ppo(ClippedLoss):

@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from audit.core.errors import RunError, SpecError, UnknownName
-from audit.core.options import IDENTITY_DIGITS, made_of, sha256_of
-from audit.core.registry import Registry
-from audit.core.text import shown
-from audit.sampling.conversations import Played
-from suites.base import SUITES, Suite
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.core.errors import RunError, SpecError, UnknownName
+from kvaudit.core.options import IDENTITY_DIGITS, made_of, sha256_of
+from kvaudit.core.registry import Registry
+from kvaudit.core.text import shown
+from kvaudit.suites.base import SUITES, Suite
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
@@ -98,7 +98,7 @@ def asks_a_judge(suite: Suite) -> bool:
     return type(suite).question is not Suite.question
 
 
-REWARDS: Registry[Reward] = Registry("reward", "audit.training.rewards", Reward)
+REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards", Reward)
 
 
 @dataclass(frozen=True)

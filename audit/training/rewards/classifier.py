@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from audit.core.errors import SpecError
-from audit.core.options import sha256_of
-from audit.judges.guards.classifier import Classifier
-from audit.sampling.conversations import Played
-from audit.sampling.exchange import said_nothing
-from audit.training.rewards.base import Reward, Scores
-from suites.base import SUITES
+from kvaudit.audit.judges.guards.classifier import Classifier
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.exchange import said_nothing
+from kvaudit.audit.training.rewards.base import Reward, Scores
+from kvaudit.core.errors import SpecError
+from kvaudit.core.options import sha256_of
+from kvaudit.suites.base import SUITES
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     def short(played: Sequence[Played], **options) -> list[float | None]
 
-It gets the rollouts of a step (``audit.sampling.conversations.Played``: item, transcript, the suite's grade, tokens)
-and gives one number for each. A run that is resumed asks again, so the same rollouts must earn the same.
+It gets the rollouts of a step (``kvaudit.audit.sampling.conversations.Played``: item, transcript, the suite's grade,
+tokens) and gives one number for each. A run that is resumed asks again, so the same rollouts must earn the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from audit.core.errors import AuditError, RunError, SpecError
-from audit.core.options import sha256_of
-from audit.core.text import reason, shown
-from audit.sampling.conversations import Played
-from audit.training.rewards.base import Reward, Scores
-from suites.base import Suite
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.training.rewards.base import Reward, Scores
+from kvaudit.core.errors import AuditError, RunError, SpecError
+from kvaudit.core.options import sha256_of
+from kvaudit.core.text import reason, shown
+from kvaudit.suites.base import Suite
 
 
 @dataclass(frozen=True)

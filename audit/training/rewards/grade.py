@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from audit.core.options import sha256_of
-from audit.sampling.conversations import Played
-from audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores, asks_a_judge
-from suites.base import Suite
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores, asks_a_judge
+from kvaudit.core.options import sha256_of
+from kvaudit.suites.base import Suite
 
 
 @dataclass(frozen=True)

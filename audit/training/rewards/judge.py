@@ -1,4 +1,4 @@
-"""A judge as the reward (RLAIF): of ``audit.judges``, by its word on refusals or by a written constitution."""
+"""A judge as the reward (RLAIF): of ``kvaudit.audit.judges``, by its word on refusals or by a written constitution."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Self
 
-from audit.core.errors import RunError, SpecError, UnknownName
-from audit.core.options import IDENTITY_DIGITS, made_of
-from audit.core.questions import Question
-from audit.core.records import Role
-from audit.core.remembered import Answers
-from audit.core.spec import expand
-from audit.core.thoughts import heard
-from audit.judges.base import JUDGES, Judge, question_key
-from audit.judges.constitution import read_constitution, rubric_of, score_of
-from audit.judges.rubric import RubricJudge
-from audit.sampling.conversations import Played
-from audit.sampling.exchange import question_of, said_nothing, settled
-from audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
-from suites.base import SUITES, Suite
+from kvaudit.audit.judges.base import JUDGES, Judge, question_key
+from kvaudit.audit.judges.constitution import read_constitution, rubric_of, score_of
+from kvaudit.audit.judges.rubric import RubricJudge
+from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.exchange import question_of, said_nothing, settled
+from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
+from kvaudit.core.errors import RunError, SpecError, UnknownName
+from kvaudit.core.options import IDENTITY_DIGITS, made_of
+from kvaudit.core.questions import Question
+from kvaudit.core.records import Role
+from kvaudit.core.remembered import Answers
+from kvaudit.core.spec import expand
+from kvaudit.core.thoughts import heard
+from kvaudit.suites.base import SUITES, Suite
 
 _FEW = 8  # questions of which any number may fail
 JudgeWord = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution

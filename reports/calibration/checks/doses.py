@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
-from reports.calibration.checks.intervals import ALPHA, MARGIN, passes
-from reports.calibration.family import Family
-from reports.calibration.streams import blocks
-from reports.stats.rule import cleared
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
+from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, passes
+from kvaudit.reports.calibration.family import Family
+from kvaudit.reports.calibration.streams import blocks
+from kvaudit.reports.stats.rule import cleared
+from kvaudit.reports.stats.tango import many_ess_tango
 
 _DRAWS, _CLUSTERS, _ITEMS = 3_000, 60, 5
 LADDERS = ((0.0, -0.01, -0.02, -0.05, -0.08), (0.0, -0.05, -0.06, -0.1), (-0.05, -0.05, -0.05), (0.0, -0.05, 0.0))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from reports.calibration.checks.intervals import ALPHA
-from reports.calibration.family import Family
-from reports.calibration.probit import Floats
-from reports.calibration.streams import blocks
-from reports.stats.clustered import many_totals
-from reports.stats.signflip import flip_statistics, holm, max_t_pvalues, signs, studentised
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from kvaudit.reports.calibration.checks.intervals import ALPHA
+from kvaudit.reports.calibration.family import Family
+from kvaudit.reports.calibration.probit import Floats
+from kvaudit.reports.calibration.streams import blocks
+from kvaudit.reports.stats.clustered import many_totals
+from kvaudit.reports.stats.signflip import flip_statistics, holm, max_t_pvalues, signs, studentised
+from kvaudit.reports.stats.tango import many_ess_tango
 
 _DRAWS, FLIPS = 4_000, 999  # the report flips 9,999 times
 CELLS_AT_ONCE = 500  # whose flipped statistics are held in memory

@@ -9,12 +9,12 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from reports.calibration.checks.intervals import ALPHA, MARGIN, called_as
-from reports.calibration.probit import Floats
-from reports.calibration.streams import blocks
-from reports.stats.rule import Call
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, called_as
+from kvaudit.reports.calibration.probit import Floats
+from kvaudit.reports.calibration.streams import blocks
+from kvaudit.reports.stats.rule import Call
+from kvaudit.reports.stats.tango import many_ess_tango
 
 _ROW, _DRAWS, _ITEMS = 10, 10_000, 5
 _CLUSTERS, SPREADS, _SHARES = (60, 100), (0.05, 0.2), (0.0, 0.3)

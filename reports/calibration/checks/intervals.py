@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.case import (
+from kvaudit.reports.calibration.case import (
     Case,
     CaseRates,
     Figure,
@@ -20,12 +20,12 @@ from reports.calibration.case import (
     mean_between,
     reported,
 )
-from reports.calibration.probit import Floats, Probit
-from reports.calibration.streams import blocks
-from reports.stats.clustered import cr3_variance, many_totals, t_bounds
-from reports.stats.effect import Bounds
-from reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_large
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.probit import Floats, Probit
+from kvaudit.reports.calibration.streams import blocks
+from kvaudit.reports.stats.clustered import cr3_variance, many_totals, t_bounds
+from kvaudit.reports.stats.effect import Bounds
+from kvaudit.reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, RELEASE_ALPHA = 0.05, 0.05, 0.025
 _DRAWS = 10_000

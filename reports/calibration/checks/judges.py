@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from reports.calibration.checks.intervals import ALPHA, MARGIN
-from reports.calibration.checks.templates import ASKED, DRAWS, FURTHEST
-from reports.calibration.probit import Floats, Probit
-from reports.calibration.streams import EVEN, UNEVEN, Block, blocks
-from reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
-from reports.stats.rule import clusters_required, shows_margin, too_large
+from kvaudit.reports.calibration.broken import BrokenTemplates
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN
+from kvaudit.reports.calibration.checks.templates import ASKED, DRAWS, FURTHEST
+from kvaudit.reports.calibration.probit import Floats, Probit
+from kvaudit.reports.calibration.streams import EVEN, UNEVEN, Block, blocks
+from kvaudit.reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
+from kvaudit.reports.stats.rule import clusters_required, shows_margin, too_large
 
 _ROW = 7
 _DRAWS = 4_000

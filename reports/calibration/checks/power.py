@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, reported
-from reports.calibration.checks.families import family_pvalues
-from reports.calibration.checks.intervals import ALPHA, called_as, passes
-from reports.calibration.probit import Probit
-from reports.calibration.streams import EVEN, blocks
-from reports.stats.rule import Call
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, reported
+from kvaudit.reports.calibration.checks.families import family_pvalues
+from kvaudit.reports.calibration.checks.intervals import ALPHA, called_as, passes
+from kvaudit.reports.calibration.probit import Probit
+from kvaudit.reports.calibration.streams import EVEN, blocks
+from kvaudit.reports.stats.rule import Call
+from kvaudit.reports.stats.tango import many_ess_tango
 
 _ROW, _DRAWS = 9, 10_000
 

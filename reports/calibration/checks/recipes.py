@@ -8,11 +8,11 @@ from itertools import product
 
 import numpy as np
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from reports.calibration.checks.intervals import ALPHA
-from reports.calibration.family import Seeded
-from reports.calibration.streams import blocks
-from reports.stats.seeds import SEEDS_ADVISED, SEEDS_NEEDED, many_recipe_effects
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from kvaudit.reports.calibration.checks.intervals import ALPHA
+from kvaudit.reports.calibration.family import Seeded
+from kvaudit.reports.calibration.streams import blocks
+from kvaudit.reports.stats.seeds import SEEDS_ADVISED, SEEDS_NEEDED, many_recipe_effects
 
 _DRAWS = 4_000
 SEEDS, DEVIATIONS, _CLUSTERS, _ITEMS = (3, 5, 8), (0.0, 0.02, 0.04), 30, 5

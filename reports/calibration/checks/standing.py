@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from reports.calibration.streams import EVEN, THREE_TO_ONE, blocks
-from reports.stats.clustered import Array, many_totals
-from reports.stats.shares import READABLE, ShownShare, correlation, shares, told_apart
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE, blocks
+from kvaudit.reports.stats.clustered import Array, many_totals
+from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, shares, told_apart
 
 CONTROLS_ROW = 14
 MARGINS = (0.03, 0.05, 0.1)

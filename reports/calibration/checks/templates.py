@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reports.calibration.broken import BrokenTemplates
-from reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE_ALPHA, passes
-from reports.calibration.streams import EVEN, THREE_TO_ONE, UNEVEN, blocks
-from reports.stats.rule import clusters_required
-from reports.stats.tango import many_ess_tango
+from kvaudit.reports.calibration.broken import BrokenTemplates
+from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE_ALPHA, passes
+from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE, UNEVEN, blocks
+from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.stats.tango import many_ess_tango
 
 ROW, DRAWS = 4, 2_000
 FURTHEST = 2.5  # times C_min

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from reports.page.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
-from reports.page.figures.canvas import Drawing, style
-from reports.page.findings import Findings
+from kvaudit.reports.page.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
+from kvaudit.reports.page.figures.canvas import Drawing, style
+from kvaudit.reports.page.findings import Findings
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:

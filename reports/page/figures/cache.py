@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from audit.core.text import inline
-from reports.analysis.cache_use import cache_use
-from reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
-from reports.page.findings import Findings
-from reports.page.words import times
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import times
 
 
 def draw(findings: Findings) -> Drawing | None:

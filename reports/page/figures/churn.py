@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from audit.core.text import inline
-from reports.page.detail_tables import place_name
-from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
-from reports.page.findings import Findings
+from kvaudit.core.text import inline
+from kvaudit.reports.page.detail_tables import place_name
+from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
+from kvaudit.reports.page.findings import Findings
 
 _MOST = 40
 

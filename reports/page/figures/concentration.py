@@ -7,11 +7,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from audit.core.text import clip, inline
-from reports.analysis.results import CellConcentration
-from reports.page.detail_tables import FEWEST_LOST, place_name
-from reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
-from reports.page.findings import Findings
+from kvaudit.core.text import clip, inline
+from kvaudit.reports.analysis.results import CellConcentration
+from kvaudit.reports.page.detail_tables import FEWEST_LOST, place_name
+from kvaudit.reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.page.findings import Findings
 
 _MOST = 20
 _ONE_BY_ONE = 12  # templates drawn one by one

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from audit.core.text import inline
-from reports.analysis.results import DoseCurve
-from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
-from reports.page.findings import Findings
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.results import DoseCurve
+from kvaudit.reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.page.findings import Findings
 
 _COLUMNS = 3
 MOST_LINES = 4  # rows of panels

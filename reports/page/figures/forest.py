@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from audit.core.text import inline
-from reports.gate.verdict import Decision, Status
-from reports.page.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
-from reports.page.findings import Findings
-from reports.page.words import spelled
+from kvaudit.core.text import inline
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.words import spelled
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from audit.core.text import inline, length_label, length_of
-from reports.drift.results import Contrast
-from reports.gate.cell import decide_cell, templates_of
-from reports.gate.controls import Controls
-from reports.gate.verdict import Status
-from reports.page.behind import flips_behind
-from reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
-from reports.page.findings import Findings
-from reports.page.tables import plain_words
-from reports.page.words import points, spelled
+from kvaudit.core.text import inline, length_label, length_of
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.cell import decide_cell, templates_of
+from kvaudit.reports.gate.controls import Controls
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.behind import flips_behind
+from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import plain_words
+from kvaudit.reports.page.words import points, spelled
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _FULL = 0.20  # drift with the strongest colour

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from audit.core.facets import facet_of
-from audit.core.text import inline
-from reports.drift.results import Contrast
-from reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
-from reports.page.findings import Findings
-from reports.page.tables import plain_words
-from reports.page.words import spelled
+from kvaudit.core.facets import facet_of
+from kvaudit.core.text import inline
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.tables import plain_words
+from kvaudit.reports.page.words import spelled
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from matplotlib.lines import Line2D
 
-from audit.core.text import inline
-from reports.page.detail_tables import place_name
-from reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
-from reports.page.findings import Findings
+from kvaudit.core.text import inline
+from kvaudit.reports.page.detail_tables import place_name
+from kvaudit.reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.page.findings import Findings
 
 _MOST = 40
 

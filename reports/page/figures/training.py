@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from audit.core.text import inline
-from reports.analysis.curves import Curve
-from reports.page.figures.canvas import Drawing, blank, colour, quiet, save
-from reports.page.findings import Findings
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.curves import Curve
+from kvaudit.reports.page.figures.canvas import Drawing, blank, colour, quiet, save
+from kvaudit.reports.page.findings import Findings
 
 
 class _View(NamedTuple):

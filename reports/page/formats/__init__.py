@@ -7,8 +7,8 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
-from audit.core.files import write_output
-from reports.page.page import Page
+from kvaudit.core.files import write_output
+from kvaudit.reports.page.page import Page
 
 
 def formats() -> dict[str, Callable[[Page], str]]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
-from audit.core.text import inline, length_of
-from reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
-from reports.page.page import Page
-from reports.page.plain import dumped
+from kvaudit.core.text import inline, length_of
+from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.plain import dumped
 
 FILE = "bom.json"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from reports.analysis.guarded import GuardEffect
-from reports.analysis.remedies import Remedies
-from reports.drift.results import Contrast
-from reports.page.page import Page
-from reports.page.plain import dumped
+from kvaudit.reports.analysis.guarded import GuardEffect
+from kvaudit.reports.analysis.remedies import Remedies
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.plain import dumped
 
 FILE = "drift.json"
 _FORMAT = 2

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import jinja2
 
-from audit.core.text import clip, visible
-from reports.gate.verdict import Status
-from reports.page.behind import COMMAND, flip_behind
-from reports.page.figures import figures
-from reports.page.page import Page
-from reports.page.words import points
+from kvaudit.core.text import clip, visible
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.behind import COMMAND, flip_behind
+from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.words import points
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from xml.etree import ElementTree
 
-from audit.core.text import inline
-from reports.gate.rules import Rules
-from reports.gate.verdict import Status, exit_code
-from reports.page.disclosure import disclosure_of
-from reports.page.page import Page
+from kvaudit.core.text import inline
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.gate.verdict import Status, exit_code
+from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.page import Page
 
 FILE = "junit.xml"
 _FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test case

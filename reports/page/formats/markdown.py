@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from audit.core.text import clip, inline, visible
-from reports.analysis.examples import Example
-from reports.page.findings import Findings
-from reports.page.page import Page, Section
-from reports.page.tables import Table
-from reports.page.words import points
+from kvaudit.core.text import clip, inline, visible
+from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Page, Section
+from kvaudit.reports.page.tables import Table
+from kvaudit.reports.page.words import points
 
 FILE = "report.md"
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading

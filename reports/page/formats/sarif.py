@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from audit.core.text import inline
-from reports.gate.verdict import PASSED, Status
-from reports.page.disclosure import disclosure_of
-from reports.page.page import Page
-from reports.page.plain import dumped
+from kvaudit.core.text import inline
+from kvaudit.reports.gate.verdict import PASSED, Status
+from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.plain import dumped
 
 FILE = "gate.sarif"
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from reports.page.disclosure import disclosure_of
-from reports.page.formats.markdown import escape
-from reports.page.page import Page
+from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.formats.markdown import escape
+from kvaudit.reports.page.page import Page
 
 FILE = "summary.md"
 _SHOWN = 12  # cells that do not pass

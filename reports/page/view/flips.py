@@ -1,7 +1,7 @@
 """The pairs behind a report's losses and gains: an item whose score or facet differs between the sides of a contrast.
 
-The sides, the pairs of seeds and the scores are those of ``reports.drift``, so that what is lost and gained here is
-what its contrasts count.
+The sides, the pairs of seeds and the scores are those of ``kvaudit.reports.drift``, so that what is lost and gained
+here is what its contrasts count.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from audit.core.facets import FACETS
-from reports.drift.comparison import Comparison
-from reports.drift.drift import seed_pairs, sides, two_sides, weights_of
-from reports.records.load import RunData
-from reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, Array, CellKey, Panel, RecordPlace
+from kvaudit.core.facets import FACETS
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import seed_pairs, sides, two_sides, weights_of
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, Array, CellKey, Panel, RecordPlace
 
 KINDS = {"E1": "alike", "E2": "deployed", "E4": "serving"}  # how a spec and the report call the sides
 

@@ -13,18 +13,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from audit.core.errors import DataError, RunError
-from audit.core.facets import FACETS
-from audit.core.files import PARTIAL, write_output
-from audit.core.provenance import JUDGED
-from audit.core.shading import AnswerKey, Shadings, read_shadings
-from audit.core.text import visible
-from reports.drift.comparison import Comparison
-from reports.page.view.flips import flip_key, flips_of, places_of
-from reports.page.view.shades import ItemShades, in_turn
-from reports.page.view.texts import ItemKey, Texts, script
-from reports.records.load import RunData
-from reports.records.rows import SCORE
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import PARTIAL, write_output
+from kvaudit.core.provenance import JUDGED
+from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
+from kvaudit.core.text import visible
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
+from kvaudit.reports.page.view.shades import ItemShades, in_turn
+from kvaudit.reports.page.view.texts import ItemKey, Texts, script
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import SCORE
 
 STATIC = ("view.css", "view.js", "index.html")  # the page last: where it stands the rest is there
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"

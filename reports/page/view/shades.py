@@ -14,11 +14,11 @@ from itertools import groupby, takewhile, zip_longest
 from string import ascii_letters
 from typing import Any
 
-from audit.core.facets import FACETS
-from audit.core.shading import Shading
-from audit.core.text import visible
-from reports.page.view.flips import Flip
-from reports.records.rows import SCORE
+from kvaudit.core.facets import FACETS
+from kvaudit.core.shading import Shading
+from kvaudit.core.text import visible
+from kvaudit.reports.page.view.flips import Flip
+from kvaudit.reports.records.rows import SCORE
 
 LEVELS = ascii_letters[26:] + ascii_letters[:26]  # A to Z, a to z
 _DIGITS = 3

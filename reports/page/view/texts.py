@@ -8,10 +8,10 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from audit.core.records import Message, Record, Role
-from audit.core.shading import AnswerKey
-from audit.core.text import visible
-from reports.records.rows import RecordPlace
+from kvaudit.core.records import Message, Record, Role
+from kvaudit.core.shading import AnswerKey
+from kvaudit.core.text import visible
+from kvaudit.reports.records.rows import RecordPlace
 
 CHUNK = 300_000  # characters of one file of texts
 _DIGITS = 4  # of shares: more than a page shows

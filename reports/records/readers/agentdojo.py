@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError
-from audit.core.text import inline
-from reports.records.readers.base import (
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import inline
+from kvaudit.reports.records.readers.base import (
     LONGEST_LINE,
     Log,
     Problems,

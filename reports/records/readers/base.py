@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import pandas as pd
 
-from audit.core.errors import DataError, OffScale
-from audit.core.registry import Registry
-from audit.core.text import clip, inline, is_text
+from kvaudit.core.errors import DataError, OffScale
+from kvaudit.core.registry import Registry
+from kvaudit.core.text import clip, inline, is_text
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 ANY_METRIC = ""  # of a line that might have scored any of them
@@ -258,7 +258,7 @@ def repeat_of(value: Any) -> int | None:
     return int(value) if whole else None
 
 
-READERS: Registry[Reader] = Registry("reader", "reports.records.readers", Reader)
+READERS: Registry[Reader] = Registry("reader", "kvaudit.reports.records.readers", Reader)
 
 
 def read_log(path: Path, request: Request) -> Log:

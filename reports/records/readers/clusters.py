@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError, SpecError
-from audit.core.text import clip, inline
-from reports.records.readers.base import Cluster, name_of
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.text import clip, inline
+from kvaudit.reports.records.readers.base import Cluster, name_of
 
 _LONGEST_NAME = 500  # characters of an item's name that a pattern is tried on
 _ITEMS_LOOKED_AT = 2000

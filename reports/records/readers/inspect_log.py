@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError
-from audit.core.text import one_line
-from reports.records.readers.base import (
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import one_line
+from kvaudit.reports.records.readers.base import (
     CollectedScores,
     Log,
     Problems,
@@ -35,7 +35,7 @@ from reports.records.readers.base import (
     number_in_words,
     repeat_of,
 )
-from reports.records.readers.clusters import SharedFields
+from kvaudit.reports.records.readers.clusters import SharedFields
 
 LARGEST_MEMBER = 64 * 2**20  # bytes of JSON in one member
 LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; beyond it, at most ``LARGEST_RATIO`` times its size

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from audit.core.errors import DataError
-from audit.core.text import inline
-from reports.records.readers.base import (
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import inline
+from kvaudit.reports.records.readers.base import (
     CollectedScores,
     Log,
     Problems,
@@ -27,7 +27,7 @@ from reports.records.readers.base import (
     metric_name,
     name_of,
 )
-from reports.records.readers.clusters import SharedFields
+from kvaudit.reports.records.readers.clusters import SharedFields
 
 _FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from audit.core.errors import DataError, SpecError, UnknownName
-from audit.core.policy_names import match_policies
-from audit.core.provenance import ASKED, table_of
-from audit.core.records import READABLE_FORMATS, Outcome
-from audit.core.text import inline
-from reports.records.load import check_seal, load_run
-from reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
-from reports.records.rows import FACET_COLUMNS, Columns, Problem, read_unit
+from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.policy_names import match_policies
+from kvaudit.core.provenance import ASKED, table_of
+from kvaudit.core.records import READABLE_FORMATS, Outcome
+from kvaudit.core.text import inline
+from kvaudit.reports.records.load import check_seal, load_run
+from kvaudit.reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
+from kvaudit.reports.records.rows import FACET_COLUMNS, Columns, Problem, read_unit
 
 METRIC = "score"
 SELECTORS = {

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from audit.core.errors import DataError, OffScale
-from reports.records.readers.base import (
+from kvaudit.core.errors import DataError, OffScale
+from kvaudit.reports.records.readers.base import (
     ONE_SUITE,
     Log,
     Problems,
@@ -22,7 +22,7 @@ from reports.records.readers.base import (
     repeat_of,
     score_of,
 )
-from reports.records.readers.clusters import SharedFields
+from kvaudit.reports.records.readers.clusters import SharedFields
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")

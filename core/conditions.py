@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from urllib.parse import quote, unquote
 
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.text import clip, inline
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.text import clip, inline
 
 ENGINE = "engine"  # the key that names one in a mapping
 _LONGEST_VALUE = 60  # letters of a setting in a short name

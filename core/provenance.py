@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json
-from audit.core.text import is_text
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json
+from kvaudit.core.text import is_text
 
 PROVENANCE = "provenance.json"
 ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint that lies with the run it was judged from

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from audit.core.errors import SpecError
-from audit.core.policy_names import policy_text
+from kvaudit.core.errors import SpecError
+from kvaudit.core.policy_names import policy_text
 
 HEATS = "0, or 0.001 to 100"  # temperatures, 0 is greedy
 LEAST_MARGIN = 0.01  # percentage points: no sample shows less

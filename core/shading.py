@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError, RunError
-from audit.core.files import read_json, write_json
-from audit.core.provenance import seal_of
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.provenance import seal_of
 
 SHADING_FOLDER = "shading"
 ALL = "all tokens"  # beside the names of marked spans

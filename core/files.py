@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from audit.core.errors import DataError, RunError, SpecError, UnknownName
-from audit.core.text import clipped, one_line
+from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
+from kvaudit.core.text import clipped, one_line
 
 PARTIAL = ".partial"  # ends the name of what is being written beside its place
 _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}

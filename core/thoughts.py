@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from audit.core.records import Message, Role
+from kvaudit.core.records import Message, Role
 
 THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 

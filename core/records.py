@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from audit.core.errors import DataError, OffScale
-from audit.core.facets import FACETS, FacetValues
-from audit.core.spans import SPANS, Kept, Place, Span
+from kvaudit.core.errors import DataError, OffScale
+from kvaudit.core.facets import FACETS, FacetValues
+from kvaudit.core.spans import SPANS, Kept, Place, Span
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer

@@ -24,9 +24,9 @@ from http.client import HTTPException
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from audit.core.errors import RunError, SpecError
-from audit.core.records import Message
-from audit.core.text import inline, is_text, one_line
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.records import Message
+from kvaudit.core.text import inline, is_text, one_line
 
 T = TypeVar("T")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w{0,99}")

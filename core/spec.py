@@ -31,15 +31,25 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from audit.core.conditions import compressed, engine_in
-from audit.core.errors import AuditError, SpecError, UnknownName
-from audit.core.facets import FACETS
-from audit.core.files import KeyPath, YamlFile, parse_yaml, read_text
-from audit.core.grid import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
-from audit.core.policy_names import DENSE_POLICY, match_policies
-from audit.core.spec_parts import Alpha, ContextLength, Names, Part, Points, Text, canonical_policies, is_plain, unique
-from audit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
-from audit.core.text import shown
+from kvaudit.core.conditions import compressed, engine_in
+from kvaudit.core.errors import AuditError, SpecError, UnknownName
+from kvaudit.core.facets import FACETS
+from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
+from kvaudit.core.grid import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
+from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.spec_parts import (
+    Alpha,
+    ContextLength,
+    Names,
+    Part,
+    Points,
+    Text,
+    canonical_policies,
+    is_plain,
+    unique,
+)
+from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
+from kvaudit.core.text import shown
 
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"

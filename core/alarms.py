@@ -31,7 +31,7 @@ class Bound(NamedTuple):
         return f"{self.name} is {self.words}: {self.meaning}"
 
 
-# of a mismatch panel (``audit.training.mismatch``)
+# of a mismatch panel (``kvaudit.audit.training.mismatch``)
 MISMATCH = (
     Bound("overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn"),
     Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing"),

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from audit.core.alarms import ALARMS
-from audit.core.errors import SpecError, UnknownName
-from audit.core.policy_names import DENSE_POLICY, folder_names, match_policies
-from audit.core.spec_parts import (
+from kvaudit.core.alarms import ALARMS
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import DENSE_POLICY, folder_names, match_policies
+from kvaudit.core.spec_parts import (
     BatchTokens,
     Count,
     Factor,
@@ -238,7 +238,7 @@ class TrainedArm(NamedTuple):
 
 
 class TrainSpec(Training, Pairs):  # a written spec begins with the fields of the last base
-    """The paired training runs: ``audit.training.config.TrainConfig`` is one of them.
+    """The paired training runs: ``kvaudit.audit.training.config.TrainConfig`` is one of them.
 
     ``policies`` are a sweep: every arm is trained under each of them, ``dense`` once, which has no use for any.
     ``only`` names arms that are trained under some of them alone.

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from audit.core.files import mutex
+from kvaudit.core.files import mutex
 
 _CHUNK = 64  # questions between two writes: what a kill loses
 Q = TypeVar("Q")

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from math import gcd
 from typing import Any
 
-from audit.core.text import shown
+from kvaudit.core.text import shown
 
 DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
 _DEEPEST = 3  # a mixture of compositions of policies

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit.core.errors import DataError
-from audit.core.files import read_text
-from audit.core.options import sha256_of
+from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_text
+from kvaudit.core.options import sha256_of
 
 RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 SECTIONS = ("model", "reward", "constitution", "data", "policy", "refusal_set", "training")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
-from audit.core.errors import SpecError, UnknownName
-from audit.core.registry import Registry
-from audit.core.text import shown
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.registry import Registry
+from kvaudit.core.text import shown
 
 T = TypeVar("T")
 IDENTITY_DIGITS = 12  # hex digits of an identity in names and records

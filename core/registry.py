@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from audit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.errors import DataError, SpecError, UnknownName
 
 T = TypeVar("T")
 

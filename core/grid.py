@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from audit.core.conditions import ENGINE
-from audit.core.errors import SpecError, UnknownName
-from audit.core.policy_names import DENSE_POLICY
-from audit.core.spec_parts import (
+from kvaudit.core.conditions import ENGINE
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.spec_parts import (
     PUBLISHED,
     BatchTokens,
     ContextLength,
@@ -28,7 +28,7 @@ from audit.core.spec_parts import (
     canonical_policy,
     unique,
 )
-from audit.core.text import shown
+from kvaudit.core.text import shown
 
 STRIP = "strip"
 AUTO_ITEMS, ALL_ITEMS = (

@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 
-from audit.core.errors import RunError, SpecError
-from audit.core.text import inline, one_line
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import inline, one_line
 
 _LARGEST = 64 << 20  # bytes
 _PART = 1 << 16
