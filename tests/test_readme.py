@@ -57,7 +57,7 @@ def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (picture,) = re.findall(r"```\nfloor .*?\n(.*?)```", page, re.DOTALL)
     floors = (line.split() for line in picture.splitlines() if line.strip())
-    assert {room: int(floor) for floor, *rooms in floors for room in rooms} == RANK
+    assert {f"kvaudit.{room}": int(floor) for floor, *rooms in floors for room in rooms} == RANK
 
 
 def test_the_cache_alone_replays_what_generate_saw() -> None:
