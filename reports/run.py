@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.provenance import PROVENANCE
 from kvaudit.reports.analysis.curves import curves
@@ -17,13 +15,12 @@ from kvaudit.reports.analysis.examples import largest_losses
 from kvaudit.reports.analysis.floor import FloorUnit, floor_of
 from kvaudit.reports.analysis.guarded import guard_effects
 from kvaudit.reports.analysis.remedies import remedies_of
-from kvaudit.reports.calibration.design import RunDesign
-from kvaudit.reports.calibration.stamp import stamp
 from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.drift.selectivity import SELECTIVITY, with_selectivity
 from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.family import gated_cells, gated_facets
+from kvaudit.reports.gate.error_rates import shipped_rates
+from kvaudit.reports.gate.family import gated_facets
 from kvaudit.reports.gate.rules import Asked, Rules, declared
 from kvaudit.reports.gate.waivers import waivers_for
 from kvaudit.reports.labels.relabelled import with_labels
@@ -88,28 +85,6 @@ def _floor(data: RunData, drift: Drift, problems: list[str]) -> tuple[FloorUnit,
     return floor_of(data.records, asked, drift.comparison)
 
 
-def designs(data: RunData, asked: Asked | None = None) -> list[RunDesign]:
-    """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
-    drift, rules = measured(data, asked or Asked(), everything=False)
-    gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
-    return [
-        RunDesign(
-            suite=suite,
-            context_tokens=context,
-            counts=tuple(int(n) for n in own[0].sums[0].counts),
-            draws=panel.samples * max(1, len(own[0].seeds)),
-            reference=float(np.mean([c.rates.reference for c in own if c.rates])),
-            discordance=float(np.mean([c.churn for c in own if c.churn is not None])),
-            graded=panel.graded,
-            margin=rules.margins[suite],
-            alpha=rules.alpha,
-        )
-        for (suite, context), panel in data.panels.items()
-        if suite in rules.margins
-        and (own := [c for c in gated if (c.suite, c.context_tokens) == (suite, context) and c.rates and c.sums])
-    ]
-
-
 def with_details(data: RunData, found: Findings) -> Findings:
     """The findings with what stands beside the verdict: curves, examples, analyses, displacement, calibration.
 
@@ -128,7 +103,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
         displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
         guards=_or_problem(lambda: guard_effects(data, found.drift, found.rules), (), problems),
         remedies=_or_problem(lambda: remedies_of(data, found.drift, found.rules, found.verdict), None, problems),
-        calibration=stamp(),
+        calibration=shipped_rates(),
         second=_or_problem(lambda: second_judge(data.provenance), None, problems),
         problems=tuple(problems),
         viewed=viewed(data),

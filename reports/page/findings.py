@@ -14,9 +14,9 @@ from kvaudit.reports.analysis.guarded import GuardEffect
 from kvaudit.reports.analysis.mechanism import Mechanism
 from kvaudit.reports.analysis.remedies import Remedies
 from kvaudit.reports.analysis.results import Analysis
-from kvaudit.reports.calibration.stamp import Stamp
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.error_rates import ErrorRates
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import Verdict
 from kvaudit.reports.gate.waivers import Waiver
@@ -40,7 +40,7 @@ class Findings:
     guards: tuple[GuardEffect, ...] = ()  # what stood before the model, and what it hides
     floor: tuple[FloorUnit, ...] = ()  # what changes when an engine is asked the same again
     remedies: Remedies | None = None  # what else a failing arm could be served under
-    calibration: Stamp | None = None  # how often the gate is wrong
+    calibration: ErrorRates | None = None  # how often the gate is wrong
     second: SecondJudge | None = None  # of a run that was judged again
     problems: tuple[str, ...] = ()  # in the files
     viewed: frozenset[str] | None = None  # contrasts whose flips lie beside as pages; None: this is no report of a run
