@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from training_world import POLICY, by_parity, killed_and_resumed, rows, same_bits, sharp, short
 
+from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.verify import checkpoint_rollouts, verify
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.rollouts import group_policies

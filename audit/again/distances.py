@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvaudit.audit.runs.displacement.forced import StepLogits
-from kvaudit.audit.runs.displacement.trajectories import Trajectory
+from kvaudit.audit.again.forced import StepLogits
+from kvaudit.audit.again.trajectories import Trajectory
 from kvaudit.core.errors import DataError
 
 _ROWS = 64  # of logits that are made double at once

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvaudit.audit.again.trajectories import NOTHING, Trajectory
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.runs.displacement.trajectories import NOTHING, Trajectory
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Episode
 from kvaudit.core.errors import DataError
