@@ -135,7 +135,8 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         for row in load_displacement(self._run.path):
             groups.setdefault((row.arm, row.policy, row.floor), []).append(row)
         yield Table(_HEADERS, tuple(_mean_row(*key, own) for key, own in groups.items()))
-        yield f"written: {self._run.path / DISPLACEMENT_FILE}; show it with: kvaudit report {self._run.path}"
+        written = f"written: {self._run.path / DISPLACEMENT_FILE}; show it with: kvaudit report {self._run.path}"
+        yield inline(written)
 
     def write(self, found: Sequence[tuple[Measured, dict[str, Any]]]) -> None:
         """Write displacement.json."""
