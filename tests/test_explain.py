@@ -12,13 +12,14 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.again.explain import Where, explain
+from kvaudit.audit.again.answers import ServedAgain
+from kvaudit.audit.again.explain import Explain, Where
 from kvaudit.audit.again.finished import load_checkpoint
 from kvaudit.audit.again.measure import serve_again
 from kvaudit.audit.again.shade import Shades
 from kvaudit.audit.commands.shading import COLUMNS, Shaded, shading_svg
-from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.folder import begun_run
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.runs.folder import RunFolder, begun_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
 from kvaudit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
@@ -56,6 +57,10 @@ def records(run: Path) -> list[Record]:
 
 def where(record: Record) -> Where:
     return Where(record.item_id, record.arm, record.train_seed, None, record.sample_index)
+
+
+def explain(run: RunFolder, place: Where, policies: list[Policy]) -> list[ServedAgain]:
+    return [answer for _, answer in serve_again(Explain(run, place, policies))]
 
 
 def rewritten(path: Path, **changes: object) -> Record:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from kvaudit.audit.again.finished import Checkpoints, check_answers, finished_records, is_same, items_again
-from kvaudit.audit.again.measure import Measure, serve_again
-from kvaudit.audit.again.shade import shading_of
+from kvaudit.audit.again.answers import AnswersAgain, ServedAgain, SomeAnswers
+from kvaudit.audit.again.finished import finished_records
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import Policy, parse_policy
-from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid, row_seed, served_by_us
+from kvaudit.audit.runs.evaluate import grid, served_by_us
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
-from kvaudit.audit.sampling.conversations import Played
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.conditions import engine_in
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.records import Item, Record, Role
-from kvaudit.core.shading import ALL, Shading
+from kvaudit.core.records import Record, Role
+from kvaudit.core.shading import ALL, AnswerKey
 from kvaudit.core.text import inline, visible
 
 _CLOSE = 3  # names that a refusal proposes
@@ -38,35 +35,7 @@ class Where(NamedTuple):
     sample: int
 
 
-@dataclass(frozen=True)
-class ServedAgain:
-    """An answer that was served again, beside the recorded one if the run served that policy."""
-
-    policy: Policy  # what was drawn of a mixture
-    record: Record | None
-    played: Played
-    shading: Shading
-
-    @property
-    def same(self) -> bool | None:
-        """Whether the answer is the recorded one, None where none is on record."""
-        return None if self.record is None else is_same(self.played, self.record)
-
-    @property
-    def held(self) -> list[float]:
-        """The share of layers and KV heads that still held each token before the answer when it began."""
-        return [count / self.shading.heads for count in self.shading.held]
-
-    @property
-    def outcome(self) -> str:
-        """The grade in one line."""
-        grade = self.played.grade
-        words = {True: "yes", False: "no", None: "could not be read"}
-        facets = [f"{name} {words[value]}" for name, value in grade.facets.items()]
-        return ", ".join([grade.outcome.value, *facets])
-
-
-class Explain(Measure[Policy, list[ServedAgain], ServedAgain]):
+class Explain(AnswersAgain[ServedAgain]):
     """The answer to an item under each policy.
 
     Raises SpecError for an item, arm, seed, length or sample that the run has not.
@@ -74,69 +43,36 @@ class Explain(Measure[Policy, list[ServedAgain], ServedAgain]):
 
     name = "explain"
     says = "one answer under its policy or any other, and what the cache still held of its prompt"
-    needs = "finished units of our own cache, with transcripts"
 
     def __init__(self, run: RunFolder, where: Where, policies: Sequence[Policy]) -> None:
-        check_answers(run)
-        self._run, self.where, self._policies = run, where, policies
-        self._checkpoints = Checkpoints(run)
-        self._records = _records_of(run, where)
-        self._item: Item | None = None  # made once for all policies
+        super().__init__(run)
+        self.title = f"{where.item}, {where.arm} seed {where.seed}, sample {where.sample}"
+        records, answer = _records_of(run, where), AnswerKey(where.item, where.sample)
+        known = next(iter(records.values()))
+        self._pieces = [SomeAnswers(policy, {answer: records.get(policy.canonical)}, known) for policy in policies]
 
     @classmethod
     def trial(cls, run: RunFolder) -> Self:
-        arm, seed = run.spec.arms[0]
-        unit = next(unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (arm, seed))
-        record = next(finished_records(run, unit))
+        record = next(finished_records(run, grid(run.spec)[0]))
         policies = [parse_policy(text) for text in run.spec.evaluate.policies]
-        return cls(run, Where(record.item_id, arm, seed, record.context_tokens, record.sample_index), policies)
+        where = Where(record.item_id, record.arm, record.train_seed, record.context_tokens, record.sample_index)
+        return cls(run, where, policies)
 
-    def pieces(self) -> Sequence[Policy]:
-        return self._policies
+    def pieces(self) -> Sequence[SomeAnswers]:
+        return self._pieces
 
-    def size(self, piece: Policy) -> int:  # noqa: ARG002
-        return 1
-
-    def model(self, piece: Policy) -> LoadedModel:  # noqa: ARG002
-        (model,) = self._checkpoints.load((self.where.arm, self.where.seed, self._some.checkpoint))
-        return model
-
-    def served(self, piece: Policy, model: LoadedModel) -> Iterator[list[ServedAgain]]:
-        suite = asked_suite(self._run.spec, self._some.suite)
-        self._item = item = self._item or items_again(self._run, model, suite, self._some)[self._some.item_id]
-        seed = row_seed(self._run.spec.evaluate.seed, item, self.where.sample)
-        for rows in Evaluator(model, self._run.spec).again(piece, suite, [item]):
-            row = rows[self.where.sample]
-            record = self._records.get(piece.canonical)
-            yield [ServedAgain(piece.drawn(seed), record, row, shading_of(model, row))]
-
-    def summed(self, piece: Policy, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> ServedAgain:  # noqa: ARG002
+    def summed(self, piece: SomeAnswers, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> ServedAgain:  # noqa: ARG002
         ((answer,),) = parts
         return answer
 
-    def differs(self, piece: Policy, total: ServedAgain) -> bool:  # noqa: ARG002
+    def differs(self, piece: SomeAnswers, total: ServedAgain) -> bool:  # noqa: ARG002
         return total.same is False
 
-    def lines(self, found: Sequence[tuple[Policy, ServedAgain]]) -> Iterator[str]:
+    def lines(self, found: Sequence[tuple[SomeAnswers, ServedAgain]]) -> Iterator[str]:
         yield inline(self.title)
         for _, one in found:
             yield ""
             yield from _lines(one)
-
-    @property
-    def title(self) -> str:
-        """Which answer it is."""
-        return f"{self.where.item}, {self.where.arm} seed {self.where.seed}, sample {self.where.sample}"
-
-    @property
-    def _some(self) -> Record:
-        """A record of the answer, under whatever policy: what its item and weights were."""
-        return next(iter(self._records.values()))
-
-
-def explain(run: RunFolder, where: Where, policies: Sequence[Policy]) -> list[ServedAgain]:
-    """``Explain`` by itself."""
-    return [answer for _, answer in serve_again(Explain(run, where, policies))]
 
 
 def policies_meant(run: RunFolder, texts: Sequence[str]) -> list[Policy]:

@@ -13,7 +13,6 @@ from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import records_of, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
-from kvaudit.audit.sampling.conversations import Played
 from kvaudit.audit.sampling.given import load_given, load_named
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.arms import get_arm
@@ -79,12 +78,11 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
         yield from records_of(stored)
 
 
-def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Record) -> dict[str, Item]:
-    """The items of a unit as the run asked them, those of its ``records`` (one at least) among them.
+def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
+    """The items of a unit by name, as the run asked them; ``record`` is one of the unit's.
 
     Raises DataError and RunError where suite, rows or model files changed.
     """
-    record = records[0]
     if suite.version != record.suite_version:
         raise DataError(
             f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
@@ -100,16 +98,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, *records: Reco
         check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
         if record.arm == BASE_ARM and not run.spec.starts:  # by name: a checkpoint that learnt nothing has its weights
             check_same(MODEL, noted.get(MODEL, {}), model.files)
-    found = {item.item_id: item for item in items}
-    gone = next((record.item_id for record in records if record.item_id not in found), None)
-    if gone is not None:
-        raise DataError(f"suite {suite.name} does not make item {gone!r} any more; its rows or words changed")
-    return found
-
-
-def is_same(played: Played, record: Record) -> bool:
-    """Whether an answer that was served again is the recorded one."""
-    return (played.transcript, played.new_tokens) == (record.transcript, record.new_tokens)
+    return {item.item_id: item for item in items}
 
 
 def checkpoint_rollouts(folder: Path) -> list[Recorded]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -32,7 +34,7 @@ class Measure(ABC, Generic[Piece, Part, Total]):
     says: ClassVar[str] = ""  # what is measured
     needs: ClassVar[str] = ""  # what has to be recorded
     decides: ClassVar[bool] = False  # whether its command exits with 3 where something ``differs``
-    by_item: ClassVar[bool] = False  # whether progress counts items, not pieces
+    by_item: ClassVar[bool] = False  # whether progress counts items, where no piece is kept, or pieces
 
     @classmethod
     @abstractmethod
@@ -90,57 +92,48 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 
 def serve_again(measure: Measure[Piece, Part, Total], console: Console | None = None) -> list[tuple[Piece, Total]]:
     """Serve every piece that is not kept, and return all with what they come to; ``console`` shows the progress."""
-    pieces = measure.pieces()
-    if console is None:
-        return _worked(measure, pieces, lambda *_: None, lambda _: None)
-    total = sum(map(measure.size, pieces)) if measure.by_item else len(pieces)
-    ready = sum(measure.kept(piece) is not None for piece in pieces)
-
-    def waiting(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with Meter(console, measure.name, total, ready) as meter:
-        found = _worked(measure, pieces, meter.at, waiting)
-        meter.at(total, "all of it")
-    return found
-
-
-def _worked(
-    measure: Measure[Piece, Part, Total],
-    pieces: Sequence[Piece],
-    progress: Callable[[int, str], None],
-    waiting: Callable[[str], None],
-) -> list[tuple[Piece, Total]]:
-    totals: dict[int, Total] = {}
-    finished, items = set[int](), 0
+    console = console or Console(file=StringIO())
+    pieces, totals, finished, items = measure.pieces(), dict[int, Total](), set[int](), 0
 
     def is_done(number: int) -> bool:
         if number not in totals and (kept := measure.kept(pieces[number])) is not None:
             totals[number] = kept
         return number in totals
 
+    def show(piece: Piece) -> None:
+        meter.at(items if measure.by_item else len(finished), measure.label(piece))
+
     def parts(piece: Piece, model: LoadedModel) -> Iterator[Part]:
         nonlocal items
         for part in measure.served(piece, model):
             yield part
             items += len(part)
-            progress(items if measure.by_item else len(finished), measure.label(piece))
+            show(piece)
 
     def work(number: int, claim: Claim | None = None) -> None:
         piece = pieces[number]
-        progress(items if measure.by_item else len(finished), measure.label(piece))
+        show(piece)
         model = measure.model(piece)
-        total = measure.summed(piece, model, parts(piece, model))
+        found = measure.summed(piece, model, parts(piece, model))
         if claim is not None:
             claim.check()  # whoever took the piece over keeps it
-        measure.keep(piece, total)
-        totals[number] = total
+        measure.keep(piece, found)
+        totals[number] = found
 
+    waiting = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     numbers, locks = range(len(pieces)), [lock for lock in map(measure.lock, pieces) if lock is not None]
-    if locks:
-        work_through(numbers, done=is_done, lock=locks.__getitem__, work=work, finished=finished.add, waiting=waiting)
-    else:
-        for number in numbers:
-            work(number)
-            finished.add(number)
+    total = _steps(measure, pieces)
+    with Meter(console, measure.name, total, sum(map(is_done, numbers))) as meter:
+        if locks:
+            at = locks.__getitem__
+            work_through(numbers, done=is_done, lock=at, work=work, finished=finished.add, waiting=waiting)
+        else:
+            for number in numbers:
+                work(number)
+                finished.add(number)
+        meter.at(total, "all of it")
     return [(piece, totals[number]) for number, piece in enumerate(pieces)]
+
+
+def _steps(measure: Measure[Piece, Part, Total], pieces: Sequence[Piece]) -> int:
+    return sum(map(measure.size, pieces)) if measure.by_item else len(pieces)

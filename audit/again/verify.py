@@ -19,11 +19,10 @@ from kvaudit.audit.again.measure import Measure, serve_again
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cache.routing import watched_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
-from kvaudit.audit.replay.ranking_check import Ranked, Rechosen, ranked, rechosen, unranked
+from kvaudit.audit.replay.ranking_check import Ranked, ranked
 from kvaudit.audit.replay.recorded import Recorded, check_replayable
 from kvaudit.audit.replay.schedule_check import breach, quantisation_breach, selection_breach
 from kvaudit.audit.runs.folder import RunFolder
@@ -117,19 +116,16 @@ class Verification:
 
 
 class Replayed(NamedTuple):
-    """One rollout replayed: log-probs of its n sampled tokens, nats, float64, and what its ledger is held to.
+    """The n sampled tokens of one rollout: log-probs in nats, float64.
 
-    ``stray_layers`` are those with a recorded code that is at no border in the replay; ``rechosen`` is None where the
-    choices of its file were not made again.
+    ``strays`` are layers with a recorded code that is at no border in the replay.
     """
 
     number: int
     recorded: Tensor  # [n]
     shadow: Tensor  # [n]
     dense: Tensor  # [n]
-    stray_layers: list[int]
-    breach: str | None
-    rechosen: Rechosen | None
+    strays: list[int]
 
 
 class Verify(Measure[Recorded, list[Replayed], Verification]):
@@ -170,36 +166,29 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
 
     def served(self, piece: Recorded, model: LoadedModel) -> Iterator[list[Replayed]]:
         check_replayable(piece, model.model.config, model.max_positions)
-        rollouts, policy, net = piece.rollouts, piece.policy, model.model
+        rollouts, policy = piece.rollouts, piece.policy
         if policy is not None and not policy.replayable:
             raise SpecError(f"rollouts {piece.source!r} are of policy {policy.canonical}, which cannot be replayed")
-        breaches = [None if policy is None else _breach(rollout, policy, net.config) for rollout in rollouts]
-        ranks = not _unranked(piece, breaches)
-        rotary = rotary_for(net, policy) if policy is not None and ranks else None
         for numbers in microbatches(rollouts, 1, PASS_TOKENS):
             picked, strays = [rollouts[number] for number in numbers], Strays()
-            shadow = self._logprobs(net, picked, "shadow", piece, strays)
-            dense = self._logprobs(net, picked, "dense", piece, strays)
+            shadow, dense = (self._logprobs(model.model, picked, which, piece, strays) for which in PASSES)
             yield [
                 Replayed(
                     number,
-                    rollout.sampler_logprobs[rollout.sampled].double(),
+                    picked[row].sampler_logprobs[picked[row].sampled].double(),
                     shadow[row],
                     dense[row],
                     [layer for place, layer in strays if place == row],
-                    breaches[number],
-                    rechosen(net, rollout, policy, rotary) if policy is not None and ranks else None,
                 )
-                for row, (number, rollout) in enumerate(zip(numbers, picked, strict=True))
+                for row, number in enumerate(numbers)
             ]
 
     def summed(self, piece: Recorded, model: LoadedModel, parts: Iterator[list[Replayed]]) -> Verification:
         rows = sorted((row for part in parts for row in part), key=lambda row: row.number)
-        policy, breaches = piece.policy, [row.breach for row in rows]
-        recorded, shadow, dense = map(
-            torch.cat, zip(*((row.recorded, row.shadow, row.dense) for row in rows), strict=True)
-        )
-        made, why = [row.rechosen for row in rows if row.rechosen is not None], _unranked(piece, breaches)
+        columns = zip(*((row.recorded, row.shadow, row.dense) for row in rows), strict=True)
+        recorded, shadow, dense = map(torch.cat, columns)
+        policy, net = piece.policy, model.model
+        broken = None if policy is None else _breach(piece, policy, net.config)
         return Verification(
             policy=None if policy is None else policy.canonical,
             rollouts=len(rows),
@@ -208,9 +197,9 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
             dense=_gaps(recorded, dense),
             worst=_worst(piece.rollouts, recorded, shadow),
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
-            breach=_broken(piece, breaches) or _stray(rows),
-            rerouted=_reroutes(piece) and watched_blocks(model.model) > 0,
-            ranked=why if policy is None or why else ranked(made, policy, model.dtype),
+            breach=broken or _stray(rows),
+            rerouted=_reroutes(piece) and watched_blocks(net) > 0,
+            ranked=_ranked(net, piece.rollouts, policy, broken),
         )
 
     def differs(self, piece: Recorded, total: Verification) -> bool:  # noqa: ARG002
@@ -262,36 +251,30 @@ def _reroutes(piece: Recorded) -> bool:
     return any(rollout.experts is None for rollout in piece.rollouts)
 
 
-def _breach(rollout: Rollout, policy: Policy, config: Any) -> str | None:
-    """The first rule of its policy that a rollout's ledger breaks, in words."""
-    plans = layer_plans(config, policy)
-    return breach(rollout, plans) or quantisation_breach(rollout, policy) or selection_breach(rollout, policy, plans)
+def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, broken: str | None) -> Ranked | str:
+    if policy is None or broken is not None:
+        return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
+    return ranked(net, rollouts, policy)
 
 
-def _broken(piece: Recorded, breaches: Sequence[str | None]) -> str | None:
+def _breach(piece: Recorded, policy: Policy, config: Any) -> str | None:
     """What of a file is not as the policy it names leaves it, in words."""
-    policy, trained = piece.policy, piece.trained_policy
-    if policy is None:
-        return None
     if piece.policy_hash is not None and piece.policy_hash != policy.hash:
         return f"the ledger names {policy.canonical}, whose hash is {policy.hash}, and the hash {piece.policy_hash}"
+    trained = piece.trained_policy
     if trained is not None and trained != policy:
         return f"the ledger names {policy.canonical}, the checkpoint was trained with {trained.canonical}"
-    return next((f"rollout {number}, {words}" for number, words in enumerate(breaches) if words is not None), None)
-
-
-def _unranked(piece: Recorded, breaches: Sequence[str | None]) -> str:
-    """Why the choices of a file are not made again, in words; nothing where they are."""
-    if piece.policy is None:
-        return "no policy is named"
-    if _broken(piece, breaches) is not None:
-        return "the ledger does not keep the policy's schedule"
-    return unranked(piece.rollouts, piece.policy)
+    plans = layer_plans(config, policy)
+    for number, rollout in enumerate(piece.rollouts):
+        words = breach(rollout, plans) or quantisation_breach(rollout, policy)
+        if words := words or selection_breach(rollout, policy, plans):
+            return f"rollout {number}, {words}"
+    return None
 
 
 def _stray(rows: Sequence[Replayed]) -> str | None:
     """A recorded code that rounding cannot have decided, in words."""
-    strays = sorted((row.number, layer) for row in rows for layer in row.stray_layers)
+    strays = sorted((row.number, layer) for row in rows for layer in row.strays)
     if not strays:
         return None
     rollout, layer = strays[0]

@@ -19,7 +19,7 @@ from kvaudit.audit.cache.beside import QueryCentres, QueryMoments
 from kvaudit.audit.cache.evict import retained
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.rotary import Rotary
+from kvaudit.audit.cache.rotary import Rotary, rotary_for
 from kvaudit.audit.policies import Evictor, Policy, evictor_of, quantiser_of
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import codes_of
@@ -59,8 +59,8 @@ class Ranked(NamedTuple):
     wanted: float
 
 
-def unranked(rollouts: Sequence[Rollout], policy: Policy) -> str:
-    """Why no choice of a policy can be made again, in words; nothing where all can."""
+def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | str:
+    """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
     evictor = evictor_of(policy)
     if evictor.selects:
         return "which keys queries chose is held by number and place only"
@@ -70,13 +70,10 @@ def unranked(rollouts: Sequence[Rollout], policy: Policy) -> str:
         return f"roles are not recorded, and pins move what heads share under {evictor.name}"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
-    return ""
-
-
-def ranked(made: Sequence[Rechosen], policy: Policy, dtype: torch.dtype) -> Ranked | str:
-    """What was chosen again of rollout after rollout, or in words why that says nothing."""
-    blind, narrow = evictor_of(policy).blind, dtype.itemsize < torch.float32.itemsize
-    forgiven = FLIPS if narrow and not blind else 0  # a blind ranking reads no states, so nothing rounds
+    rotary = rotary_for(model, policy)
+    made = [rechosen(model, rollout, policy, rotary) for rollout in rollouts]
+    narrow = model.dtype.itemsize < torch.float32.itemsize
+    forgiven = FLIPS if narrow and not evictor.blind else 0  # a blind ranking reads no states, so nothing rounds
     shares = {
         number: 1.0 if one.evicted - one.again <= forgiven else one.again / one.evicted
         for number, one in enumerate(made)
@@ -86,7 +83,7 @@ def ranked(made: Sequence[Rechosen], policy: Policy, dtype: torch.dtype) -> Rank
         return "nothing left the cache"
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
     rough = quantiser_of(policy) is not None and narrow
-    wanted = 1.0 if blind else ROUGH_CHOICE if rough else OWN_CHOICE[dtype]
+    wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
     return Ranked(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
 
 
