@@ -112,7 +112,7 @@ def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path)
     measure = kind.trial(begun_run(run))
     found = serve_again(measure)
     assert found
-    assert not any(measure.differs(piece, total) for piece, total in found)
+    assert not any(measure.differs(total) for _, total in found)
 
 
 def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path) -> None:
@@ -123,7 +123,7 @@ def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path)
         found = serve_again(measure)
     except DataError:
         return
-    assert any(measure.differs(piece, total) for piece, total in found)
+    assert any(measure.differs(total) for _, total in found)
 
 
 def check_twice_is_the_same_and_says_something(kind: type[AnyMeasure], run: Path) -> None:
@@ -168,14 +168,14 @@ class Forgetful(Verify):
 class Content(Mismatch):
     """Finds no fault with any weights."""
 
-    def differs(self, piece: Any, total: Any) -> bool:
+    def differs(self, total: Any) -> bool:
         return False
 
 
 class Alarmed(Explain):
     """Finds fault with what is as it was."""
 
-    def differs(self, piece: Any, total: Any) -> bool:
+    def differs(self, total: Any) -> bool:
         return True
 
 

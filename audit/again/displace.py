@@ -44,7 +44,7 @@ from kvaudit.suites.base import SUITES
 
 FOLDER = "displacement"
 MOST_LOGITS = 1 << 26  # numbers of one dense pass held at once
-_ROUNDING = 1e-5  # nats: what a token moves by another road through the same weights, at most
+_ROUNDING = 1e-5  # nats: in float32, what a token moves by another road through the same weights, at most
 _HEADERS = ("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
 
 
@@ -125,9 +125,9 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         about = {"arm": piece.arm, "seed": piece.seed, "policy": piece.policy.canonical, "suite": piece.suite}
         return {**about, "context_tokens": piece.context_tokens, "floor": piece.floor, **tally.row()}
 
-    def differs(self, piece: Measured, total: dict[str, Any]) -> bool:
+    def differs(self, total: dict[str, Any]) -> bool:
         """The reference by another road is the reference; of what is served otherwise nothing is expected."""
-        return piece.floor and bool(total["max_kl"] > _ROUNDING)
+        return bool(total["floor"] and total["max_kl"] > _ROUNDING)
 
     def lines(self, found: Sequence[tuple[Measured, dict[str, Any]]]) -> Iterator[Table | str]:  # noqa: ARG002
         """Means over suites and seeds, of the file as reports read it."""

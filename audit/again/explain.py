@@ -65,7 +65,7 @@ class Explain(AnswersAgain[ServedAgain]):
         ((answer,),) = parts
         return answer
 
-    def differs(self, piece: SomeAnswers, total: ServedAgain) -> bool:  # noqa: ARG002
+    def differs(self, total: ServedAgain) -> bool:
         return total.same is False
 
     def lines(self, found: Sequence[tuple[SomeAnswers, ServedAgain]]) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Measure(ABC, Generic[Piece, Part, Total]):
         """What the parts of a piece come to; they are served as they are asked for."""
 
     @abstractmethod
-    def differs(self, piece: Piece, total: Total) -> bool:
+    def differs(self, total: Total) -> bool:
         """Whether what came out is other than what is recorded, beyond rounding; False where nothing says so."""
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Shades(AnswersAgain[Shadings]):
             write_shadings(self._run.path, unit, kept | found)
         return found
 
-    def differs(self, piece: SomeAnswers, total: Shadings) -> bool:  # noqa: ARG002
+    def differs(self, total: Shadings) -> bool:
         return None in total.values()
 
     def lines(self, found: Sequence[tuple[SomeAnswers, Shadings]]) -> Iterator[str]:

@@ -202,7 +202,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
             ranked=_ranked(net, piece.rollouts, policy, broken),
         )
 
-    def differs(self, piece: Recorded, total: Verification) -> bool:  # noqa: ARG002
+    def differs(self, total: Verification) -> bool:
         return not total.explained
 
     def lines(self, found: Sequence[tuple[Recorded, Verification]]) -> Iterator[str | Table]:

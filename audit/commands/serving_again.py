@@ -77,5 +77,5 @@ def show_found(measure: Measure[Piece, Part, Total], found: Sequence[tuple[Piece
             say(console, line)
         else:
             print_table(console, line)
-    differs = any(measure.differs(piece, total) for piece, total in found)
+    differs = any(measure.differs(total) for _, total in found)
     return DIFFERS if measure.decides and differs else 0
