@@ -78,8 +78,6 @@ class Verification:
     ``ranked`` says in words why nothing was ranked again, where nothing was.
     """
 
-    policy: str | None
-    rollouts: int
     tokens: int
     shadow: Gaps
     dense: Gaps
@@ -190,8 +188,6 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
         policy, net = piece.policy, model.model
         broken = None if policy is None else _breach(piece, policy, net.config)
         return Verification(
-            policy=None if policy is None else policy.canonical,
-            rollouts=len(rows),
             tokens=len(recorded),
             shadow=_gaps(recorded, shadow),
             dense=_gaps(recorded, dense),
@@ -207,9 +203,9 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
 
     def lines(self, found: Sequence[tuple[Recorded, Verification]]) -> Iterator[str | Table]:
         for piece, total in found:
-            model = self._model
-            yield f"rollouts    {total.rollouts} of {inline(piece.source)}, {total.tokens} sampled tokens"
-            yield f"policy      {inline(total.policy or 'not named')}"
+            model, policy = self._model, piece.policy
+            yield f"rollouts    {len(piece.rollouts)} of {inline(piece.source)}, {total.tokens} sampled tokens"
+            yield f"policy      {'not named' if policy is None else inline(policy.canonical)}"
             yield f"model       {inline(model.name)} {model.sha256[:12]}, {str(model.dtype).removeprefix('torch.')}"
             if total.rerouted:
                 yield "experts     not recorded: the model chose them anew, and a choice that rounding flips is a gap"
