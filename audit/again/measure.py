@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from functools import partial
 from io import StringIO
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -128,7 +129,8 @@ def serve_again(measure: Measure[Piece, Part, Total], console: Console | None = 
             at = locks.__getitem__
             work_through(numbers, done=is_done, lock=at, work=work, finished=finished.add, waiting=waiting)
         else:
-            for number in numbers:
+            finished.update(totals)  # those that are kept
+            for number in filterfalse(is_done, numbers):
                 work(number)
                 finished.add(number)
         meter.at(total, "all of it")
