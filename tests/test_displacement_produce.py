@@ -13,7 +13,7 @@ import pytest
 from test_cli import kvaudit, refused
 
 from kvaudit.audit.again.displace import Displace
-from kvaudit.audit.again.units import units
+from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.model import load_model

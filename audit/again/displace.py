@@ -15,12 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvaudit.audit.again.distances import Refusal, UnitDistances
+from kvaudit.audit.again.along import (
+    Refusal,
+    StepLogits,
+    UnitDistances,
+    again,
+    check_lengths,
+    dense_logits,
+    served_logits,
+)
 from kvaudit.audit.again.finished import Checkpoints
-from kvaudit.audit.again.forced import StepLogits, again, check_lengths, dense_logits, served_logits
 from kvaudit.audit.again.measure import Measure
-from kvaudit.audit.again.trajectories import Trajectory, batches, first_tokens, tokens_of, trajectory
-from kvaudit.audit.again.units import DENSE, Measured, units
+from kvaudit.audit.again.trajectories import (
+    DENSE,
+    Measured,
+    Trajectory,
+    batches,
+    first_tokens,
+    tokens_of,
+    trajectory,
+    units,
+)
 from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit, UnitFiles
