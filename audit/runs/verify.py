@@ -35,7 +35,7 @@ from kvaudit.core.files import read_json
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
-# (docs/replaying.md), so that a longer context or another kernel is no alarm.
+# (docs/verify-rollouts.md), so that a longer context or another kernel is no alarm.
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-5,
     torch.float32: 1e-3,
