@@ -107,7 +107,7 @@ def survey(path: Path) -> Survey:
             f"was drawn, {found.undrawn[0]} first; see that the mask is 1 where the model drew, or leave them out"
         )
     if not found.rollouts:
-        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/check-my-loop.md")
+        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/rollout-files.md")
     return found
 
 
