@@ -26,7 +26,7 @@ COMPARISON = cast(
 ITEMS = 16
 SAME = [0.0] * ITEMS
 
-Answers = Sequence[float]  # by how much each log-prob is moved; from half a nat on the text is another one too
+Answers = Sequence[float]  # by how much each log-prob is moved; whole nats move the text too
 
 
 def rows(policy: str, moved: Answers, *, silent: bool = False) -> pd.DataFrame:
@@ -40,7 +40,7 @@ def rows(policy: str, moved: Answers, *, silent: bool = False) -> pd.DataFrame:
             "train_seed": 0,
             "item_id": [f"item-{i}" for i in range(len(moved))],
             "sample_index": 0,
-            "said": [f"text {i}" if abs(by) < 0.5 else f"text {i} moved by {by}" for i, by in enumerate(moved)],
+            "said": [f"text {i} {int(by)}" for i, by in enumerate(moved)],
             "logprob": [np.nan if silent else -20.0 - i + by for i, by in enumerate(moved)],
         }
     )
@@ -83,7 +83,7 @@ def test_an_engine_that_moves_as_much_by_itself_does_not_act() -> None:
     assert (found.acts, found.moved) == (False, 12)
     assert words == (
         "coded: the setting changed nothing beyond what the engine changes by answering again: of 16 answers 25.0 % "
-        "have another text (log-probs 1 nats apart, root mean square) against plain, and 50.0 % have another text "
+        "have another text (log-probs 1 nats apart, root mean square) against plain, and 25.0 % have another text "
         "(log-probs 1 nats apart, root mean square) when it is asked the same again"
     )
 
