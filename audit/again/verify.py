@@ -34,7 +34,7 @@ from kvaudit.reports.page.tables import Table
 from kvaudit.reports.page.words import scientific
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
-# (docs/verify-rollouts.md), so that a longer context or another kernel is no alarm.
+# (docs/replaying.md), so that a longer context or another kernel is no alarm.
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-5,
     torch.float32: 1e-3,
