@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 
 if TYPE_CHECKING:
@@ -92,3 +93,8 @@ def _write(path: Path, raw: bytes) -> None:
         raise RunError(
             f"cannot write {str(path)!r} ({error.strerror}); make the folder writable, or set KVAUDIT_DATA to another"
         ) from None
+
+
+COMMAND = Command(
+    "data", group="Extend", order=2, call=data, about="Show which public test data is there, and fetch the rest."
+)

@@ -1,4 +1,4 @@
-"""``kvaudit displace``: leads every checkpoint along the reference's answers and writes displacement.json."""
+"""``kvaudit replay displace``: leads every checkpoint along the reference's answers and writes displacement.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
@@ -31,8 +32,11 @@ def displace(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Measure how far next-token distributions moved on the reference's own answers; `report` shows it, no gate."""
-    with user_errors(f"kvaudit displace {run}"):
+    """Measure how far next-token probabilities moved.
+
+    They are compared on the reference's own answers. `report` shows it, and no gate goes by it.
+    """
+    with user_errors(f"kvaudit replay displace {run}"):
         _measure(run, tokens=tokens, threads=threads, plugins=tuple(plugin or ()))
 
 
@@ -124,3 +128,6 @@ def _print(rows: Sequence[Displacement]) -> None:
         largest = f"{max(row.max_kl for row in own):.3g}"
         table.add_row(name, inline(policy), str(tokens), f"{mean:.3g}", largest, percent(top1), percent(rms))
     wide_console().print(table, markup=False)
+
+
+COMMAND = Command("displace", group="replay", order=3, call=displace, old={"displace": "replay displace"})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from kvaudit.audit.commands.displace import opened, threads_of
 from kvaudit.core.errors import SpecError
@@ -59,7 +60,10 @@ def explain(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Serve one item of a run again: its answer, and what the cache still held of its prompt."""
+    """Serve one answer of a run again and show what was kept.
+
+    What was kept is what the cache still held of the item's prompt, by policy, role and layer.
+    """
     with user_errors():
         _explain(run, ExplainOptions(item, policy or ["none"], arm, seed, length, sample, svg, plugin or ()))
 
@@ -145,3 +149,6 @@ def _outcome(one: ServedAgain) -> str:
     words = {True: "yes", False: "no", None: "could not be read"}
     facets = [f"{name} {words[value]}" for name, value in grade.facets.items()]
     return ", ".join([grade.outcome.value, *facets])
+
+
+COMMAND = Command("explain", group="Look", order=2, call=explain)

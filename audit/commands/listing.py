@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
 
 if TYPE_CHECKING:
@@ -235,3 +236,6 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     wide_console().print(table, markup=False)
+
+
+COMMAND = Command("list", group="Extend", order=1, call=listing, about="Show what can be named in a spec.")

@@ -1,4 +1,4 @@
-"""``kvaudit mismatch``: how far other stacks' samplers were from the learner's dense pass, with declared alarms."""
+"""``kvaudit replay mismatch``: how far other samplers were from the learner's dense pass, with declared alarms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
 from kvaudit.audit.commands.verify import check_reading
 from kvaudit.core.alarms import MISMATCH
@@ -34,7 +35,10 @@ def mismatch(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Compare samplers' log-probs with the learner's dense pass; exits with 3 where an alarm rings."""
+    """Compare samplers' log-probs with those of the learner.
+
+    The learner's are of one dense pass. Exits with 3 where an alarm rings.
+    """
     with user_errors():
         raise typer.Exit(_mismatch(rollouts, model, dtype, temperature, json_file, tuple(plugin or ())))
 
@@ -114,3 +118,6 @@ def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
 
 def _dtype(model: LoadedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
+
+
+COMMAND = Command("mismatch", group="replay", order=2, call=mismatch, old={"mismatch": "replay mismatch"})

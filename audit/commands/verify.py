@@ -1,4 +1,4 @@
-"""``kvaudit verify``: replay recorded rollouts and say whether their policy explains them."""
+"""``kvaudit replay verify``: replay recorded rollouts and say whether their policy explains them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import inline
@@ -55,7 +56,10 @@ def verify(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Replay recorded rollouts; exits with 3 where their policy does not explain their log-probs."""
+    """Replay recorded rollouts: does their policy explain them?
+
+    Exits with 3 where it does not explain their log-probs.
+    """
     with user_errors():
         asked = VerifyOptions(checkpoint, rollouts, model, dtype, tolerance, temperature, tuple(plugin or ()))
         raise typer.Exit(_verify(asked))
@@ -197,3 +201,6 @@ def _verdict(found: Verification) -> list[str]:
             f"{_percent(found.ranked.least)}; at least {_percent(found.ranked.wanted)} of its own come again"
         )
     return lines
+
+
+COMMAND = Command("verify", group="replay", order=1, call=verify, old={"verify": "replay verify"})
