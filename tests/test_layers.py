@@ -28,7 +28,7 @@ RANK = {
 TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
-    *("FILE", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
+    *("FILE", "COMMAND", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
     *("explain", "scan", "train", "verify"),  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables

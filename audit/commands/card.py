@@ -43,8 +43,8 @@ RecipeFlag = Annotated[
     bool,
     typer.Option(
         "--recipe",
-        help="Instead: print what the run's checkpoints were made of: reward, constitution, data, policy, refusal set. RUN "
-        "may be its recipe.json.",
+        help="Instead: print what the run's checkpoints were made of: reward, constitution, data, policy, refusal set. "
+        "RUN may be its recipe.json.",
     ),
 ]
 
