@@ -7,78 +7,84 @@ Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSI
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvaudit import __version__
-from kvaudit.audit.commands.adjudicate import adjudicate
-from kvaudit.audit.commands.card import card
-from kvaudit.audit.commands.check import check_setting, init_spec
-from kvaudit.audit.commands.command_line import end_on_sigterm
-from kvaudit.audit.commands.compare import compare
-from kvaudit.audit.commands.data import data
-from kvaudit.audit.commands.displace import displace
-from kvaudit.audit.commands.explain import explain
-from kvaudit.audit.commands.export import export
-from kvaudit.audit.commands.gate import gate
-from kvaudit.audit.commands.generate import generate
-from kvaudit.audit.commands.guard import guard
-from kvaudit.audit.commands.judge import judge
-from kvaudit.audit.commands.listing import listing
-from kvaudit.audit.commands.lm_eval import PASSED_ON, lm_eval
-from kvaudit.audit.commands.mismatch import mismatch
-from kvaudit.audit.commands.pin import pin
-from kvaudit.audit.commands.plan import plan
-from kvaudit.audit.commands.probe import probe
-from kvaudit.audit.commands.questionnaire import questionnaire
-from kvaudit.audit.commands.recipe import recipe
-from kvaudit.audit.commands.remedy import remedy
-from kvaudit.audit.commands.report import report
-from kvaudit.audit.commands.run import evaluate, join, run, train
-from kvaudit.audit.commands.scan import scan
-from kvaudit.audit.commands.serve import serve
-from kvaudit.audit.commands.show import show
-from kvaudit.audit.commands.tasks import tasks
-from kvaudit.audit.commands.verify import verify
-from kvaudit.audit.commands.view import view
+from kvaudit.audit.commands.base import HELP_HEADINGS, Command, commands
+from kvaudit.audit.commands.command_line import USAGE, end_on_sigterm
 
+_FOUND = commands()
+_RENAMED = {old: new for command in _FOUND for old, new in command.old.items()}
+# what is no part of the installed package any more, and where it is
+_LEFT = {
+    "calibrate": "in a clone of the repository: python -m bench.calibration",
+    "pretrain": "in a clone of the repository: python -m bench.pretraining",
+}
+
+
+class Listed(TyperGroup):
+    """Commands under their headings, each with its whole summary."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            heading = getattr(command, "rich_help_panel", None)
+            line = (command.help or "").partition("\n")[0].rstrip(".")
+            rows.setdefault(heading if heading in HELP_HEADINGS else "Commands", []).append((name, line))
+        widest = max(map(len, self.commands))
+        for heading, own in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(widest), line) for name, line in own])
+
+
+class Root(Listed):
+    """What is typed behind ``kvaudit``; former names do what they did, and say what they are called now."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] in _LEFT:
+            typer.echo(f"error: {args[0]} is no command of kvaudit any more; {_LEFT[args[0]]}", err=True)
+            raise typer.Exit(USAGE)
+        if args and args[0] in _RENAMED:
+            now = _RENAMED[args[0]]
+            typer.echo(f"kvaudit {args[0]} is called kvaudit {now} now; the old name leaves with 0.2", err=True)
+            args = [*now.split(), *args[1:]]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return ["[--version] [--help]", self.subcommand_metavar]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)  # its two options stand in the first line
+
+
+_PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
 app = typer.Typer(
     name="kvaudit",
-    no_args_is_help=True,
+    cls=Root,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     help="Measure what KV-cache compression did to the alignment of a model.",
+    **_PLAIN,
 )
-app.add_typer(listing, name="list")
-app.add_typer(data, name="data")
-_VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan)
-_DECLARED = (scan, questionnaire)
-_RUNS = (
-    run,
-    join,
-    train,
-    evaluate,
-    remedy,
-    judge,
-    guard,
-    displace,
-    explain,
-    probe,
-    show,
-    export,
-    verify,
-    recipe,
-    mismatch,
-)
-_MODELS = (generate, serve, tasks)
-for command in (*_VERDICTS, *_RUNS, *_MODELS, *_DECLARED):
-    app.command()(command)
 
-app.command("check")(check_setting)
-app.command("init")(init_spec)
-app.command("lm-eval", context_settings=PASSED_ON)(lm_eval)
+
+def _add(found: Sequence[Command]) -> None:
+    """Put every command under its heading, or into the command that holds it."""
+    held = {command.name: typer.Typer(**_PLAIN) for command in found if command.call is None}
+    for command in found:
+        place, call = held.get(command.group, app), held.get(command.name, command.call)
+        if isinstance(call, typer.Typer):
+            place.add_typer(call, name=command.name, cls=Listed, help=command.text, rich_help_panel=command.group)
+        elif call is not None:
+            options = dict(command.settings)
+            place.command(command.name, context_settings=options, rich_help_panel=command.group)(call)
+
+
+_add(_FOUND)
 
 
 def _version(asked: bool) -> None:

@@ -157,7 +157,7 @@ class Chains:
         """One process runs and one joins; they are killed at instants of their own."""
         first = self._start(run)
         first.wait(self._instant() / 4)
-        second = Process(["join", run, "--threads", 1], self._folder / "join.log")
+        second = Process(["run", "--join", run, "--threads", 1], self._folder / "join.log")
         ends = [first, second] if self._rng.random() < 0.5 else [second, first]
         killed = 0
         for process in ends:

@@ -1,4 +1,4 @@
-"""What ``kvaudit verify`` notices: rollouts tampered with in nine ways, by policy, with and without codes.
+"""What ``kvaudit replay verify`` notices: rollouts tampered with in nine ways, by policy, with and without codes.
 
     python -m bench.verify                                        every evicting policy, alone and with int8
     python -m bench.verify --policies snapkv,random --files 50

@@ -2,7 +2,7 @@
 
     pip install "kvaudit[trl]"
     python examples/trl_grpo.py --policy snapkv:budget=24,window=8 --out runs/trl
-    kvaudit mismatch runs/trl/rollouts.jsonl --model embedded
+    kvaudit replay mismatch runs/trl/rollouts.jsonl --model embedded
 
 ``sample`` is the trainer's rollout function: stock ``generate`` with a ``CompressedCache``. TRL shuffles rows and cuts
 batches, so every row's ledger is kept under its tokens, and ``ShadowTrainer`` looks it up for each pass of the learner
@@ -88,7 +88,7 @@ class ShadowTrainer(GRPOTrainer):
         return ids[: ends[0] + 1] if ends else ids
 
     def write(self, out: dict[str, list[Any]]) -> None:
-        """The first batch, whose weights are still those of the model that was given, for ``kvaudit mismatch``."""
+        """The first batch, by the weights of the model that was given: what ``kvaudit replay mismatch`` reads."""
         if self.state.global_step == 0:
             rows = zip(*(out[name] for name in ("prompt_ids", "completion_ids", "logprobs")), strict=True)
             lines = [

@@ -6,9 +6,9 @@ while it works.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvaudit.results import Comparison, Run
 
@@ -16,11 +16,87 @@ if TYPE_CHECKING:
     from kvaudit.reports.gate.verdict import Verdict
 
 
+def check(
+    model: str,
+    *,
+    engine: str | None = None,
+    kv: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    python: str | None = None,
+    weights: str | None = None,
+    policy: str | None = None,
+    reference: str | None = None,
+    candidate: str | None = None,
+    fast: bool = False,
+    out: Path | str | None = None,
+    resume: bool = False,
+    data: Path | str | None = None,
+    threads: int | None = None,
+) -> Run:
+    """May this model be served with this KV setting? Prints the answer; the run's ``verdict`` says it to a program.
+
+    One way of serving: ``engine`` with ``kv`` and other ``settings`` in the engine's own words, or a ``policy`` of
+    kvaudit's own cache, or two servers, ``reference`` and ``candidate``, as URL#MODEL.
+
+    >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
+    """
+    from kvaudit.audit.commands.check import Asking, check_served
+
+    asking = Asking(
+        model,
+        engine,
+        kv,
+        [f"{name}={value}" for name, value in (settings or {}).items()],
+        python,
+        weights,
+        policy,
+        reference,
+        candidate,
+        fast=fast,
+        data=None if data is None else Path(data),
+    )
+    return Run(check_served(asking, None if out is None else Path(out), threads, resume=resume).run)
+
+
+def run(
+    spec: Path | str | Mapping[str, Any],
+    *,
+    out: Path | str | None = None,
+    resume: bool = False,
+    limit: int | None = None,
+    threads: int | None = None,
+    workers: int | None = None,
+    plugins: Sequence[Path | str] = (),
+    anyway: bool = False,
+) -> Run:
+    """Train the arms of a spec, ask every question, write the report: ``spec`` is a file, or its table.
+
+    ``limit`` asks only so many items of a suite, for a try. Raises CannotPass, as the command exits with 6, where a
+    suite has nothing to lose and nobody said ``anyway``.
+
+    >>> grid = {"policies": ["none", "int8"], "suites": {"math": {"items": 4}}, "context_tokens": [96], "pilot": 0}
+    >>> spec = {"name": "tiny", "model": "embedded", "evaluate": {"base": True, **grid}}
+    >>> tiny = run(spec, out="runs/tiny", threads=1, anyway=True)  # doctest: +ELLIPSIS
+    run tiny ...
+    >>> sorted(tiny.records["policy"].str.partition(":")[0].unique())
+    ['int8', 'none']
+    """
+    from kvaudit.audit.commands.run import Options, run_spec
+
+    options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, plugins)), anyway=anyway)
+    source = spec if isinstance(spec, Mapping) else Path(spec)
+    return Run(run_spec(source, None if out is None else Path(out), options, resume=resume))
+
+
 def load_run(path: Path | str) -> Run:
     """The run in a folder; reads what is asked of it, when it is asked.
 
-    >>> run = load_run("runs/quickstart")  # doctest: +SKIP
-    >>> run.table().query("gated and status == 'FAIL'")  # doctest: +SKIP
+    >>> mine = load_run("runs/mine")
+    >>> mine.verdict.status.value
+    'FAIL'
+    >>> worst = mine.table().query("gated").sort_values("estimate").iloc[0]
+    >>> worst["arm"], worst["suite"], worst["status"]
+    ('naive', 'refusal', 'FAIL')
     """
     return Run(path)
 
@@ -36,7 +112,8 @@ def gate(
 
     A ``gate_file`` that was not declared when the run began is refused with a SpecError, as by the command.
 
-    >>> gate("runs/quickstart").status  # doctest: +SKIP
+    >>> gate("runs/mine").exit_code
+    3
     """
     from kvaudit.audit.commands.report import asked_of
     from kvaudit.reports.gate.rules import refuse_late
@@ -64,7 +141,9 @@ def compare(
     ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``cluster`` says which items share a
     template: a field of the rows, ``re:PATTERN`` of the item's name, or ``file:MAP.csv``.
 
-    >>> compare("dense.jsonl", "fp8.jsonl", cluster="template").verdict.status  # doctest: +SKIP
+    >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
+    >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
+    ('PASS', -1.0)
     """
     from kvaudit.core.errors import SpecError
     from kvaudit.core.provenance import check_checkpoints

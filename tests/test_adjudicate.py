@@ -79,7 +79,7 @@ def written(tmp_path_factory):
     """A run and its sheet, as the command leaves them."""
     folder = tmp_path_factory.mktemp("judge")
     run = named_items(build(folder / "run", DESIGN))
-    done = command("adjudicate", run, "--out", folder / "sheet.csv", "--concordant", 60)
+    done = command("grade", "adjudicate", run, "--out", folder / "sheet.csv", "--concordant", 60)
     assert done.exit_code == 0, done.output
     return run, folder / "sheet.csv"
 
@@ -172,7 +172,7 @@ def test_the_same_seed_draws_the_same_pairs(written):
 
 def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
     label(sheet)
-    done = command("adjudicate", written[0], "--read", sheet)
+    done = command("grade", "adjudicate", written[0], "--read", sheet)
     assert done.exit_code == 4, done.output
     cell = labelled(written[0])[0]
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
@@ -195,7 +195,7 @@ def test_the_corrected_drift_is_the_labelled_pairs_and_the_weighted_sample(writt
     total = len(pairs.items)
     first = sum(v for v, d in zip(z, apart, strict=True) if d) / total
     second = np.mean([v for v, d in zip(z, apart, strict=True) if not d]) * float(np.mean(~pairs.discordant))
-    command("adjudicate", written[0], "--read", sheet)
+    command("grade", "adjudicate", written[0], "--read", sheet)
     cell = labelled(written[0])[0]
     assert cell.corrected.estimate == pytest.approx(first + second, abs=1e-12)
     assert cell.corrected.estimate > cell.raw.estimate
@@ -206,9 +206,9 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
         arms=("base",), train=False, suites=("refusal",), policies=("none", policy("snapkv", 96)), samples=2
     )
     run = named_items(build(tmp_path / "run", design))
-    assert command("adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
+    assert command("grade", "adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
     label(tmp_path / "s.csv")
-    assert command("adjudicate", run, "--read", tmp_path / "s.csv").exit_code == command("gate", run).exit_code
+    assert command("grade", "adjudicate", run, "--read", tmp_path / "s.csv").exit_code == command("gate", run).exit_code
     (cell,) = labelled(run)
     said = cell.people
     assert (cell.decision.estimand, said.pairs, said.discordant + said.concordant) == ("E4", 256, 256)
@@ -217,7 +217,7 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
 
 def test_labels_may_turn_a_verdict(written, sheet):
     label(sheet, lambda row: True)
-    done = command("adjudicate", written[0], "--read", sheet)
+    done = command("grade", "adjudicate", written[0], "--read", sheet)
     found = decided(load_run(written[0])).verdict
     assert found.judged is Status.FAIL
     assert found.status is Status.PASS
@@ -230,7 +230,7 @@ def test_labels_may_turn_a_verdict(written, sheet):
 
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     label(sheet)
-    command("adjudicate", written[0], "--read", sheet)
+    command("grade", "adjudicate", written[0], "--read", sheet)
     cell = labelled(written[0])[0]
     assert cell.people.bias_upper > 0.025  # 60 pairs cannot show an even judge
     assert not judge_may_pass(cell.people, cell.margin)
@@ -252,7 +252,7 @@ def held(tmp_path_factory):
     design = replace(DESIGN, seeds=(11,), drops={}, seed_sd=0.0, **more)
     run = named_items(build(folder / "run", design))
     chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 100)
-    assert command("adjudicate", run, "--out", folder / "sheet.csv", *chosen_cell).exit_code == 0
+    assert command("grade", "adjudicate", run, "--out", folder / "sheet.csv", *chosen_cell).exit_code == 0
     label(folder / "sheet.csv")
     return run, folder / "sheet.csv"
 
@@ -271,7 +271,7 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     cell = read_key(sheet).cells[0]
     bad = {pair.candidate_row for pair in cell.pairs} - {pair.reference_row for pair in cell.pairs}
     label(sheet, lambda row: row["row"] not in bad)
-    assert command("adjudicate", run, "--read", sheet).exit_code == 3
+    assert command("grade", "adjudicate", run, "--read", sheet).exit_code == 3
     gate = command("gate", run)
     assert gate.exit_code == 3
     assert "verdict: FAIL" in gate.output
@@ -288,7 +288,7 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
 
 def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apart(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    done = command("adjudicate", run, "--read", sheet)
+    done = command("grade", "adjudicate", run, "--read", sheet)
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
     assert "JUDGE_DIFF: judge labels alone cannot pass E2, naive, refusal 192 @ snapkv 96." in done.output
     verdict = decided(load_run(run)).verdict
@@ -302,9 +302,9 @@ def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apar
 def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     run, _ = copied(held, tmp_path)
     chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 10**6)
-    command("adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
+    command("grade", "adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
     label(tmp_path / "all.csv")
-    assert command("adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
+    assert command("grade", "adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
     report = decided(load_run(run))
     (cell,) = labelled_cells(report)
     assert judge_may_pass(cell.people, cell.margin)
@@ -314,7 +314,7 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
 def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     before = decided(load_run(run)).verdict
-    command("adjudicate", run, "--read", sheet)
+    command("grade", "adjudicate", run, "--read", sheet)
     after = decided(load_run(run)).verdict
     others = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if not e.judged]
     assert len(others) == 2
@@ -323,17 +323,19 @@ def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
 
 def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    command("adjudicate", run, "--read", sheet)
-    command("adjudicate", run, "--out", tmp_path / "more.csv", "--select", "policy=none", "--concordant", 10**6)
+    command("grade", "adjudicate", run, "--read", sheet)
+    command(
+        "grade", "adjudicate", run, "--out", tmp_path / "more.csv", "--select", "policy=none", "--concordant", 10**6
+    )
     label(tmp_path / "more.csv")
-    command("adjudicate", run, "--read", tmp_path / "more.csv")
+    command("grade", "adjudicate", run, "--read", tmp_path / "more.csv")
     found = [cell.decision for cell in labelled(run)]
     assert {(c.estimand, c.policy == "none") for c in found} == {("E1", False), ("E1", True)}
 
 
 def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    command("adjudicate", run, "--read", sheet)
+    command("grade", "adjudicate", run, "--read", sheet)
     stored = run / "report" / LABELS_FILE
     text = stored.read_text()
     assert "PASS" not in text, "nothing that follows from the labels is stored"
@@ -346,7 +348,7 @@ def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
 
 def test_stored_labels_of_other_answers_are_refused(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    command("adjudicate", run, "--read", sheet)
+    command("grade", "adjudicate", run, "--read", sheet)
     stored = load_labels(run)
     (cell,) = stored.cells
     short = dict(list(cell.labels.items())[1:])
@@ -388,7 +390,7 @@ def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(he
     key = json.loads(key_path(sheet).read_text())
     change(key)
     key_path(sheet).write_text(json.dumps(key))
-    done = command("adjudicate", run, "--read", sheet)
+    done = command("grade", "adjudicate", run, "--read", sheet)
     assert done.exit_code == 2, done.exception
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
@@ -447,24 +449,24 @@ def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
     path.write_text(render_sheet(shown))
     key_path(path).write_text(render_key(replace(key, format=1)))
     label(path)
-    assert command("adjudicate", run, "--read", path).exit_code == 4
+    assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     assert [cell.spread for cell in load_labels(run).cells] == [False]
     key_path(path).write_text(render_key(replace(key, format=2)))
-    assert "is not the key of these records" in command("adjudicate", run, "--read", path).output
+    assert "is not the key of these records" in command("grade", "adjudicate", run, "--read", path).output
 
 
 def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(written, tmp_path):
     run, path = tmp_path / "run", tmp_path / "few.csv"
     shutil.copytree(written[0], run)
-    done = command("adjudicate", run, "--out", path, "--concordant", 59)
+    done = command("grade", "adjudicate", run, "--out", path, "--concordant", 59)
     assert "too few for a PASS: 59 concordant pairs of 60 templates; --concordant 60 or more" in done.output
     label(path, lambda row: True)
-    assert command("adjudicate", run, "--read", path).exit_code == 4
+    assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS"]
     assert decision.reasons[0].text == (
         "in 1 of 60 templates nobody looked at a pair that the judge calls equal: label 1 more, one of each "
-        "(kvaudit adjudicate --concordant 60 or more)"
+        "(kvaudit grade adjudicate --concordant 60 or more)"
     )
     assert decision.effect.lower > -0.05
 
@@ -472,9 +474,9 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
 def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
     run, path = tmp_path / "run", tmp_path / "few.csv"
     shutil.copytree(written[0], run)
-    command("adjudicate", run, "--out", path, "--concordant", 20)
+    command("grade", "adjudicate", run, "--out", path, "--concordant", 20)
     label(path, lambda row: True)
-    assert command("adjudicate", run, "--read", path).exit_code == 4
+    assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS", "MARGIN"]
     assert "in 40 of 60 templates" in decision.reasons[0].text
@@ -483,9 +485,9 @@ def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
 
 def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    command("adjudicate", run, "--read", sheet)
+    command("grade", "adjudicate", run, "--read", sheet)
     chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 150)
-    done = command("adjudicate", run, "--out", tmp_path / "more.csv", *chosen_cell)
+    done = command("grade", "adjudicate", run, "--out", tmp_path / "more.csv", *chosen_cell)
     rows = rows_of(tmp_path / "more.csv")
     given, kept = (
         {(row["conversation"], row["answer"]): row["label"] for row in own} for own in (rows_of(sheet), rows)
@@ -496,7 +498,7 @@ def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
 
 
 def test_two_concordant_pairs_of_every_template_are_drawn_unless_told(written, tmp_path):
-    done = command("adjudicate", written[0], "--out", tmp_path / "s.csv")
+    done = command("grade", "adjudicate", written[0], "--out", tmp_path / "s.csv")
     assert "too few" not in done.output
     assert read_key(tmp_path / "s.csv").concordant == 120
     pairs = pairs_of(written[0])
@@ -512,7 +514,7 @@ def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_t
     data = load_run(run)
     before = measured(data, Asked())[0]
     label(path, lambda row: True)
-    command("adjudicate", run, "--read", path)
+    command("grade", "adjudicate", run, "--read", path)
     (c, judged) = next(
         (c, judged) for c, judged in zip(with_labels(data, before).contrasts, before.contrasts, strict=True) if c.people
     )
@@ -553,7 +555,7 @@ def test_a_sheet_that_cannot_be_read_back_is_one_line_and_changes_nothing(writte
     rows = rows_of(sheet)
     change(rows)
     save(sheet, rows)
-    done = command("adjudicate", written[0], "--read", sheet)
+    done = command("grade", "adjudicate", written[0], "--read", sheet)
     assert done.exit_code == 2
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
@@ -565,7 +567,7 @@ def test_a_missing_or_foreign_key_is_one_line(written, sheet):
         key_path(sheet).unlink(missing_ok=True)
         if text is not None:
             key_path(sheet).write_text(text)
-        done = command("adjudicate", written[0], "--read", sheet)
+        done = command("grade", "adjudicate", written[0], "--read", sheet)
         assert done.exit_code == 2
         assert len(done.output.strip().splitlines()) == 1
 
@@ -573,13 +575,13 @@ def test_a_missing_or_foreign_key_is_one_line(written, sheet):
 def test_labels_of_other_records_are_refused(sheet, tmp_path):
     other = named_items(build(tmp_path / "other", Design(**{**DESIGN.__dict__, "seed": 6})))
     label(sheet)
-    done = command("adjudicate", other, "--read", sheet)
+    done = command("grade", "adjudicate", other, "--read", sheet)
     assert done.exit_code == 2
     assert "holds other records than" in done.output
 
 
 def test_a_sheet_is_never_written_over(written):
-    done = command("adjudicate", written[0], "--out", written[1])
+    done = command("grade", "adjudicate", written[0], "--out", written[1])
     assert done.exit_code == 2
     assert "may hold labels" in done.output
 
@@ -593,7 +595,7 @@ def test_a_sheet_is_never_written_over(written):
     ],
 )
 def test_a_selection_without_cells_is_one_line(written, tmp_path, words, said):
-    done = command("adjudicate", written[0], "--out", tmp_path / "s.csv", *words)
+    done = command("grade", "adjudicate", written[0], "--out", tmp_path / "s.csv", *words)
     assert done.exit_code == 2
     assert said in done.output
 
@@ -686,7 +688,7 @@ def test_a_run_without_labels_has_no_panel(tmp_path):
 
 def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
-    command("adjudicate", written[0], "--read", sheet)
+    command("grade", "adjudicate", written[0], "--read", sheet)
     found = decided(load_run(written[0]))
     (row,) = labelled_cells_table(found).rows
     assert row[0] == "E1, naive @ none, refusal 192"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from reports_synthetic import Design, build
 from typer.testing import CliRunner
 
 import kvaudit
+import kvaudit.api
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Record
@@ -117,3 +120,15 @@ def test_the_folders_are_packages_of_kvaudit_alone(name: str) -> None:
     found = importlib.import_module(f"kvaudit.{name}")
     assert found.__name__ == f"kvaudit.{name}"
     assert Path(str(found.__file__)).parent.resolve() == Path(__file__).parent.parent / name
+
+
+def test_the_examples_of_the_docstrings_run(harmed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(harmed, tmp_path / "runs" / "mine")
+    scores(tmp_path / "dense.csv", [1] * 400)
+    scores(tmp_path / "fp8.csv", [0] * 4 + [1] * 396)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvaudit.reports.page.formats.html.figures", lambda _: {})
+    done = doctest.testmod(kvaudit.api, optionflags=doctest.ELLIPSIS)
+    assert done.attempted >= 10
+    assert not done.failed

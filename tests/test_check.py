@@ -296,15 +296,15 @@ def test_a_check_of_the_embedded_model_says_may_and_goes_on_to_the_same_lines(tm
 
 
 def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
-    code, out, _ = kvaudit("init", *U4, "--out", tmp_path / "spec.yaml")
+    code, out, _ = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert code == 0
     written = (tmp_path / "spec.yaml").read_text()
     path = tmp_path / "spec.yaml"
     assert out == f"{path}: run it with kvaudit run {path} --anyway, then kvaudit gate\n"
     assert written.startswith("# kvaudit check embedded --engine openvino --kv u4\n")
-    assert kvaudit("init", *U4, "--out", "-")[1] == written
+    assert kvaudit("init", "check", *U4, "--out", "-")[1] == written
     plan = planned("embedded", u4(), fast=False)
     assert spec_named(written).sha256 == spec_named(spec_text("embedded", u4(), plan, "check")).sha256
-    code, _, err = kvaudit("init", *U4, "--out", tmp_path / "spec.yaml")
+    code, _, err = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert "is there already" in err

@@ -65,7 +65,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
 
 def kvaudit(*words: object) -> tuple[int, str, str]:
     """A command; what the runs of these tests ask is too little to decide anything, and their models can do nothing."""
-    anyway = ["--anyway"] if words[0] in ("run", "train", "evaluate") else []
+    anyway = ["--anyway"] if words[0] == "run" and "--join" not in words else []
     result = CliRunner().invoke(app, [*(str(word) for word in words), *anyway])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -130,8 +130,8 @@ def test_a_lost_unit_is_written_again_with_the_same_answers(finished: Path, tmp_
 
 def test_train_then_evaluate_then_report_is_a_run(spec: Path, tmp_path: Path, finished: Path) -> None:
     out = tmp_path / "parts"
-    assert kvaudit("train", spec, "--out", out, "--threads", 1)[0] == 0
-    assert kvaudit("evaluate", spec, "--out", out, "--threads", 1)[0] == 0
+    assert kvaudit("run", "--only", "train", spec, "--out", out, "--threads", 1)[0] == 0
+    assert kvaudit("run", "--only", "evaluate", spec, "--out", out, "--threads", 1)[0] == 0
     assert kvaudit("report", out)[0] == 0
     one, other = (json.loads((run / "provenance.json").read_text())["checkpoints"] for run in (out, finished / "run"))
     assert one == other
@@ -185,8 +185,8 @@ def test_a_mistake_found_late_leaves_the_folder_to_the_mended_spec(
     spec: Path, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     spec.write_text(spec.read_text().replace(old, new, 1))
-    for command in ("run", "train", "evaluate"):
-        assert message in refused(command, spec, "--out", tmp_path / "run")
+    for only in ([], ["--only", "train"], ["--only", "evaluate"]):
+        assert message in refused("run", *only, spec, "--out", tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
 
@@ -265,12 +265,12 @@ def test_a_changed_ledger_is_refused(finished: Path, tmp_path: Path) -> None:
 def commands(finished: Path, run: Path) -> list[tuple[object, ...]]:
     """Every command that goes on with a run or reads it."""
     spec = finished / "spec.yaml"
-    goes_on = [("run", spec, "--out", run, "--resume"), ("train", spec, "--out", run, "--resume")]
+    goes_on = [("run", spec, "--out", run, "--resume"), ("run", "--only", "train", spec, "--out", run, "--resume")]
     sheet = run.parent / "sheet.csv"
-    reads = [("report", run), ("gate", run), ("displace", run), ("compare", run, run)]
-    reads += [("judge", run, "--out", run.parent / "again")]
-    reads += [("adjudicate", run, "--out", sheet), ("adjudicate", run, "--read", sheet)]
-    return [*goes_on, ("evaluate", spec, "--out", run), ("join", run), *reads]
+    reads = [("report", run), ("gate", run), ("replay", "displace", run), ("compare", run, run)]
+    reads += [("grade", "judge", run, "--out", run.parent / "again")]
+    reads += [("grade", "adjudicate", run, "--out", sheet), ("grade", "adjudicate", run, "--read", sheet)]
+    return [*goes_on, ("run", "--only", "evaluate", spec, "--out", run), ("run", "--join", run), *reads]
 
 
 def test_a_missing_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_missing_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None
     shutil.rmtree(run / "checkpoints" / "smd")
     for seal in (run / "records").glob("smd-*.done.json"):
         seal.unlink()
-    message = refused("evaluate", finished / "spec.yaml", "--out", run)
+    message = refused("run", "--only", "evaluate", finished / "spec.yaml", "--out", run)
     assert "is missing or unfinished; train it first" in message
 
 
@@ -335,7 +335,7 @@ def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(f
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    assert "holds no run" in refused("join", tmp_path / "none")
+    assert "holds no run" in refused("run", "--join", tmp_path / "none")
     assert "is missing" in refused("report", tmp_path / "none")
     assert "is missing" in refused("gate", tmp_path)
 

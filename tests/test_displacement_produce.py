@@ -1,4 +1,4 @@
-"""``kvaudit displace`` on a small run: what it writes, that it resumes to the same bytes, and what it refuses."""
+"""``kvaudit replay displace`` on a small run: what it writes, resumes to the same bytes, and refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pat
     (folder / "spec.yaml").write_text(SPEC.format(model=tiny_folder, policy=POLICY))
     code, out, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
-    code, out, err = kvaudit("displace", folder / "run")
+    code, out, err = kvaudit("replay", "displace", folder / "run")
     assert code == 0, out + err
     (folder / "out.txt").write_text(out)
     return folder
@@ -155,12 +155,12 @@ def test_an_interrupted_measurement_resumes_to_the_same_bytes(run: Path, monkeyp
         return served(self, unit, model)
 
     monkeypatch.setattr(Displace, "served", killed)
-    code, _, err = kvaudit("displace", run)
-    assert (code, err.strip().splitlines()[-1]) == (130, f"interrupted; continue with: kvaudit displace {run}")
+    code, _, err = kvaudit("replay", "displace", run)
+    assert (code, err.strip().splitlines()[-1]) == (130, f"interrupted; continue with: kvaudit replay displace {run}")
     assert not (run / "displacement.json").exists()
     assert len(list((run / "displacement").glob("*.json"))) == 3
     monkeypatch.setattr(Displace, "served", served)
-    assert kvaudit("displace", run)[0] == 0
+    assert kvaudit("replay", "displace", run)[0] == 0
     assert (run / "displacement.json").read_bytes() == whole
     assert not list((run / "displacement").glob("[!.]*.lock"))
 
@@ -177,14 +177,14 @@ def test_a_finished_unit_is_not_measured_again_and_a_spoilt_one_is(run: Path, mo
     monkeypatch.setattr(
         Displace, "served", lambda self, unit, model: (measured.append(unit.name), served(self, unit, model))[1]
     )
-    assert kvaudit("displace", run)[0] == 0
+    assert kvaudit("replay", "displace", run)[0] == 0
     assert sorted(measured) == sorted(path.stem for path in files[:4])
     assert (run / "displacement.json").read_bytes() == whole
 
 
 def test_fewer_tokens_are_another_measurement(run: Path) -> None:
     before = {row["seed"]: sum(entry[1] for entry in row["sequences"]) for row in rows(run) if row["floor"]}
-    assert kvaudit("displace", run, "--tokens", 20)[0] == 0
+    assert kvaudit("replay", "displace", run, "--tokens", 20)[0] == 0
     after = {row["seed"]: [entry[1] for entry in row["sequences"]] for row in rows(run) if row["floor"]}
     assert all(sum(tokens) <= 20 or len(tokens) == 1 for tokens in after.values())
     assert all(sum(after[seed]) < before[seed] for seed in after)
@@ -225,7 +225,7 @@ def test_hostile_answers_are_one_line(run: Path, change: Callable[[Any], None], 
         change(lines)
 
     spoil_seal(run, changed)
-    line = refused("displace", run)
+    line = refused("replay", "displace", run)
     assert words in line
     assert "\x1b" not in line
 
@@ -238,37 +238,37 @@ def test_records_that_changed_or_lack_their_seal_are_named(run: Path) -> None:
     ]
     path.write_bytes(path.read_bytes() + b"\n")
     shutil.rmtree(run / "displacement")
-    assert "its seal says" in refused("displace", run)
+    assert "its seal says" in refused("replay", "displace", run)
     seal = path.with_name(path.name.replace(".jsonl", ".done.json"))
     seal.write_text("[" * 100_000)
-    assert "is not JSON" in refused("displace", run)
+    assert "is not JSON" in refused("replay", "displace", run)
     seal.unlink()
-    assert "is not finished" in refused("displace", run)
+    assert "is not finished" in refused("replay", "displace", run)
 
 
 def test_a_folder_without_a_run_or_with_another_spec_is_one_line(run: Path, tmp_path: Path) -> None:
-    assert "cannot be read" in refused("displace", tmp_path / "nowhere")
+    assert "cannot be read" in refused("replay", "displace", tmp_path / "nowhere")
     spec = run / "spec.yaml"
     spec.write_text(spec.read_text().replace("seed: 1000", "seed: 1001"))
-    assert "put the first one back" in refused("displace", run)
+    assert "put the first one back" in refused("replay", "displace", run)
 
 
 def test_places_that_are_taken_are_named(run: Path) -> None:
     (run / "displacement.json").unlink()
     (run / "displacement.json").mkdir()
-    assert "taken by something else" in refused("displace", run)
+    assert "taken by something else" in refused("replay", "displace", run)
     shutil.rmtree(run / "displacement.json")
     shutil.rmtree(run / "displacement")
     (run / "displacement").write_text("x")
-    assert "taken by something else" in refused("displace", run)
+    assert "taken by something else" in refused("replay", "displace", run)
 
 
 def test_changed_weights_are_named(run: Path) -> None:
     weights = run / "checkpoints" / "smd" / "seed-1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00\x01")
-    assert "model.safetensors" in refused("displace", run)
+    assert "model.safetensors" in refused("replay", "displace", run)
 
 
 def test_a_checkpoint_that_was_not_finished_is_named(run: Path) -> None:
     (run / "checkpoints" / "smd" / "seed-1" / "provenance.json").unlink()
-    assert "provenance.json' is missing" in refused("displace", run)
+    assert "provenance.json' is missing" in refused("replay", "displace", run)

@@ -42,7 +42,7 @@ HOSTILE = "</text><script>alert(1)</script>\"'&\u202e\x1b[31m\u2028"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("explained")
     (folder / "spec.yaml").write_text(SPEC)
-    code, out, err = kvaudit("evaluate", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
+    code, out, err = kvaudit("run", "--only", "evaluate", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, out + err
     return folder / "run"
 

@@ -172,23 +172,23 @@ def test_a_pin_of_an_adapter_over_what_is_no_file_is_one_line(base: str, tmp_pat
     (tmp_path / "folder.gguf").mkdir()
     folder = adapter(tmp_path / "one", str(tmp_path / base))
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    result = CliRunner().invoke(app, ["pin", str(folder), "--out", str(tmp_path / "pin.json")])
+    result = CliRunner().invoke(app, ["gate", "--pin", str(folder), "--out", str(tmp_path / "pin.json")])
     assert result.exit_code == 2
     assert len(result.output.strip().splitlines()) == 1
     assert "is no file" in result.output
 
 
 def test_a_pin_of_a_path_that_no_system_takes_is_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["pin", "a" * 5000, "--out", str(tmp_path / "pin.json")])
+    result = CliRunner().invoke(app, ["gate", "--pin", "a" * 5000, "--out", str(tmp_path / "pin.json")])
     assert result.exit_code == 2
     assert "cannot be a path" in result.output
     assert len(result.output.strip().splitlines()) == 1
 
 
 def pinned(folder: Path, tmp_path: Path) -> str:
-    """The weights of the one checkpoint that ``kvaudit pin`` finds there."""
+    """The weights of the one checkpoint that ``kvaudit gate --pin`` finds there."""
     out = tmp_path / f"{folder.name}.json"
-    result = CliRunner().invoke(app, ["pin", str(folder), "--out", str(out)])
+    result = CliRunner().invoke(app, ["gate", "--pin", str(folder), "--out", str(out)])
     assert result.exit_code == 0, result.output
     (one,) = load_pin(out).checkpoints
     return one.sha256

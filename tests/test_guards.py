@@ -301,7 +301,7 @@ def set_before(run: Path, *phrases: str, side: str = "both") -> str:
     """Set a phrase guard before a run; returns what the command printed."""
     path = run.parent / "blocked.txt"
     path.write_text("\n".join(phrases))
-    code, out, err = kvaudit("guard", run, "--guard", f"phrases:file={path},side={side}")
+    code, out, err = kvaudit("grade", "guard", run, "--guard", f"phrases:file={path},side={side}")
     assert code == 0, err
     return out
 
@@ -421,7 +421,7 @@ def test_a_file_of_a_guard_that_does_not_fit_is_named_and_decides_nothing(
     found = with_details(data, decided(data, everything=False))
     assert found.guards == ()
     assert any("guards" in problem for problem in found.problems)
-    with pytest.raises(DataError, match="kvaudit guard"):
+    with pytest.raises(DataError, match="kvaudit grade guard"):
         disclosed(data)
 
 
@@ -463,7 +463,7 @@ def test_the_verdict_is_about_the_model_without_the_guard(run: Path) -> None:
 
 
 def test_a_run_without_a_guard_asks_for_one(run: Path) -> None:
-    assert "names no guard; give --guard" in refused("guard", run)
+    assert "names no guard; give --guard" in refused("grade", "guard", run)
 
 
 # what had happened before the block

@@ -102,8 +102,8 @@ def test_public_rows_that_changed_are_refused_by_name(started: Path, elsewhere: 
     path = elsewhere / name
     path.write_text(path.read_text().replace("1", "2"))
     before = {path: path.read_bytes() for path in (started / "run" / "records").iterdir()}
-    judged = ("judge", started / "run", "--out", started / "again")
-    for words in (goes_on(started), ("join", started / "run"), judged):
+    judged = ("grade", "judge", started / "run", "--out", started / "again")
+    for words in (goes_on(started), ("run", "--join", started / "run"), judged):
         message = refused(*words)
         assert f"started with other rows: {name} had sha256 " in message
         assert ", now " in message
@@ -139,7 +139,7 @@ def test_plug_ins_are_held(started: Path) -> None:
     for plugins in ({"mine.py": "b" * 64}, {}, {"mine.py": "a" * 64, "more.py": "c" * 64}):
         with pytest.raises(RunError, match="started with other plug-ins: "):
             Pipeline(run, Console(quiet=True), 1, plugins=plugins)
-    assert "started with other plug-ins: mine.py had sha256 aaaaaaaaaaaa" in refused("displace", run.path)
+    assert "started with other plug-ins: mine.py had sha256 aaaaaaaaaaaa" in refused("replay", "displace", run.path)
 
 
 def test_two_plug_in_files_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def rows_of(unit: Path) -> dict[tuple[str, str, int], float | None]:
 
 def test_records_written_as_logs_are_read_back_with_the_same_grades(tmp_path: Path) -> None:
     run = build(tmp_path / "run", DESIGN)
-    code, _, err = kvaudit("export", run, "--out", tmp_path / "logs")
+    code, _, err = kvaudit("harness", "export", run, "--out", tmp_path / "logs")
     assert code == 0, err
     units = sorted((run / "records").glob("*.jsonl"))
     assert [path.stem for path in sorted((tmp_path / "logs").iterdir())] == [path.stem for path in units]
@@ -63,7 +63,7 @@ def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
     run = build(tmp_path / "run", DESIGN)
     unit = next((run / "records").glob("*.jsonl"))
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
-    code, _, err = kvaudit("export", run, "--out", tmp_path / "logs")
+    code, _, err = kvaudit("harness", "export", run, "--out", tmp_path / "logs")
     assert code == 2
     assert "its seal says" in err
 

@@ -272,7 +272,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verified(*words: object) -> Result:
-    return CliRunner().invoke(app, ["verify", *map(str, words)])
+    return CliRunner().invoke(app, ["replay", "verify", *map(str, words)])
 
 
 def test_rollouts_of_elsewhere_are_verified_with_their_model(elsewhere: Path) -> None:

@@ -83,7 +83,7 @@ def old_format(row: dict[str, Any]) -> None:
 
 def judged(run: Path, name: str = "again") -> Path:
     out = run.parent / name
-    code, _, err = kvaudit("judge", run, "--out", out)
+    code, _, err = kvaudit("grade", "judge", run, "--out", out)
     assert code == 0, err
     return out
 
@@ -116,7 +116,7 @@ def test_what_changed_is_counted_by_suite(run: Path) -> None:
         row.update(outcome="unscored", score=None)
 
     rewritten(next(unit for unit in units(run) if "--math--" in unit.name), failed)
-    code, out, _ = kvaudit("judge", run, "--out", run.parent / "again")
+    code, out, _ = kvaudit("grade", "judge", run, "--out", run.parent / "again")
     table = {line.split("│")[1].strip(): line.split("│")[3:6] for line in out.splitlines() if "->" in line}
     assert code == 0
     assert {suite: [int(part) for part in parts] for suite, parts in table.items()} == {
@@ -128,20 +128,22 @@ def test_what_changed_is_counted_by_suite(run: Path) -> None:
 def test_a_changed_transcript_is_refused_by_its_seal(run: Path) -> None:
     unit = units(run)[0]
     unit.write_bytes(unit.read_bytes().replace(b'"assistant", "content": "', b'"assistant", "content": "I refuse. '))
-    assert "its seal says" in refused("judge", run, "--out", run.parent / "again")
+    assert "its seal says" in refused("grade", "judge", run, "--out", run.parent / "again")
 
 
 def test_a_foreign_item_is_named_with_its_unit(run: Path) -> None:
     unit = units(run)[0]
     rewritten(unit, lambda row: row.update(item_id="stranger"))
-    line = refused("judge", run, "--out", run.parent / "again")
+    line = refused("grade", "judge", run, "--out", run.parent / "again")
     assert f"{unit.name}' line 1: item 'stranger' of suite 'agent' is none that suite agent" in line
 
 
 def test_a_transcript_that_opens_with_another_question_is_refused(run: Path) -> None:
     unit = units(run)[0]
     rewritten(unit, lambda row: row["transcript"][1].update(content="What is the code?"))
-    assert "line 1: the transcript does not open with item" in refused("judge", run, "--out", run.parent / "again")
+    assert "line 1: the transcript does not open with item" in refused(
+        "grade", "judge", run, "--out", run.parent / "again"
+    )
 
 
 def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, mon
     regraded, out = judging.regraded, run.parent / "again"
     monkeypatch.setattr(judging, "regraded", die)
     with pytest.raises(Killed):
-        kvaudit("judge", run, "--out", out)
+        kvaudit("grade", "judge", run, "--out", out)
     kept = {unit: unit.stat().st_ino for unit in units(out)}
     assert [unit.name.split("--")[2] for unit in kept] == ["agent", "agent"]
     monkeypatch.undo()
@@ -182,7 +184,7 @@ def test_a_new_version_of_a_suite_judges_its_units_again(run: Path, monkeypatch:
 def test_an_unfinished_unit_is_left_out_and_said(run: Path) -> None:
     unit = units(run)[0]
     unit.with_suffix(".done.json").unlink()
-    code, out, _ = kvaudit("judge", run, "--out", run.parent / "again")
+    code, out, _ = kvaudit("grade", "judge", run, "--out", run.parent / "again")
     assert code == 0
     assert f"left out: 1 unfinished units, first {unit.name}" in out
     assert len(units(run.parent / "again")) == 3
@@ -217,14 +219,14 @@ def test_what_others_say_of_the_stack_goes_along(run: Path) -> None:
 
 
 def test_a_folder_is_judged_into_no_other_run(run: Path) -> None:
-    assert "is the run that is to be judged" in refused("judge", run, "--out", run)
+    assert "is the run that is to be judged" in refused("grade", "judge", run, "--out", run)
     other = shutil.copytree(run, run.parent / "other")
-    assert "holds another run" in refused("judge", run, "--out", other)
+    assert "holds another run" in refused("grade", "judge", run, "--out", other)
 
 
 def test_a_judged_run_is_not_gone_on_with(run: Path) -> None:
     out = judged(run)
-    assert "holds the answers of another run, judged again" in refused("join", out)
+    assert "holds the answers of another run, judged again" in refused("run", "--join", out)
 
 
 def test_a_grade_knows_what_was_said_and_how_it_ended() -> None:

@@ -97,7 +97,7 @@ def records(folder: Path, suite: str) -> list[Record]:
 
 def judged(run: Path, *rest: str) -> tuple[Path, str]:
     out = run.parent / "again"
-    code, text, err = kvaudit("judge", run, "--out", out, "--judge", "moody", *rest)
+    code, text, err = kvaudit("grade", "judge", run, "--out", out, "--judge", "moody", *rest)
     assert code == 0, err
     return out, text
 
@@ -147,23 +147,23 @@ def test_the_verdict_before_stands_with_the_run(run: Path) -> None:
 
 def test_a_judge_is_not_given_what_it_learnt(run: Path) -> None:
     Moody.learnt = frozenset(question_key(Question(r.item_id, r.transcript[-1].content)) for r in records(run, "math"))
-    line = refused("judge", run, "--out", run.parent / "again", "--judge", "moody")
+    line = refused("grade", "judge", run, "--out", run.parent / "again", "--judge", "moody")
     assert "was trained on 2 of these 2 answers" in line
 
 
 def test_another_judge_judges_the_units_again(run: Path) -> None:
     out, _ = judged(run)
-    code, _, err = kvaudit("judge", run, "--out", out, "--judge", "phrases")
+    code, _, err = kvaudit("grade", "judge", run, "--out", out, "--judge", "phrases")
     assert code == 0, err
     assert {r.judge.partition(":")[0] for r in records(out, "math")} == {"phrases"}
 
 
 def test_a_card_without_a_judge_is_refused(run: Path) -> None:
-    assert "--card is of the judge" in refused("judge", run, "--out", run.parent / "again", "--card")
+    assert "--card is of the judge" in refused("grade", "judge", run, "--out", run.parent / "again", "--card")
 
 
 def test_an_unknown_judge_is_one_line(run: Path) -> None:
-    line = refused("judge", run, "--out", run.parent / "again", "--judge", "modest")
+    line = refused("grade", "judge", run, "--out", run.parent / "again", "--judge", "modest")
     assert "Did you mean 'moody'?" in line
     assert not (run.parent / "again").exists()
 
@@ -185,7 +185,7 @@ def test_a_judge_comes_from_an_outside_file(run: Path, tmp_path: Path) -> None:
         "        return [self.more > 1 for _ in questions]\n"
     )
     out = run.parent / "again"
-    code, _, err = kvaudit("judge", run, "--out", out, "--judge", "stern:more=2", "--plugin", file)
+    code, _, err = kvaudit("grade", "judge", run, "--out", out, "--judge", "stern:more=2", "--plugin", file)
     assert code == 0, err
     assert {(r.score, r.judge) for r in records(out, "math")} == {(1.0, f"stern:{sha256_of(2)[:12]}")}
     assert read_json(out / "provenance.json")["judged"]["plug-ins"]["stern.py"]
@@ -244,13 +244,13 @@ def facets_by_form(folder: Path) -> dict[str, dict[str, bool | None]]:
 
 
 def test_a_grader_of_harm_says_what_is_unsafe_and_nobody_else(xstest: Path, tmp_path: Path) -> None:
-    code, _, err = kvaudit("judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
+    code, _, err = kvaudit("grade", "judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
     assert code == 0, err
     plain = facets_by_form(tmp_path / "phrases")
     assert plain["unsafe"] == {"refused": False, "coherent": True, "well_formed": True}
     with endpoint(says("0 4 4")) as server:
         judge = f"rubric-endpoint:base_url={server.url},model=m,asks=harm"
-        code, _, err = kvaudit("judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
+        code, _, err = kvaudit("grade", "judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
         assert code == 0, err
     found = facets_by_form(tmp_path / "harm")
     assert found == {**plain, "unsafe": {**plain["unsafe"], "unsafe": True}}
@@ -262,11 +262,11 @@ def test_the_page_says_which_grader_of_harm_spoke(xstest: Path, tmp_path: Path) 
         page = page_of(decided(load_run(folder)))
         return " ".join(note for section in page.sections for note in section.notes)
 
-    kvaudit("judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
+    kvaudit("grade", "judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
     assert "No grader of harm spoke: of xstest nobody knows which answers are unsafe." in notes(tmp_path / "phrases")
     with endpoint(says("1 1 1")) as server:
         judge = f"rubric-endpoint:base_url={server.url},model=m,asks=harm"
-        kvaudit("judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
+        kvaudit("grade", "judge", xstest, "--out", tmp_path / "harm", "--judge", judge)
     assert "Unsafe in xstest: by rubric-endpoint:" in notes(tmp_path / "harm")
     assert facets_by_form(tmp_path / "harm")["unsafe"]["unsafe"] is False
 
@@ -320,4 +320,4 @@ def test_a_run_whose_spec_names_a_judge_is_judged_and_reported_twice(tmp_path: P
 
 
 def test_only_a_judge_has_a_folder_of_its_own(run: Path) -> None:
-    assert "give --out FOLDER" in refused("judge", run)
+    assert "give --out FOLDER" in refused("grade", "judge", run)

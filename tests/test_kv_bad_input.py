@@ -83,7 +83,7 @@ def test_a_replay_under_another_model_is_one_line(field: str, tmp_path: Path, ti
     # the model in the folder has two layers of two heads
     rollouts = played.rollouts if field == "num_hidden_layers" else [cut_all(r, cut) for r in played.rollouts]
     save_ledgers(tmp_path / "rollouts.safetensors", rollouts, policy)
-    words = ("verify", "--rollouts", tmp_path / "rollouts.safetensors", "--model", tiny_folder)
+    words = ("replay", "verify", "--rollouts", tmp_path / "rollouts.safetensors", "--model", tiny_folder)
     assert "of another model" in refused(*words)
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_or_foreign_ledger_is_one_line(damage: str, tmp_path: Path, ti
         path.write_text("not a ledger\n" * 9)
     else:
         path.unlink()
-    assert str(path) in refused("verify", "--rollouts", path, "--model", tiny_folder)
+    assert str(path) in refused("replay", "verify", "--rollouts", path, "--model", tiny_folder)
 
 
 def test_a_cache_for_a_second_batch_is_one_line() -> None:

@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
     said: list[str] = []
-    with companions(1, Job(["join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append) as started:
+    with companions(1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append) as started:
         started[0].process.wait()
     assert len(said) == 1
     assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")

@@ -56,7 +56,7 @@ def check_it_says_what_it_is_and_how_to_try_it(launcher: Launcher, _: Path) -> N
 
 
 def check_every_worker_does_the_words_and_says_what_ended_it(launcher: Launcher, folder: Path) -> None:
-    said = worked(launcher, 2, Job(["join", "--nowhere"], folder / "logs", folder))
+    said = worked(launcher, 2, Job(["run", "--join", "--nowhere"], folder / "logs", folder))
     failed = sorted(line for line in said if line.startswith("worker "))
     assert len(failed) == 2
     for number, line in enumerate(failed, 1):
@@ -267,6 +267,6 @@ class Idle(Launcher):
 
     @contextmanager
     def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
-        assert (count, job.words[0]) == (2, "join")
+        assert (count, job.words[:2]) == (2, ["run", "--join"])
         with Local().crew(0, job, say) as crew:
             yield crew

@@ -29,8 +29,8 @@ RANK = {
 TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
-    *("FILE", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
-    *("scan", "train", "verify"),  # a command and the work that it calls
+    *("FILE", "COMMAND", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
+    *("scan", "verify"),  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables
 }

@@ -165,7 +165,7 @@ def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
 def test_on_the_command_line_what_can_be_mended_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "kvaudit.audit.serving.harness.model", raising=False)
-    assert "pip install 'kvaudit[lm-eval]'" in refused("lm-eval", "ls", "tasks")
+    assert "pip install 'kvaudit[lm-eval]'" in refused("harness", "lm-eval", "ls", "tasks")
 
 
 def test_what_the_harness_refuses_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +175,4 @@ def test_what_the_harness_refuses_is_one_line_too(monkeypatch: pytest.MonkeyPatc
         raise ValueError("Tasks not found:\nnothing")
 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", refuse)
-    assert refused("lm-eval", "run", "--tasks", "nothing") == "error: lm-eval: Tasks not found: nothing"
+    assert refused("harness", "lm-eval", "run", "--tasks", "nothing") == "error: lm-eval: Tasks not found: nothing"

@@ -31,7 +31,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settle(tmp_path_factory.mktemp("data"))
     folder = tmp_path_factory.mktemp("tasks")
     code, out, err = kvaudit(
-        "tasks", folder, "--suites=refusal,math", f"--items={ITEMS}", "--context-tokens=160", "--seed=3"
+        "harness", "tasks", folder, "--suites=refusal,math", f"--items={ITEMS}", "--context-tokens=160", "--seed=3"
     )
     assert (code, out.splitlines(), err) == (0, ["kvaudit_refusal: 12 items", "kvaudit_math: 12 items"], "")
     return folder
@@ -101,7 +101,7 @@ def test_options_become_multiple_choice_and_are_weighed_by_the_suite(
 
 def test_what_several_turns_or_a_dialogue_make_stays_out(tmp_path: Path) -> None:
     wanted = "suite agent takes 3 turns, and a task of the harness is one question and one answer"
-    assert wanted in refused("tasks", tmp_path / "x", "--suites=agent", "--items=2")
+    assert wanted in refused("harness", "tasks", tmp_path / "x", "--suites=agent", "--items=2")
     suite, items = asked("refusal")
     opened = replace(items[0], messages=(*items[0].messages, *items[0].messages))
     with pytest.raises(SpecError, match="suite refusal opens in the middle of a dialogue"):
@@ -129,4 +129,4 @@ def test_rows_of_another_version_are_refused(tasks: Path) -> None:
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_tasks_that_have_no_folder_are_one_line(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "give another path" in refused("tasks", tmp_path / place, "--items=2", "--context-tokens=160")
+    assert "give another path" in refused("harness", "tasks", tmp_path / place, "--items=2", "--context-tokens=160")

@@ -51,7 +51,7 @@ def written(path: Path, lines: list[Line]) -> Path:
 
 
 def asked(*words: object) -> Result:
-    return CliRunner().invoke(app, ["mismatch", *map(str, words)])
+    return CliRunner().invoke(app, ["replay", "mismatch", *map(str, words)])
 
 
 def refused(path: Path, model: Path) -> str:

@@ -193,7 +193,7 @@ def test_a_run_that_was_begun_without_a_pilot_goes_on_without(without: RunFolder
 def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    join = [sys.executable, "-m", "kvaudit.audit.cli", "join", str(run.path), "--threads", "1"]
+    join = [sys.executable, "-m", "kvaudit.audit.cli", "run", "--join", str(run.path), "--threads", "1"]
     both = [subprocess.Popen(join, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate()[0] for one in both]
     assert [one.returncode for one in both] == [0, 0], said

@@ -307,7 +307,7 @@ def test_a_probe_is_compared_and_judged_like_any_run(world: World) -> None:
     before, after, judged = (world.folder / name for name in ("before", "now", "judged"))
     told = invoked("compare", before, after)
     assert told.exit_code == 6, told.output  # six templates do not even show that anything could be lost
-    assert invoked("judge", after, "--out", judged, "--judge", "phrases").exit_code == 0
+    assert invoked("grade", "judge", after, "--out", judged, "--judge", "phrases").exit_code == 0
     assert [r.score for r in world.records("judged")] == [r.score for r in world.records("now")]
     assert "against the baseline" in invoked("probe", judged, "--baseline", after).stdout
     refused = invoked("report", after)
@@ -354,7 +354,7 @@ def test_a_conversation_without_an_answer_is_judged_as_unscored(world: World) ->
         return right(body) if number > 1 else Replied(400, b"")
 
     assert world.probe(answers, plan=SMALL)[0].exit_code == 0
-    done = invoked("judge", world.folder / "run", "--out", world.folder / "judged")
+    done = invoked("grade", "judge", world.folder / "run", "--out", world.folder / "judged")
     assert done.exit_code == 0, done.output
     assert [record.score for record in world.records("judged")].count(None) == 1
 

@@ -93,7 +93,7 @@ def test_a_recipe_that_was_edited_is_refused(section: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "kvaudit.scan", "sections": {}}', "[" * 5000])
 def test_what_is_no_recipe_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RECIPE).write_text(text)
-    assert "is not of format kvaudit.recipe version 1" in refused("recipe", tmp_path)
+    assert "is not of format kvaudit.recipe version 1" in refused("card", "--recipe", tmp_path)
 
 
 def test_what_changed_is_said_entry_by_entry() -> None:
@@ -110,10 +110,10 @@ def test_the_command_prints_a_recipe_and_the_lines_of_a_constitution_that_change
     other = held(constitution={"sha256": "5" * 64, "text": "Be kind.\nBe \x1b[31mlong."})
     for path, recipe in zip(paths, (held(), other), strict=True):
         path.write_text(json.dumps(recipe))
-    code, out, _ = kvaudit("recipe", paths[0])
+    code, out, _ = kvaudit("card", "--recipe", paths[0])
     assert code == 0
     assert all(f"{name} {digest[:12]}: " in out for name, digest in digests(held()).items())
-    code, out, _ = kvaudit("recipe", *paths)
+    code, out, _ = kvaudit("card", "--recipe", *paths)
     assert code == 0
     assert "constitution.text: - Be brief." in out
     assert "Be kind." not in out

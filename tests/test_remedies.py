@@ -240,9 +240,9 @@ evaluate: {policies: [none, "streaming:budget=96"], suites: {refusal: {items: 3}
 
 def test_bad_remedies_and_lost_checkpoints_are_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", parse_spec(GONE, "spec", NAMES), resume=False)
-    assert "names no remedies" in refused("remedy", run.path)
-    assert "is not field=value" in refused("remedy", run.path, "--policy", "pin=")
-    assert "unknown field" in refused("remedy", run.path, "--policy", "int8:pin=system")
+    assert "names no remedies" in refused("replay", "remedy", run.path)
+    assert "is not field=value" in refused("replay", "remedy", run.path, "--policy", "pin=")
+    assert "unknown field" in refused("replay", "remedy", run.path, "--policy", "int8:pin=system")
     [failing] = [policy for policy in run.spec.evaluate.policies if policy != "none"]
     pipeline = Pipeline(run, Console(quiet=True), 1)
     with pytest.raises(DataError, match="is missing or unfinished"):

@@ -144,16 +144,18 @@ def test_the_report_is_written_under_a_gate_file_and_waivers(failing, tmp_path):
 def test_pin_names_weights_and_refuses_to_move(tmp_path):
     folder = checkpoint(tmp_path / "dense" / "seed-1")
     out = tmp_path / "pin.json"
-    assert call("pin", tmp_path / "dense", "--out", out).exit_code == 0
+    assert call("gate", "--pin", tmp_path / "dense", "--out", out).exit_code == 0
     pin = load_pin(out)
     sha = hashlib.sha256(b"dense1").hexdigest()
     assert pin.weights("dense") == {1: sha}
     assert (pin.checkpoints[0].base_sha256, pin.checkpoints[0].policy) == ("b" * 64, SNAP)
-    one_line(call("pin", folder, "--out", out), "exists, and a pin that moves is none")
-    one_line(call("pin", folder, folder, "--out", tmp_path / "other.json"), "dense seed 1 is given twice")
-    one_line(call("pin", tmp_path, "--out", tmp_path / "other.json"), "holds neither a finished checkpoint nor")
+    one_line(call("gate", "--pin", folder, "--out", out), "exists, and a pin that moves is none")
+    one_line(call("gate", "--pin", folder, folder, "--out", tmp_path / "other.json"), "dense seed 1 is given twice")
+    one_line(
+        call("gate", "--pin", tmp_path, "--out", tmp_path / "other.json"), "holds neither a finished checkpoint nor"
+    )
     (folder / "model.safetensors").write_bytes(b"changed")
-    one_line(call("pin", folder, "--out", tmp_path / "other.json"), "provenance says")
+    one_line(call("gate", "--pin", folder, "--out", tmp_path / "other.json"), "provenance says")
     assert not (tmp_path / "other.json").exists()
 
 
@@ -161,7 +163,7 @@ def test_pin_names_an_arm_of_a_sweep_as_its_run_does(tmp_path):
     """Provenance knows the recipe; another folder's name, or a copy's, says nothing."""
     out = tmp_path / "pin.json"
     folders = (checkpoint(tmp_path / place, "naive", seed) for place, seed in (("naive_int8/seed-1", 1), ("copy", 2)))
-    assert call("pin", *folders, "--out", out).exit_code == 0
+    assert call("gate", "--pin", *folders, "--out", out).exit_code == 0
     assert [one.arm for one in load_pin(out).checkpoints] == ["naive_int8", "naive"]
 
 
@@ -170,7 +172,8 @@ def test_pin_holds_provenance_to_the_weights(tmp_path):
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "sha256": "a" * 64}))
     one_line(
-        call("pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base, policy and the weights"
+        call("gate", "--pin", folder, "--out", tmp_path / "pin.json"),
+        "does not tell arm, seed, base, policy and the weights",
     )
 
 
@@ -179,14 +182,14 @@ def test_pin_takes_no_base_that_is_no_sha256(base, tmp_path):
     folder = checkpoint(tmp_path / "seed-1")
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "base_sha256": base}))
-    one_line(call("pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base")
+    one_line(call("gate", "--pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base")
 
 
 def test_pin_shows_control_characters_of_a_checkpoint(tmp_path):
     folder = checkpoint(tmp_path / "seed-1")
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "arm": "a\x1b[2J", "config": {"policy": "\x1b]0;p"}}))
-    out = call("pin", folder, "--out", tmp_path / "pin.json").stdout
+    out = call("gate", "--pin", folder, "--out", tmp_path / "pin.json").stdout
     assert "\x1b" not in out
     assert "a␛[2J seed 1" in out
 
@@ -195,7 +198,7 @@ def test_pin_of_a_model_that_was_not_trained_here(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
-    assert call("pin", folder, "--out", tmp_path / "pin.json").exit_code == 0
+    assert call("gate", "--pin", folder, "--out", tmp_path / "pin.json").exit_code == 0
     assert load_pin(tmp_path / "pin.json").weights("base") == {0: hashlib.sha256(b"weights").hexdigest()}
 
 
@@ -207,7 +210,7 @@ def pinned_gate(tmp_path, content=b"dense1"):
         story = json.loads((folder / "provenance.json").read_text())
         story |= {"sha256": sha, "files": {"model.safetensors": sha}}
         (folder / "provenance.json").write_text(json.dumps(story))
-    call("pin", folder, "--out", tmp_path / "pin.json")
+    call("gate", "--pin", folder, "--out", tmp_path / "pin.json")
     (tmp_path / "gate.yaml").write_text("format: 1\npin: pin.json\n")
     return tmp_path / "gate.yaml"
 
@@ -228,7 +231,7 @@ def foreign_pin(tmp_path, *contents):
         (tmp_path / f"foreign-{n}").mkdir()
         (tmp_path / f"foreign-{n}" / "model.safetensors").write_bytes(content)
     folders = [tmp_path / f"foreign-{n}" for n in range(len(contents))]
-    done = call("pin", *folders, "--out", tmp_path / "pin.json")
+    done = call("gate", "--pin", *folders, "--out", tmp_path / "pin.json")
     assert done.exit_code == 0, done.output
     (tmp_path / "gate.yaml").write_text("format: 1\npin: pin.json\n")
     return tmp_path / "gate.yaml"
@@ -246,7 +249,7 @@ def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
 
 def test_the_same_foreign_weights_are_pinned_once(tmp_path):
     foreign_pin(tmp_path, b"one")
-    words = ("pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
+    words = ("gate", "--pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
     one_line(call(*words), "is given twice; give every checkpoint once")
 
 

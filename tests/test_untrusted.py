@@ -268,10 +268,10 @@ def test_a_finished_checkpoint_lists_its_own_files_only(table: str, tmp_path: Pa
         check_checkpoint(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("command", ["pin", "verify"])
-def test_a_run_s_folder_is_no_checkpoint(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("gate", "--pin"), ("replay", "verify")])
+def test_a_run_s_folder_is_no_checkpoint(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(json.dumps({"format": 1, "name": "probe"}))
-    assert "is no finished checkpoint; give the folder of one, such as RUN/checkpoints" in refused(command, tmp_path)
+    assert "is no finished checkpoint; give the folder of one, such as RUN/checkpoints" in refused(*command, tmp_path)
 
 
 BOMBS = {

@@ -60,7 +60,7 @@ def copied(trained: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def verified(*words: object) -> Result:
-    return CliRunner().invoke(app, ["verify", *map(str, words)])
+    return CliRunner().invoke(app, ["replay", "verify", *map(str, words)])
 
 
 def refused(*words: object) -> str:

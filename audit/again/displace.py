@@ -199,7 +199,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         digest = table.get(key)
         if not isinstance(digest, str):
             raise DataError(
-                f"provenance of {arm} seed {seed} has no {key!r}; go on with the run first: kvaudit join RUN"
+                f"provenance of {arm} seed {seed} has no {key!r}; go on with the run first: kvaudit run --join RUN"
             )
         return digest
 
@@ -213,7 +213,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         if not files.seal.is_file():
             raise DataError(
                 f"{str(files.records)!r} is not finished, and the reference's answers are in it; evaluate first: "
-                f"kvaudit join {self._run.path}"
+                f"kvaudit run --join {self._run.path}"
             )
         return whose, files, read_json(files.seal)
 

@@ -1,4 +1,4 @@
-"""``kvaudit adjudicate``: a blind sheet for human labels, and what they say when it is read back."""
+"""``kvaudit grade adjudicate``: a blind sheet for human labels, and what they say when it is read back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
 from kvaudit.audit.commands.report import print_verdict
 from kvaudit.core.errors import DataError, RunError
@@ -44,7 +45,10 @@ def adjudicate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Write a blind sheet of a run's answers for a person to label; --read decides by its labels, exits like `gate`."""
+    """Let people label a run's answers, blind.
+
+    Writes a sheet of answers to label; --read decides by its labels, and exits as `gate` does.
+    """
     with user_errors():
         if read is not None:
             raise typer.Exit(_read(run, read))
@@ -88,7 +92,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     if known:
         say(console, f"{len(known)} answers hold the labels that this run already has")
     say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
-    say(console, f"kvaudit adjudicate {run} --read {out}")
+    say(console, f"kvaudit grade adjudicate {run} --read {out}")
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
@@ -135,3 +139,6 @@ def _print(console: Console, findings: Findings) -> None:
     print_table(console, labelled_cells_table(findings))
     for line in panel_notes(findings):
         say(console, line)
+
+
+COMMAND = Command("adjudicate", group="grade", order=3, call=adjudicate, old={"adjudicate": "grade adjudicate"})

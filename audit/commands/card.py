@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, say, user_errors, wide_console
 from kvaudit.audit.commands.report import asked_of
 from kvaudit.core.errors import SpecError
@@ -35,8 +36,22 @@ OneArm = Annotated[
 CardToCheck = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
 
 
+Other = Annotated[
+    Path | None, typer.Argument(help="With --recipe: another run, to print what changed.", show_default=False)
+]
+RecipeFlag = Annotated[
+    bool,
+    typer.Option(
+        "--recipe",
+        help="Instead: print what the run's checkpoints were made of: reward, constitution, data, policy, refusal set. "
+        "RUN may be its recipe.json.",
+    ),
+]
+
+
 def card(
     run: Run,
+    other: Other = None,
     *,
     into: Into = None,
     check: CardToCheck = None,
@@ -46,9 +61,20 @@ def card(
     gate_file: GateFile = None,
     waivers: Waivers = None,
     on_inconclusive: OnInconclusive = None,
+    recipe: RecipeFlag = False,
 ) -> None:
-    """Print a run's disclosure, put it into a model card, or exit with 3 where a card says other than its run."""
+    """Write a run's disclosure for a model card, or check one.
+
+    Without an option the disclosure is printed. Exits with 3 where a card says other than its run.
+    """
     with user_errors(f"kvaudit card {run}"):
+        if recipe or other is not None:
+            from kvaudit.audit.commands.recipe import print_recipe
+
+            if not recipe or any((into, check, hub, benchmark, arm, gate_file, waivers, on_inconclusive)):
+                raise SpecError("two runs are compared by --recipe, which stands alone; leave out the other options")
+            print_recipe(run, other)
+            return
         from kvaudit.reports.page.formats.card import render
 
         page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
@@ -107,3 +133,6 @@ def _agrees(path: Path, section: str, console: Console) -> bool:
         say(console, inline(f"line {number} of the disclosure, {whose}: {clip(line, 300)}"))
     say(console, f"card: {path} says other than its run; write it again with --into")
     return False
+
+
+COMMAND = Command("card", group="Disclose", order=1, call=card, old={"recipe": "card --recipe"})

@@ -1,4 +1,4 @@
-"""``kvaudit check``: may I serve this model with this KV setting? ``kvaudit init`` writes the spec that it runs."""
+"""``kvaudit check``: may I serve this model with this KV setting?"""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
@@ -62,7 +63,7 @@ DataFolder = Annotated[
 
 
 @dataclass(frozen=True)
-class _Asking:
+class Asking:
     """What the command line says of the model and of how it is to be served."""
 
     model: str
@@ -94,7 +95,7 @@ class _Asking:
         return endpoints_way(self.reference or "", self.candidate or "")
 
 
-def check_setting(
+def check(
     model: CheckedModel,
     *,
     engine: EngineName = None,
@@ -111,65 +112,36 @@ def check_setting(
     data: DataFolder = None,
     threads: Threads = None,
 ) -> None:
-    """May I serve MODEL with this KV setting? Exits with 0 MAY, 3 MAY NOT, 4, 5 and 6 CANNOT SAY (as `gate`)."""
-    asking = _Asking(
+    """May this model be served with this KV setting?
+
+    Asks the model with and without it, and answers on ten lines. Exits with 0 MAY, 3 MAY NOT, 4, 5 and 6 CANNOT SAY, as
+    `gate` does. The spec that it runs is written by: kvaudit init check.
+    """
+    asking = Asking(
         model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
     )
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     with user_errors(shlex.join(["kvaudit", *words])):
-        raise typer.Exit(_check(asking, out, threads, resume=resume))
+        raise typer.Exit(check_served(asking, out, threads, resume=resume).exit_code)
 
 
-def init_spec(
-    model: CheckedModel,
-    *,
-    engine: EngineName = None,
-    kv: Kv = None,
-    settings: NamedSettings = None,
-    python: EnginePython = None,
-    weights: EngineWeights = None,
-    policy: PolicyText = None,
-    reference: ReferenceUrl = None,
-    candidate: CandidateUrl = None,
-    fast: Fast = False,
-    out: Annotated[Path, typer.Option(help="The file to write; - prints it.")] = Path("spec.yaml"),
-    data: DataFolder = None,
-) -> None:
-    """Write the spec that `check` would run, with what each part of it is for, to be changed and run."""
-    asking = _Asking(
-        model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
-    )
-    with user_errors():
-        _init(asking, out)
+class CheckDone(NamedTuple):
+    """Where a check lies, and what it came to."""
+
+    run: Path
+    exit_code: int
 
 
-def _init(asking: _Asking, out: Path) -> None:
-    from kvaudit.audit.runs.question import planned, spec_named, spec_text
-    from kvaudit.core.files import write_output
-
-    _set_data(asking)
-    way = asking.way()
-    text = spec_text(asking.model, way, planned(asking.model, way, fast=asking.fast), _command(asking))
-    spec_named(text)
-    if str(out) == "-":
-        typer.echo(text, nl=False)
-        return
-    if out.exists():
-        raise SpecError(f"{str(out)!r} is there already; give another --out")
-    write_output(out, text)
-    say(wide_console(), f"{out}: run it with kvaudit run {out} --anyway, then kvaudit gate")
-
-
-def _check(asking: _Asking, out: Path | None, threads: int | None, *, resume: bool) -> int:
-    """Plan, run, say; the exit code of the verdict."""
+def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> CheckDone:
+    """Plan, run, say."""
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
     from kvaudit.audit.runs.question import planned, spec_named, spec_text
 
-    _set_data(asking)
+    set_rows(asking)
     way = asking.way()
     _check_there(asking, way)
     plan = planned(asking.model, way, fast=asking.fast)
-    spec = spec_named(spec_text(asking.model, way, plan, _command(asking)))
+    spec = spec_named(spec_text(asking.model, way, plan, typed(asking)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
         say(console, line)
@@ -181,7 +153,7 @@ def _check(asking: _Asking, out: Path | None, threads: int | None, *, resume: bo
     with pipeline.under_one_meter("check"):
         pipeline.pilot()
         pipeline.evaluate()
-    return _said(console, asking, run, plan)
+    return CheckDone(run.path, _said(console, asking, run, plan))
 
 
 class _Heard:
@@ -204,7 +176,7 @@ class _Heard:
         say(self._console, f"  {name}: {clip(inline(answer), _ANSWER)}")
 
 
-def _set_data(asking: _Asking) -> None:
+def set_rows(asking: Asking) -> None:
     from kvaudit.suites.sources import DATA_VARIABLE
 
     if asking.data is None:
@@ -214,7 +186,7 @@ def _set_data(asking: _Asking) -> None:
     os.environ[DATA_VARIABLE] = str(asking.data)
 
 
-def _check_there(asking: _Asking, way: Way) -> None:
+def _check_there(asking: Asking, way: Way) -> None:
     """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED
@@ -254,7 +226,7 @@ def _served_names(spec: RunSpec) -> list[str]:
     return [names.get(text, text) for text in (*compressed, *plain)]
 
 
-def _said(console: Console, asking: _Asking, run: RunFolder, plan: CheckPlan) -> int:
+def _said(console: Console, asking: Asking, run: RunFolder, plan: CheckPlan) -> int:
     """Write the report, print the lines."""
     from kvaudit.reports.page.answer import answer_lines
     from kvaudit.reports.records.load import load_run
@@ -267,7 +239,7 @@ def _said(console: Console, asking: _Asking, run: RunFolder, plan: CheckPlan) ->
     return findings.verdict.exit_code
 
 
-def _checked(asking: _Asking, run: RunFolder, plan: CheckPlan) -> Checked:
+def _checked(asking: Asking, run: RunFolder, plan: CheckPlan) -> Checked:
     from kvaudit.reports.page.answer import Checked
 
     setting, reference = _served_names(run.spec)
@@ -295,7 +267,7 @@ def _seconds(run: Path) -> dict[str, float]:
     return {suite: seconds / len(items[suite]) for suite, seconds in spent.items()}
 
 
-def _command(asking: _Asking) -> str:
+def typed(asking: Asking) -> str:
     """The command that asks this, as it would be typed."""
     named = (
         ("--engine", asking.engine),
@@ -307,3 +279,6 @@ def _command(asking: _Asking) -> str:
     )
     words = [word for option, value in named if value is not None for word in (option, value)]
     return shlex.join(["kvaudit", "check", asking.model, *words, *(["--fast"] if asking.fast else [])])
+
+
+COMMAND = Command("check", group="Audit", order=2, call=check)

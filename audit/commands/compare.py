@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
@@ -75,7 +76,10 @@ def compare(
     select_b: Annotated[list[str] | None, typer.Option(help="The same for B.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for the report.", show_default=False)] = None,
 ) -> None:
-    """Compare two result files: kvaudit runs or records, lm-eval, Inspect, AgentDojo, CSV. Exits like `gate`."""
+    """Compare two result files, of kvaudit or of other tools.
+
+    It reads kvaudit runs and records, and logs of lm-eval, Inspect and AgentDojo, and CSV. Exits as `gate` does.
+    """
     with user_errors():
         asked = CompareOptions(
             tuple(margin or ()),
@@ -154,3 +158,6 @@ def _print(console: Console, found: Sequence[Compared], shown: Compared, two: Tw
     for line in (top.sentence, top.about, *top.asides, *comparison_cautions(shown)):
         if line:
             say(console, line)
+
+
+COMMAND = Command("compare", group="Audit", order=6, call=compare)

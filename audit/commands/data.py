@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _OURS = (
 
 @data.callback(invoke_without_command=True)
 def show_data(context: typer.Context) -> None:
-    """Which public rows are there, how many, under which licence, and whence they come. Asks no network."""
+    """Print which rows are there, how many, under which licence and from where; asks no network."""
     if context.invoked_subcommand is None:
         with user_errors():
             _show()
@@ -36,7 +37,10 @@ def fetch_data(
         typer.Option("--from", help="Another address with the same paths, REPOSITORY/COMMIT/FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Fetch public rows by name from where they are published, pinned to a commit and held to a sha256."""
+    """Fetch rows by name from where they are published.
+
+    They are pinned to a commit and held to a sha256.
+    """
     with user_errors():
         _fetch(names, mirror)
 
@@ -92,3 +96,8 @@ def _write(path: Path, raw: bytes) -> None:
         raise RunError(
             f"cannot write {str(path)!r} ({error.strerror}); make the folder writable, or set KVAUDIT_DATA to another"
         ) from None
+
+
+COMMAND = Command(
+    "data", group="Extend", order=2, call=data, about="Show which public test data is there, and fetch the rest."
+)

@@ -1,4 +1,4 @@
-"""``kvaudit displace``: leads every checkpoint along the reference's answers and writes displacement.json."""
+"""``kvaudit replay displace``: leads every checkpoint along the reference's answers and writes displacement.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors
 from kvaudit.audit.commands.serving_again import opened, show_found
 
@@ -21,8 +22,11 @@ def displace(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Measure how far next-token distributions moved on the reference's own answers; `report` shows it, no gate."""
-    with user_errors(f"kvaudit displace {run}"):
+    """Measure how far next-token probabilities moved.
+
+    They are compared on the reference's own answers. `report` shows it, and no gate goes by it.
+    """
+    with user_errors(f"kvaudit replay displace {run}"):
         from rich.console import Console
 
         from kvaudit.audit.again.displace import Displace
@@ -40,3 +44,6 @@ def displace(
         found = serve_again(measure, console)
         measure.write(found)
         show_found(measure, found)
+
+
+COMMAND = Command("displace", group="replay", order=3, call=displace, old={"displace": "replay displace"})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-
-from rich.style import Style
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.commands.picture import Entry, Picture, legend, picture_sentence
+
+if TYPE_CHECKING:
+    from rich.style import Style
+    from rich.text import Text
 
 SIDE, LEAST_SIDE, CELL = 720.0, 360.0, 9.0  # pixels of the triangle: at most, at least, and per token between
 LEFT, RIGHT, BOTTOM, LINE = 64.0, 24.0, 52.0, 17.0
@@ -138,6 +140,8 @@ def _axes(drawn: Picture, side: float) -> list[str]:
 
 def terminal(drawn: Picture, width: int, *, colours: bool) -> Iterator[Text]:
     """The triangle in half blocks, two queries to a line, then the keys' positions and what the shades mean."""
+    from rich.text import Text
+
     cells = drawn.cells(max(_NARROWEST, width - _MARGIN))
     step = -(-drawn.tokens // len(cells))  # tokens in a cell
     rows = [*cells, [Entry.FUTURE] * len(cells)]
@@ -154,6 +158,8 @@ def terminal(drawn: Picture, width: int, *, colours: bool) -> Iterator[Text]:
 
 def _half(upper: Entry, lower: Entry) -> tuple[str, Style]:
     """A character whose two halves have the colours of two entries."""
+    from rich.style import Style
+
     above, below = _COLOURS.get(upper), _COLOURS.get(lower)
     if above is None:
         return ("▄", Style(color=below)) if below else (" ", Style())
@@ -181,6 +187,9 @@ def _scale(tokens: int, step: int) -> str:
 
 
 def _words(drawn: Picture, *, colours: bool) -> Text:
+    from rich.style import Style
+    from rich.text import Text
+
     line = Text(" " * _MARGIN)
     for entry, words in legend(drawn):
         line.append(_SHADES[Entry.SEEN] if colours else _SHADES[entry], Style(color=_COLOURS[entry]) if colours else "")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened, show_found
 
@@ -33,7 +34,10 @@ def explain(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Serve one item of a run again: its answer, and what the cache still held of its prompt."""
+    """Serve one answer of a run again and show what was kept.
+
+    What was kept is what the cache still held of the item's prompt, by policy, role and layer.
+    """
     with user_errors():
         from kvaudit.audit.again.explain import Explain, Where, policies_meant
         from kvaudit.audit.again.measure import serve_again
@@ -53,3 +57,6 @@ def explain(
             parts = [Shaded(one.policy.canonical, one.outcome, one.shading.pieces, one.held) for _, one in found]
             write_output(svg, shading_svg(measure.title, parts))
             say(wide_console(), inline(f"picture: {svg}"))
+
+
+COMMAND = Command("explain", group="Look", order=2, call=explain)

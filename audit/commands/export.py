@@ -1,4 +1,4 @@
-"""``kvaudit export``: a run's records as logs that Inspect opens."""
+"""``kvaudit harness export``: a run's records as logs that Inspect opens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import read_provenance
@@ -14,8 +15,11 @@ from kvaudit.core.text import inline
 
 
 def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of the logs.", show_default=False)]) -> None:
-    """Write a run's records as Inspect logs, a `.eval` file for every finished unit."""
-    with user_errors(f"kvaudit export {run} --out {out}"):
+    """Write a run's records as Inspect logs.
+
+    Every finished unit becomes a `.eval` file.
+    """
+    with user_errors(f"kvaudit harness export {run} --out {out}"):
         try:
             from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:
@@ -25,3 +29,6 @@ def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of th
         say(
             wide_console(), f"logs: {len(written)} in {inline(str(out))}; look at them with: inspect view --log-dir DIR"
         )
+
+
+COMMAND = Command("export", group="harness", order=1, call=export, old={"export": "harness export"})

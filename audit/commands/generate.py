@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import is_text, visible
@@ -54,7 +55,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
     plugin: Plugins = None,
 ) -> None:
-    """Answer one question with a compressed cache, and show what was kept."""
+    """Answer one question and show what the cache kept."""
     with user_errors():
         asked = GenerateOptions(text, system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         _answer(asked, model=model, dtype=dtype, policy=policy, plugins=plugin or [])
@@ -126,3 +127,6 @@ def _facts(completion: Completion, rollout: Rollout, policy: Policy) -> list[str
         f"KV bytes    {live:,} at the peak, {dense:,} dense ({100 * live / dense:.1f} %), {allocated:,} allocated",
         f"kept        of {len(rollout.ids)} tokens, per layer: {' '.join(f'{count:g}' for count in kept)}",
     ]
+
+
+COMMAND = Command("generate", group="Serve and ask", order=2, call=generate)

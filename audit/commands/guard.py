@@ -1,4 +1,4 @@
-"""``kvaudit guard``: show the stored conversations of a run to a guard; nothing is sampled."""
+"""``kvaudit grade guard``: show the stored conversations of a run to a guard; nothing is sampled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.text import inline
@@ -23,8 +24,11 @@ Guards = Annotated[
 
 
 def guard(run: Run, *, guard: Guards = None, plugin: Plugins = None) -> None:
-    """Set guards before a run's stored answers, and keep beside its records what they block."""
-    with user_errors(f"kvaudit guard {run}" + "".join(f" --guard {text}" for text in guard or ())):
+    """Show a run's stored answers to a guard.
+
+    What it blocks is kept beside the run's records.
+    """
+    with user_errors(f"kvaudit grade guard {run}" + "".join(f" --guard {text}" for text in guard or ())):
         _guard(run, tuple(guard or ()), tuple(plugin or ()))
 
 
@@ -65,3 +69,6 @@ def _print(label: str, found: Sequence[Blocked]) -> None:
     console.print(table, markup=False)
     if failed := sum(row.failed for row in found):
         say(console, f"unknown: the guard failed on {failed} answers; the same command asks it again")
+
+
+COMMAND = Command("guard", group="grade", order=2, call=guard, old={"guard": "grade guard"})

@@ -1,4 +1,4 @@
-"""``kvaudit judge``: grade the stored transcripts of a run again, into another run folder."""
+"""``kvaudit grade judge``: grade the stored transcripts of a run again, into another run folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.text import inline
@@ -36,11 +37,15 @@ def judge(
     card: Annotated[bool, typer.Option("--card", help="Store the judge's card with the judged run.")] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Grade a run's stored transcripts again, as suites grade now; samples nothing and leaves the run as it is."""
+    """Let a judge grade a run's stored answers.
+
+    The judged run is another folder: nothing is sampled, and the run stays as it is. Without --judge suites grade as
+    they do now.
+    """
     told = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
     from kvaudit.audit.runs.names import load_plugins
 
-    with user_errors(" ".join(("kvaudit judge", str(run), *filter(None, told)))):
+    with user_errors(" ".join(("kvaudit grade judge", str(run), *filter(None, told)))):
         if card and by is None:
             raise SpecError("--card is of the judge that --judge names; name one")
         _judge(run, out, by, load_plugins(tuple(plugin or ())), card=card)
@@ -143,3 +148,6 @@ def _print(changes: Sequence[SuiteChange]) -> None:
     for change in changes:
         table.add_row(inline(change.suite), inline(change.versions), *map(str, change[2:]))
     wide_console().print(table, markup=False)
+
+
+COMMAND = Command("judge", group="grade", order=1, call=judge, old={"judge": "grade judge"})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show wh
 
 @listing.command("policies")
 def list_policies(plugin: Plugins = None) -> None:
-    """Compression policies: what each keeps, its fields, its paper."""
+    """Compression policies: what each keeps, and its options."""
     with user_errors():
         from kvaudit.audit.policies import POLICIES
         from kvaudit.audit.runs.names import load_plugins
@@ -42,7 +43,10 @@ def list_policies(plugin: Plugins = None) -> None:
 
 @listing.command("engines")
 def list_engines(plugin: Plugins = None) -> None:
-    """Serving engines: what their settings are called, what each is compared with, and what installs it."""
+    """Serving engines: what their settings are called.
+
+    With what each is compared with, and what installs it.
+    """
     with user_errors():
         from kvaudit.audit.engines import ENGINES
         from kvaudit.audit.runs.names import load_plugins
@@ -110,7 +114,10 @@ def list_judges(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="The folder of public rows, instead of KVAUDIT_DATA.")] = None,
 ) -> None:
-    """Judges: what each goes by, and its options; with --card the errors of one by source of human labels."""
+    """Judges of answers: what each goes by, and its options.
+
+    With --card: how often one is right where people labelled, by source.
+    """
     with user_errors():
         if card is not None:
             _print_card(card, data)
@@ -124,7 +131,7 @@ def list_judges(
 
 @listing.command("guards")
 def list_guards(plugin: Plugins = None) -> None:
-    """Guards: what each goes by, and its options."""
+    """Guards before a model: what each goes by, and its options."""
     with user_errors():
         from kvaudit.audit.judges.guards.base import GUARDS
         from kvaudit.audit.runs.names import load_plugins
@@ -150,7 +157,10 @@ def list_launchers(plugin: Plugins = None) -> None:
 
 @listing.command("rewards")
 def list_rewards(plugin: Plugins = None) -> None:
-    """Rewards: what each pays by, and its options; the first one is the value of its name in a spec."""
+    """Rewards of training: what each pays by, and its options.
+
+    The first option is the value of the reward's name in a spec.
+    """
     with user_errors():
         from kvaudit.audit.runs.names import load_plugins
         from kvaudit.audit.training.rewards import REWARDS
@@ -163,7 +173,10 @@ def list_rewards(plugin: Plugins = None) -> None:
 
 @listing.command("contexts")
 def list_contexts() -> None:
-    """Contexts: what rows of public suites may be put into, by name, and what that does to a model by itself."""
+    """Contexts: what rows of public suites may be put into.
+
+    A context does something to a model by itself, which the page of a run says.
+    """
     with user_errors():
         from kvaudit.suites.contexts import CONTEXTS
 
@@ -194,7 +207,7 @@ def _print_card(text: str, data: Path | None) -> None:
 
 @listing.command("arms")
 def list_arms() -> None:
-    """Training arms: how rollouts are sampled and what the learner makes of them."""
+    """Training arms: how each samples and learns."""
     with user_errors():
         from kvaudit.audit.training.arms import ARMS
 
@@ -235,3 +248,6 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     wide_console().print(table, markup=False)
+
+
+COMMAND = Command("list", group="Extend", order=1, call=listing, about="Show what can be named in a spec.")

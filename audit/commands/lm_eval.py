@@ -1,4 +1,4 @@
-"""``kvaudit lm-eval``: lm-evaluation-harness's own command line, which then knows the model ``kvaudit``."""
+"""``kvaudit harness lm-eval``: lm-evaluation-harness's own command line, which then knows the model ``kvaudit``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import one_line
@@ -14,7 +15,10 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-eval with --model kvaudit: --model_args 'pretrained=embedded,policy=snapkv:budget=96;window=8'."""
+    """Run lm-evaluation-harness on a compressed model.
+
+    Everything is passed on: --model kvaudit --model_args 'pretrained=embedded,policy=snapkv:budget=96;window=8'.
+    """
     with user_errors():
         try:
             import kvaudit.audit.serving.harness.model  # noqa: F401 - it tells the harness its name
@@ -22,8 +26,13 @@ def lm_eval(context: typer.Context) -> None:
             raise RunError(f"this needs a package more: pip install 'kvaudit[lm-eval]' ({error})") from error
         from lm_eval.__main__ import cli_evaluate
 
-        sys.argv = ["kvaudit lm-eval", *context.args]
+        sys.argv = ["kvaudit harness lm-eval", *context.args]
         try:
             cli_evaluate()
         except ValueError as error:  # what the harness raises for names and options that it does not know
             raise SpecError(f"lm-eval: {one_line(error)}") from error
+
+
+COMMAND = Command(
+    "lm-eval", group="harness", order=3, call=lm_eval, old={"lm-eval": "harness lm-eval"}, settings=PASSED_ON
+)

@@ -1,4 +1,4 @@
-"""``kvaudit mismatch``: how far other stacks' samplers were from the learner's dense pass, with declared alarms."""
+"""``kvaudit replay mismatch``: how far other samplers were from the learner's dense pass, with declared alarms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, user_errors
 from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 
@@ -25,7 +26,10 @@ def mismatch(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Compare samplers' log-probs with the learner's dense pass; exits with 3 where an alarm rings."""
+    """Compare samplers' log-probs with those of the learner.
+
+    The learner's are of one dense pass. Exits with 3 where an alarm rings.
+    """
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.mismatch import Mismatch, survey
@@ -41,3 +45,6 @@ def mismatch(
         if json_file is not None:
             write_output(json_file, measure.to_json(total))
         raise typer.Exit(code)
+
+
+COMMAND = Command("mismatch", group="replay", order=2, call=mismatch, old={"mismatch": "replay mismatch"})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kvaudit.audit.cache.ledger import NEVER
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Entry(IntEnum):
@@ -68,6 +67,8 @@ class Picture:
 
     def states(self) -> Tensor:
         """Entry of every query and key: uint8 [T, T]."""
+        import torch
+
         key = torch.arange(self.tokens)
         query, gone, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)
         seen = torch.where(query < code, Entry.SEEN, Entry.CODED)
@@ -79,6 +80,8 @@ class Picture:
 
     def cells(self, most: int) -> list[list[Entry]]:
         """The triangle in at most ``most`` rows and columns, each cell what most of its block is."""
+        import torch
+
         size = math.ceil(self.tokens / most)
         whole = torch.full((size * math.ceil(self.tokens / size),) * 2, Entry.FUTURE, dtype=torch.uint8)
         whole[: self.tokens, : self.tokens] = self.states()
@@ -96,6 +99,10 @@ def picture(
     chosen: tuple[tuple[int, frozenset[int]], ...] = (),
 ) -> Picture:
     """One head's picture from its ledger row [T] and the times [T] at which keys and values were quantised, if any."""
+    import torch
+
+    from kvaudit.audit.cache.ledger import NEVER
+
     tokens = len(evicted_at)
     earliest = torch.full((tokens,), NEVER, dtype=torch.int32)
     for times in coded:

@@ -1,15 +1,13 @@
-"""``kvaudit pin``: name the reference by its weights, once, for every later gate."""
+"""``kvaudit gate --pin``: names the reference by its weights, once, for every later gate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import say, wide_console
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_output
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
@@ -17,22 +15,7 @@ from kvaudit.core.text import inline
 from kvaudit.reports.gate.pin import Pin, Pinned, is_sha256
 
 
-def pin(
-    checkpoint: Annotated[
-        list[Path],
-        typer.Argument(
-            help="A finished checkpoint, or the folder of an arm; an adapter with the model that it names.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("pin.json"),
-) -> None:
-    """Pin a reference by its weights, for the gates of every later candidate."""
-    with user_errors():
-        _pin(checkpoint, out)
-
-
-def _pin(folders: Sequence[Path], out: Path) -> None:
+def write_pin(folders: Sequence[Path], out: Path) -> None:
     """Write the pin of finished checkpoints (or of all seeds of an arm); raises RunError where ``out`` exists."""
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")

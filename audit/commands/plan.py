@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
@@ -52,9 +53,10 @@ def plan(
     suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
     out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
 ) -> None:
-    """Before a run: its chance to pass, what it can detect, what to buy, and how long that takes.
+    """Say before a run how many items a verdict will take.
 
-    With RUN: how many templates would decide each of its cells. The options are of a plan without.
+    Its chance to pass, what it can detect, what to buy, and how long that takes. With RUN: how many templates would
+    decide each of its cells. The options are of a plan without.
     """
     with user_errors():
         if run is not None:
@@ -237,3 +239,6 @@ def _suggested(sizes: Sizes, needed: int) -> Iterator[tuple[str, str]]:
     size = f"{larger.items} items in {needed} templates ({sizes.required_clusters} for C_min)"
     yield f"to reach power {d.power:g} by templates", f"{verb}: {size}"
     yield "answers then", _answers(larger)
+
+
+COMMAND = Command("plan", group="Look", order=4, call=plan)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import (
     Limit,
     Plugins,
@@ -53,7 +54,10 @@ def probe(
     limit: Limit = None,
     plugin: Plugins = None,
 ) -> None:
-    """Ask an endpoint the items of a plan, in long and short contexts; `compare` then tells one probe from another."""
+    """Ask an endpoint a fixed set of items, to ask again later.
+
+    The items are those of a plan, in long and short contexts. `compare` tells one probe from a later one.
+    """
     words = ["kvaudit probe", str(plan), *([f"--base-url {base_url}"] if base_url else [])]
     words += [f"{name} {value}" for name, value in (("--out", out), ("--limit", limit)) if value]
     with user_errors(" ".join([*words, "--resume"])):
@@ -126,3 +130,6 @@ def _show(folder: Path, baseline: Path | None) -> None:
     say(console, f"report: {folder / 'report' / 'probe.md'}")
     if baseline is None:
         say(console, f"compare two probes with: kvaudit compare EARLIER {folder}")
+
+
+COMMAND = Command("probe", group="Serve and ask", order=3, call=probe)

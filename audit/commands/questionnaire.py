@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import USAGE, user_errors
 
 QuestionsOut = Annotated[
@@ -18,7 +19,10 @@ AnswersToCheck = Annotated[Path | None, typer.Option("--check", help="Check a fi
 
 
 def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: AnswersToCheck = None) -> None:
-    """Print or write the questions for a vendor, or check the answers; exits with 2 where they have faults."""
+    """Write the questions for a vendor, or check the answers.
+
+    Without an option the questions are printed. Exits with 2 where answers have faults.
+    """
     with user_errors():
         if check is not None:
             raise typer.Exit(_check(check))
@@ -26,9 +30,9 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
 
 
 def _check(path: Path) -> int:
-    from kvaudit.audit.scan.questionnaire import check
+    from kvaudit.audit.scan.questionnaire import check_answers
 
-    faults, summary = check(path)
+    faults, summary = check_answers(path)
     for fault in faults:
         typer.echo(f"{path}: {fault}", err=True)
     typer.echo(summary)
@@ -51,3 +55,6 @@ def _write(out: Path | None, blank: Path | None) -> None:
         write_output(blank, dumps(asked.blank(), indent=1) + "\n")
     if out is None and blank is None:
         typer.echo(asked.markdown(), nl=False)
+
+
+COMMAND = Command("questionnaire", group="Disclose", order=3, call=questionnaire)

@@ -1,40 +1,34 @@
-"""``kvaudit recipe``: what a run's checkpoints were made of, and what changed between two runs."""
+"""``kvaudit card --recipe``: what a run's checkpoints were made of, and what changed between two runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import say, wide_console
 from kvaudit.core.text import clip, inline
 
 _LONGEST = 300  # characters of an entry; the files hold all of it
 
 
-def recipe(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that trained, or its recipe.json.")],
-    other: Annotated[Path | None, typer.Argument(help="Another one: print what changed.", show_default=False)] = None,
-) -> None:
-    """Print what a run's checkpoints were made of: reward, constitution, data, policy, refusal set; or what changed."""
-    with user_errors():
-        from kvaudit.core.recipe import changes, digests, read_recipe
+def print_recipe(run: Path, other: Path | None) -> None:
+    """Print the parts of a recipe by their hashes; of two, what changed."""
+    from kvaudit.core.recipe import changes, digests, read_recipe
 
-        console, first = wide_console(), read_recipe(run)
-        if other is None:
-            for name, digest in digests(first).items():
-                say(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
-            say(console, f"recipe: {str(first['sha256'])[:12]}")
-            return
-        found = list(changes(first, read_recipe(other)))
-        for change in found:
-            name = ".".join(filter(None, (change.section, change.entry)))
-            for line in _told(change.before, change.after):
-                say(console, f"{inline(clip(name, _LONGEST))}: {line}")
-        say(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
+    console, first = wide_console(), read_recipe(run)
+    if other is None:
+        for name, digest in digests(first).items():
+            say(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
+        say(console, f"recipe: {str(first['sha256'])[:12]}")
+        return
+    found = list(changes(first, read_recipe(other)))
+    for change in found:
+        name = ".".join(filter(None, (change.section, change.entry)))
+        for line in _told(change.before, change.after):
+            say(console, f"{inline(clip(name, _LONGEST))}: {line}")
+    say(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
 
 
 def _told(before: Any, after: Any) -> Iterator[str]:

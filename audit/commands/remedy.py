@@ -1,4 +1,4 @@
-"""``kvaudit remedy``: serve what fails under a gated policy again under others; which is the cheapest that passes?"""
+"""``kvaudit replay remedy``: serve what fails again under other policies; which is the cheapest that passes?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import (
     Plugins,
     Run,
@@ -43,9 +44,12 @@ def remedy(
     plugin: Plugins = None,
     takeover: Takeover = False,
 ) -> None:
-    """Serve what fails under a gated policy again under others: the cheapest that passes, and what it costs."""
+    """Find the cheapest setting under which what fails passes.
+
+    What fails under a gated policy is served again under others, each with what it costs.
+    """
     words = "".join(f" --policy {text}" for text in policy or ())
-    with user_errors(f"kvaudit remedy {run}{words}"):
+    with user_errors(f"kvaudit replay remedy {run}{words}"):
         from kvaudit.audit.commands.run import Options
 
         _remedy(run, policy or (), Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
@@ -86,3 +90,6 @@ def print_remedies(findings: Findings) -> None:
         print_table(console, table)
     for line in remedy_lines(findings):
         say(console, line)
+
+
+COMMAND = Command("remedy", group="replay", order=4, call=remedy, old={"remedy": "replay remedy"})

@@ -6,6 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import (
     GateFile,
     OnInconclusive,
@@ -95,3 +96,6 @@ def print_verdict(console: Console, findings: Findings) -> None:
     for line in (top.sentence, top.about, *top.asides, *cautions(findings, findings.verdict.head)):
         if line and line not in first:
             say(console, line)
+
+
+COMMAND = Command("report", group="Audit", order=4, call=report)

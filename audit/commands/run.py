@@ -1,22 +1,24 @@
-"""``kvaudit run``, ``join``, ``train`` and ``evaluate``."""
+"""``kvaudit run``: the phases of a spec, all of them or one, alone or beside other processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
+
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import (
     Anyway,
     LauncherText,
     Limit,
     Plugins,
     Resume,
-    Run,
     RunOut,
     SpecFile,
     Takeover,
@@ -27,7 +29,7 @@ from kvaudit.audit.commands.command_line import (
     set_data,
     user_errors,
 )
-from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from kvaudit.reports.records.load import RunData
 
 
+HERE = "local"  # the launcher under which this process works too
+
+
 @dataclass(frozen=True)
 class Options:
     """How this process works; none of it changes what is measured, but ``limit``, which makes another spec."""
@@ -49,8 +54,22 @@ class Options:
     workers: int | None = None
     plugins: tuple[Path, ...] = ()
     takeover: bool = False
-    launcher: str = "local"
+    launcher: str = HERE
     anyway: bool = False
+
+
+Only = Annotated[
+    str | None,
+    typer.Option(
+        help="train: only train the arms; evaluate: only ask the checkpoints that are there. In this process alone.",
+        show_default=False,
+    ),
+]
+Join = Annotated[
+    bool,
+    typer.Option("--join", help="SPEC is the folder of a run that another process has begun: help until it is done."),
+]
+_PHASES = ("train", "evaluate")
 
 
 def run(
@@ -58,72 +77,72 @@ def run(
     *,
     out: RunOut = None,
     resume: Resume = False,
+    only: Only = None,
+    join: Join = False,
     limit: Limit = None,
     threads: Threads = None,
     workers: Workers = None,
-    launcher: LauncherText = "local",
+    launcher: LauncherText = HERE,
     plugin: Plugins = None,
     takeover: Takeover = False,
     anyway: Anyway = False,
 ) -> None:
-    """Train the arms, evaluate the grid, write the report. Exits with 0 once it is written; `gate` decides.
+    """Run a spec: train its arms, ask every question, report.
 
-    Exits with 6, before the grid is served, where the pilot of a suite has nothing to lose.
+    Exits with 0 once the report is written, whatever it says: `gate` decides. Exits with 6, before the grid is served,
+    where the pilot of a suite has nothing to lose.
     """
-    with user_errors(resume_hint("run", spec, out, limit)):
-        options = Options(
-            limit=limit,
-            threads=threads,
-            workers=workers,
-            plugins=tuple(plugin or ()),
-            takeover=takeover,
-            launcher=launcher,
-            anyway=anyway,
-        )
-        _run(spec, out, options, resume=resume)
+    options = Options(
+        limit=limit,
+        threads=threads,
+        workers=workers,
+        plugins=tuple(plugin or ()),
+        takeover=takeover,
+        launcher=launcher,
+        anyway=anyway,
+    )
+    with user_errors(_how_to_go_on(spec, out, limit, only=only, join=join)):
+        if join:
+            _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **_of_a_new_run(options)})
+            _join(spec, options)
+        elif only is None:
+            run_spec(spec, out, options, resume=resume)
+        else:
+            if only not in _PHASES:
+                raise UnknownName("phase of --only", only, _PHASES)
+            _refuse(f"--only {only}", {"--workers": workers, "--launcher": launcher != HERE})
+            if only == "train":
+                _train(spec, out, options, resume=resume)
+            else:
+                _evaluate(spec, out, options)
 
 
-def join(run: Run, *, threads: Threads = None, plugin: Plugins = None, takeover: Takeover = False) -> None:
-    """Help with a run that another process has started, until nothing of it is left to do."""
-    with user_errors(f"kvaudit join {run}"):
-        _join(run, Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
+def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> str:
+    """The command that goes on where this one was stopped; joining and evaluating begin where the run is anyway."""
+    if join:
+        return f"kvaudit run --join {spec}"
+    hint = resume_hint(f"run --only {only}" if only else "run", spec, out, limit)
+    return hint.removesuffix(" --resume") if only == "evaluate" else hint
 
 
-def train(
-    spec: SpecFile,
-    *,
-    out: RunOut = None,
-    resume: Resume = False,
-    limit: Limit = None,
-    threads: Threads = None,
-    plugin: Plugins = None,
-    takeover: Takeover = False,
-    anyway: Anyway = False,
-) -> None:
-    """Only train the arms of a spec."""
-    with user_errors(resume_hint("train", spec, out, limit)):
-        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover, anyway=anyway)
-        _train(spec, out, options, resume=resume)
+def _of_a_new_run(options: Options) -> dict[str, object]:
+    return {
+        "--limit": options.limit,
+        "--workers": options.workers,
+        "--launcher": options.launcher != HERE,
+        "--anyway": options.anyway,
+    }
 
 
-def evaluate(
-    spec: SpecFile,
-    *,
-    out: RunOut = None,
-    limit: Limit = None,
-    threads: Threads = None,
-    plugin: Plugins = None,
-    takeover: Takeover = False,
-    anyway: Anyway = False,
-) -> None:
-    """Only evaluate the grid of a spec, on the checkpoints that `train` left in the run folder."""
-    with user_errors(resume_hint("evaluate", spec, out, limit).removesuffix(" --resume")):
-        options = Options(limit=limit, threads=threads, plugins=tuple(plugin or ()), takeover=takeover, anyway=anyway)
-        _evaluate(spec, out, options)
+def _refuse(way: str, given: Mapping[str, object]) -> None:
+    """Raise SpecError for an option that means nothing beside another."""
+    for option, value in given.items():
+        if value:
+            raise SpecError(f"{option} is given beside {way}, where it means nothing; leave one of the two out")
 
 
-def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
-    """Every phase, then the verdict and where the report lies."""
+def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options, *, resume: bool) -> Path:
+    """Every phase, then the verdict and where the report lies; returns the run's folder."""
     from rich.console import Console
 
     from kvaudit.audit.commands.guard import guard_all
@@ -133,9 +152,9 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     from kvaudit.audit.judges.guards.base import parse_guard
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
 
-    asked = _asked(path, out, options)
+    asked = _asked(spec, out, options)
     if _followed(asked, options):
-        return
+        return asked.folder
     launcher = parse_launcher(options.launcher)
     launcher.check()
     workers, threads = share(options, asked.spec, _begun_with(asked.folder), here=launcher.here)
@@ -158,6 +177,7 @@ def _run(path: Path, out: Path | None, options: Options, *, resume: bool) -> Non
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
     judge_all(run.path, run.spec, asked.plugins)
+    return run.path
 
 
 def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
@@ -221,7 +241,7 @@ def _ranks(spec: RunSpec) -> int:
 
 def _joining(folder: Path, options: Options) -> list[str]:
     """The command of another process on a run, without its threads."""
-    return ["join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
+    return ["run", "--join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
 
 
 def _followed(asked: AskedRun, options: Options) -> bool:
@@ -280,7 +300,9 @@ def _train(path: Path, out: Path | None, options: Options, *, resume: bool) -> N
     if _followed(asked, options):
         return
     if asked.spec.train is None:
-        raise SpecError(f"{str(path)!r} has no train section; evaluate the base model with: kvaudit evaluate {path}")
+        raise SpecError(
+            f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
+        )
     pipeline, run = opened_run(asked, options, options.threads, resume=resume)
     pipeline.train()
     say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
@@ -304,15 +326,16 @@ class AskedRun(NamedTuple):
     plugins: dict[str, str]
 
 
-def _asked(path: Path, out: Path | None, options: Options) -> AskedRun:
-    """Plug-ins first: the spec may name what they bring."""
+def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
+    """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
     from kvaudit.audit.runs.names import NAMES, load_plugins
-    from kvaudit.core.spec import load_spec
+    from kvaudit.core.spec import load_spec, parse_spec
 
     plugins = load_plugins(options.plugins)
-    spec = load_spec(path, NAMES)
+    name, text = (str(source), None) if isinstance(source, Path) else ("SPEC", json.dumps(dict(source)))
+    spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
     if spec.probe is not None:
-        raise SpecError(f"{str(path)!r} is the plan of a probe; ask an endpoint: kvaudit probe {path} --base-url URL")
+        raise SpecError(f"{name!r} is the plan of a probe; ask an endpoint: kvaudit probe {name} --base-url URL")
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data(spec)
@@ -400,3 +423,12 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     if pin is not None:
         kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
     return kept
+
+
+COMMAND = Command(
+    "run",
+    group="Audit",
+    order=3,
+    call=run,
+    old={"train": "run --only train", "evaluate": "run --only evaluate", "join": "run --join"},
+)

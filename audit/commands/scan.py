@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import user_errors
 
 OPEN = 3  # exit code: a compressor that nobody answers for
@@ -20,7 +21,10 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the findings th
 
 
 def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> None:
-    """Find KV compression in configurations and launch scripts; exits with 3 where nobody answers for it."""
+    """Find KV compression in configuration files.
+
+    Launch scripts are read too, and nothing is run. Exits with 3 where nobody answers for what was found.
+    """
     with user_errors():
         raise typer.Exit(_scan(paths, declared, json))
 
@@ -42,3 +46,6 @@ def _scan(paths: list[Path], declared: Path | None, json: Path | None) -> int:
         table = scan_table(result, [path.as_posix() for path in paths])
         write_output(json, dumps(table, indent=1, allow_nan=False) + "\n")
     return OPEN if result.open else 0
+
+
+COMMAND = Command("scan", group="Disclose", order=2, call=scan)

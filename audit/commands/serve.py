@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 
@@ -32,7 +33,10 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Serve chat completions from checkpoints under compression policies."""
+    """Serve a model under compression, as the OpenAI API does.
+
+    Checkpoints are served under any policy: a client asks for NAME@POLICY.
+    """
     with user_errors("kvaudit serve MODEL"):
         _serve(pairs(models), dict(_pair(text, "--alias") for text in alias or ()), host, port, key_env, dtype, device)
 
@@ -91,3 +95,6 @@ def _serve(
     say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
+
+
+COMMAND = Command("serve", group="Serve and ask", order=1, call=serve)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
@@ -49,7 +50,10 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.", show_default=False)] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Draw what a policy keeps: which keys every query of a short text still sees."""
+    """Draw what a policy keeps of a short text.
+
+    The picture shows which keys every query still sees, of one layer and head.
+    """
     with user_errors():
         _show(ShowOptions(policy, length, layer, head, svg, tuple(plugin or ())))
 
@@ -141,3 +145,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {str(path)!r} ({error.strerror}); give another --svg") from error
+
+
+COMMAND = Command("show", group="Look", order=3, call=show)

@@ -1,4 +1,4 @@
-"""``kvaudit tasks``: our suites as tasks of lm-evaluation-harness."""
+"""``kvaudit harness tasks``: our suites as tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 
@@ -25,7 +26,10 @@ def tasks(
     seed: Annotated[int, typer.Option(min=0)] = 1000,
     plugin: Plugins = None,
 ) -> None:
-    """Write suites of one turn as tasks for any model of lm-eval: lm_eval --include_path DIR --tasks kvaudit."""
+    """Write suites as tasks of lm-evaluation-harness.
+
+    Suites of one turn become tasks for any model of it: lm_eval --include_path DIR --tasks kvaudit.
+    """
     with user_errors():
         from kvaudit.audit.runs.names import load_plugins
         from kvaudit.audit.sampling.given import chat_named
@@ -50,3 +54,6 @@ def tasks(
             for task in written:
                 more = f", {task.left_out} more take several turns or open with a dialogue" if task.left_out else ""
                 say(console, f"{task.name}: {task.items} items{more}")
+
+
+COMMAND = Command("tasks", group="harness", order=2, call=tasks, old={"tasks": "harness tasks"})

@@ -1,4 +1,4 @@
-"""``kvaudit verify``: replay recorded rollouts and say whether their policy explains them."""
+"""``kvaudit replay verify``: replay recorded rollouts and say whether their policy explains them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, user_errors
 from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
@@ -37,7 +38,10 @@ def verify(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Replay recorded rollouts; exits with 3 where their policy does not explain their log-probs."""
+    """Replay recorded rollouts: does their policy explain them?
+
+    Exits with 3 where it does not explain their log-probs.
+    """
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.verify import Verify
@@ -85,3 +89,6 @@ def _first(sources: list[Recorded], count: str | None) -> list[Recorded]:
         found += [replace(recorded, rollouts=recorded.rollouts[:left])] if left > 0 else []
         left -= len(recorded.rollouts)
     return found
+
+
+COMMAND = Command("verify", group="replay", order=1, call=verify, old={"verify": "replay verify"})

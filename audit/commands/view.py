@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened
 from kvaudit.core.text import inline
@@ -23,7 +24,10 @@ Shade = Annotated[
 
 
 def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins = None) -> None:
-    """Write pages that show every answer a run lost or gained, side by side, and what the cache still held."""
+    """Write pages of the answers that a run lost or gained.
+
+    They stand side by side, each with what the cache still held of its prompt.
+    """
     with user_errors(f"kvaudit view {run} --shade {shade}"):
         _view(run, out or run / "view", shade, tuple(plugin or ()))
 
@@ -58,3 +62,6 @@ def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[P
     from kvaudit.audit.again.shade import Shades
 
     serve_again(Shades(opened(path, plugins), wanted), Console(stderr=True))
+
+
+COMMAND = Command("view", group="Look", order=1, call=view)

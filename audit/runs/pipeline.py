@@ -612,7 +612,9 @@ class Pipeline:
     def _trained_sha256(self, pair: Pair) -> str:
         path = self._run.checkpoint(*pair)
         if not self._is_trained(pair):
-            raise DataError(f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit train SPEC")
+            raise DataError(
+                f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit run --only train SPEC"
+            )
         return str(read_json(path / "provenance.json")["sha256"])
 
     @property

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
-from kvaudit.audit.scan.words import Command, HereDocument, Word, parts_of
+from kvaudit.audit.scan.words import HereDocument, ShellCommand, Word, parts_of
 
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -21,7 +21,7 @@ _DEEPEST = 3  # a command in a string of a command
 
 def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
     """The settings of a script; returns its here-documents. Raises Unreadable at a quote that is never closed."""
-    commands: list[Command] = []
+    commands: list[ShellCommand] = []
     texts: list[HereDocument] = []
     try:
         for part in parts_of(text, line):
@@ -52,7 +52,7 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
 
 def read_words(words: Sequence[Word], sheet: Sheet) -> None:
     """The settings of a list of arguments, as container files and ``subprocess`` take them."""
-    _read_command(Command(list(words)), {}, sheet, 0)
+    _read_command(ShellCommand(list(words)), {}, sheet, 0)
 
 
 def read_line(text: str, line: int, sheet: Sheet) -> None:
@@ -77,7 +77,7 @@ def _unlisted(row: str) -> str:
     return re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", row))
 
 
-def _assigned_once(commands: list[Command]) -> dict[str, str]:
+def _assigned_once(commands: list[ShellCommand]) -> dict[str, str]:
     """The variables that hold one plain text wherever the script uses them."""
     values: dict[str, set[str]] = {}
     for command in commands:
@@ -89,7 +89,7 @@ def _assigned_once(commands: list[Command]) -> dict[str, str]:
     return {name: value for name, value in once.items() if "$" not in value and "`" not in value}
 
 
-def _read_command(command: Command, known: dict[str, str], sheet: Sheet, depth: int) -> None:
+def _read_command(command: ShellCommand, known: dict[str, str], sheet: Sheet, depth: int) -> None:
     """The flags, overrides and variables of a command."""
     words = command.words
     if not words or words[0].text in _TALKING:
@@ -151,7 +151,7 @@ def _read_nested(
         parts = list(parts_of(text.replace("$(", "("), line))
     except Unreadable:
         return  # an apostrophe: a text that mentions a flag
-    commands = [part for part in parts if isinstance(part, Command) and part.words]
+    commands = [part for part in parts if isinstance(part, ShellCommand) and part.words]
     if [word.text for command in commands for word in command.words] == [text]:
         return  # an expansion, which stays one word however often it is read
     for command in commands:

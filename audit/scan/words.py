@@ -29,7 +29,7 @@ class Word(NamedTuple):
     line: int
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     """The words of a command, or of an array that any command may take."""
 
     words: list[Word]
@@ -43,7 +43,7 @@ class HereDocument(NamedTuple):
     line: int
 
 
-def parts_of(text: str, line: int) -> Iterator[Command | HereDocument]:
+def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
     """Commands, arrays and here-documents in order; raises Unreadable at a quote that is never closed."""
     yield from _Parser(text, line).parts()
 
@@ -53,13 +53,13 @@ class _Parser:
 
     def __init__(self, text: str, line: int) -> None:
         self.text, self.line = text, line
-        self.open: list[Command] = [Command([])]  # the command being read; above it the array that is open
+        self.open: list[ShellCommand] = [ShellCommand([])]  # the command being read; above it the array that is open
         self.word: Word | None = None
         self.ends: list[str] = []  # of here-documents that begin after this line
         self.awaits_end = False  # the next word is such an end
-        self.done: list[Command | HereDocument] = []
+        self.done: list[ShellCommand | HereDocument] = []
 
-    def parts(self) -> Iterator[Command | HereDocument]:
+    def parts(self) -> Iterator[ShellCommand | HereDocument]:
         at = 0
         while at < len(self.text):
             if self.text[at] == "#" and self.word is None:
@@ -98,7 +98,7 @@ class _Parser:
         self._end_word()
         self.awaits_end = piece in ("<<", "<<-")
         if opens_array:
-            self.open.append(Command([], array=True))
+            self.open.append(ShellCommand([], array=True))
         elif piece == ")" and len(self.open) > 1:
             self.done.append(self.open.pop())
         elif piece in ";&|()" and len(self.open) == 1:
@@ -114,7 +114,7 @@ class _Parser:
 
     def _end_command(self) -> None:
         self.done.append(self.open.pop())
-        self.open.append(Command([]))
+        self.open.append(ShellCommand([]))
 
 
 def _end_of_line(text: str, at: int) -> int:

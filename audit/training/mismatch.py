@@ -1,6 +1,6 @@
 """The mismatch of rollouts: how far the sampler of some tokens was from the learner's view of them, as numbers.
 
-The trainer's telemetry and ``kvaudit mismatch`` print these numbers, whoever sampled.
+The trainer's telemetry and ``kvaudit replay mismatch`` print these numbers, whoever sampled.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 NO_HARM_GRADER = (
-    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit judge RUN --judge rubric-endpoint:asks=harm,..."
+    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit grade judge RUN --judge "
+    "rubric-endpoint:asks=harm,..."
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 FEW_CLUSTERS = "FEW_CLUSTERS"

@@ -167,7 +167,7 @@ def _unseen(people: People) -> Reason:
     return Reason(
         LABELS,
         f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
-        f"{people.unseen} more, one of each (kvaudit adjudicate --concordant {people.templates} or more)",
+        f"{people.unseen} more, one of each (kvaudit grade adjudicate --concordant {people.templates} or more)",
     )
 
 

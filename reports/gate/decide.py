@@ -308,7 +308,8 @@ def withheld(cell: GatedCell, cells: Sequence[GatedCell], sides: Comparison, rul
     if own := sorted({suite_of(row.contrast.suite, sides) for row in cell.rows} & set(sides.by_phrases)):
         yield Reason(
             PHRASES,
-            f"phrase rules alone graded {', '.join(own)}, which is no claim: settle it with kvaudit judge RUN --judge",
+            f"phrase rules alone graded {', '.join(own)}, which is no claim: settle it with kvaudit grade judge RUN "
+            "--judge",
         )
 
 

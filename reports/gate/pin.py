@@ -18,7 +18,7 @@ from kvaudit.core.errors import DataError
 
 PIN_FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_REMEDY = "make it with: kvaudit pin CHECKPOINT"
+_REMEDY = "make it with: kvaudit gate --pin CHECKPOINT"
 _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 
@@ -78,7 +78,7 @@ def weights_identity(weights: Iterable[tuple[str, int, str]]) -> str:
 
 
 def load_pin(path: Path) -> Pin:
-    """The pin in a file; raises DataError when it is missing or was not written by ``kvaudit pin``."""
+    """The pin in a file; raises DataError when it is missing or was not written by ``kvaudit gate --pin``."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -44,7 +44,7 @@ from kvaudit.reports.stats.judges import differential_bias, judge_error
 LABELS_FORMAT = 3
 _SIMPLE_LABELS = 2  # labels of before the pairs were spread over templates
 LABELS_FILE = "adjudication.json"
-REMEDY = "delete it and read the sheet again (kvaudit adjudicate)"
+REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
 _PartialLabels = npt.NDArray[np.float64]
 
 

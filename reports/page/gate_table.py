@@ -97,7 +97,9 @@ def judge_notes(sides: Comparison) -> Iterator[str]:
     if sides.rewarded:
         yield "TRAINED: the suite was trained on, or its judge gave the reward."
     if sides.by_phrases:
-        yield "Phrases alone: phrase rules decided what refuses; kvaudit judge RUN --judge NAME asks another judge."
+        yield (
+            "Phrases alone: phrase rules decided what refuses; kvaudit grade judge RUN --judge NAME asks another judge."
+        )
 
 
 HOW_TO_READ = (

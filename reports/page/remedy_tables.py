@@ -35,7 +35,7 @@ def remedy_lines(findings: Findings) -> Iterator[str]:
                 f"REMEDIES: none is tried on {', '.join(names)}: remedies are of our own cache, not an engine's."
             )
         if len(engines) < len(found.failing):
-            yield "REMEDIES: declared, and not served yet: kvaudit remedy RUN."
+            yield "REMEDIES: declared, and not served yet: kvaudit replay remedy RUN."
     yield from (f"REMEDIES: {_told(findings, one)}" for one in _shown(found)[:_NAMED])
     if len(_shown(found)) > _NAMED:
         yield f"REMEDIES: {len(_shown(found)) - _NAMED} more arms and policies stand in the report."

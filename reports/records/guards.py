@@ -28,7 +28,7 @@ GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION = "guards", "kvaudit.guard", 1
 LET_THROUGH, INPUT, OUTPUT, FAILED = 0, 1, 2, 3
 _SIDE_CODES = {"input": INPUT, "output": OUTPUT}
 _GUARD_KEYS = ("name", "sha256", "side", "text")
-_REMEDY = "delete its folder and run kvaudit guard again"
+_REMEDY = "delete its folder and run kvaudit grade guard again"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _checked(path: Path, seal: Path) -> dict[str, Any]:
     """The file of a unit; raises DataError where it is none, or of other records than the sealed ones."""
     if not path.is_file():
         raise DataError(
-            f"guard {path.parent.name!r} has not seen {path.stem!r}; go on with kvaudit guard, or {_REMEDY}"
+            f"guard {path.parent.name!r} has not seen {path.stem!r}; go on with kvaudit grade guard, or {_REMEDY}"
         )
     body = read_json(path)
     guard = body.get("guard")

@@ -22,7 +22,7 @@ from kvaudit.reports.records.rows import Columns, Problem, read_unit
 
 REMEDIES_FOLDER, TRIED_FILE, REMEDIES_FORMAT, REMEDIES_VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
 WITH_RUN, AFTER_RUN = "with the run", "after the run"
-_MEND = "delete the folder and serve the remedies again: kvaudit remedy RUN"
+_MEND = "delete the folder and serve the remedies again: kvaudit replay remedy RUN"
 _SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
 
 

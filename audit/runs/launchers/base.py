@@ -1,6 +1,6 @@
 """The contract of a launcher: who starts the processes that work on a run.
 
-Every one of them is a ``kvaudit join``. Units are claimed in the run folder, so a launcher carries no work and no
+Every one of them is a ``kvaudit run --join``. Units are claimed in the run folder, so a launcher carries no work and no
 results: it starts processes, and says of each that ended when it should not have.
 """
 

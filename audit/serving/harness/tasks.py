@@ -88,7 +88,7 @@ def results(document: dict[str, Any], answers: Sequence[Any]) -> dict[str, float
     if suite.version != document["suite_version"]:
         raise DataError(
             f"rows of suite {suite.name} are of version {document['suite_version']}, this kvaudit has {suite.version}; "
-            "write them again with kvaudit tasks"
+            "write them again with kvaudit harness tasks"
         )
     item = _item(document)
     answer = answers[0]

@@ -1,0 +1,5 @@
+"""``kvaudit harness``: holds the commands whose group it is."""
+
+from kvaudit.audit.commands.base import Command
+
+COMMAND = Command("harness", group="Extend", order=3, about="Work with Inspect and lm-evaluation-harness.")

@@ -1,0 +1,129 @@
+"""``kvaudit init``: writes a commented file to begin with; those that are no answer to a question ship as examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.check import (
+    Asking,
+    CandidateUrl,
+    DataFolder,
+    EngineName,
+    EnginePython,
+    EngineWeights,
+    Fast,
+    Kv,
+    NamedSettings,
+    PolicyText,
+    ReferenceUrl,
+    set_rows,
+    typed,
+)
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.core.errors import SpecError, UnknownName
+
+CHECK = "check"
+
+
+class Shipped(NamedTuple):
+    """A file of ``kvaudit/examples``, what it is written as, and what is done with it."""
+
+    example: str
+    written: str
+    then: str
+
+
+SHIPPED = {
+    "audit": Shipped("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
+    "arms": Shipped("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
+    "ci": Shipped("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}, beside the spec that it runs"),
+}
+SpecKind = Annotated[
+    str,
+    typer.Argument(
+        help="check: the spec that `check` would run; audit: a model under several settings; arms: training, paired; "
+        "ci: a workflow that holds a release to its gate.",
+        show_default=False,
+    ),
+]
+InitModel = Annotated[
+    str | None, typer.Argument(help="Of check: the model's folder, a .gguf file, or embedded.", show_default=False)
+]
+Out = Annotated[Path | None, typer.Option(help="The file to write; - prints it.", show_default="spec.yaml")]
+
+
+def init(
+    kind: SpecKind,
+    model: InitModel = None,
+    *,
+    engine: EngineName = None,
+    kv: Kv = None,
+    settings: NamedSettings = None,
+    python: EnginePython = None,
+    weights: EngineWeights = None,
+    policy: PolicyText = None,
+    reference: ReferenceUrl = None,
+    candidate: CandidateUrl = None,
+    fast: Fast = False,
+    out: Out = None,
+    data: DataFolder = None,
+) -> None:
+    """Write a commented spec to begin with.
+
+    Every line says what it is for, and all of it may be changed. The options but --out are those of `check`.
+    """
+    ways = (engine, kv, settings, python, weights, policy, reference, candidate, fast, data)
+    with user_errors():
+        if kind != CHECK and kind not in SHIPPED and any(ways) and model is None:
+            typer.echo(f"kvaudit init {kind} is called kvaudit init {CHECK} {kind} now", err=True)
+            kind, model = CHECK, kind
+        if kind in SHIPPED:
+            if model is not None or any(ways):
+                raise SpecError(f"init {kind} takes no model and no options but --out; change what it writes")
+            _write(_example(SHIPPED[kind].example), out or Path(SHIPPED[kind].written), SHIPPED[kind].then)
+            return
+        if kind != CHECK:
+            raise UnknownName("kind of file", kind, (CHECK, *SHIPPED))
+        if model is None:
+            raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
+        asking = Asking(
+            model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
+        )
+        text = _asked(asking)
+        _write(text, out or Path("spec.yaml"), "run it with kvaudit run {out} --anyway, then kvaudit gate")
+
+
+def _asked(asking: Asking) -> str:
+    """The spec that ``check`` would run, which is known to be one."""
+    from kvaudit.audit.runs.question import planned, spec_named, spec_text
+
+    set_rows(asking)
+    way = asking.way()
+    text = spec_text(asking.model, way, planned(asking.model, way, fast=asking.fast), typed(asking))
+    spec_named(text)
+    return text
+
+
+def _example(name: str) -> str:
+    from importlib.resources import files
+
+    return (files("kvaudit") / "examples" / name).read_text(encoding="utf-8")
+
+
+def _write(text: str, out: Path, then: str) -> None:
+    from kvaudit.core.files import write_output
+
+    if str(out) == "-":
+        typer.echo(text, nl=False)
+        return
+    if out.exists():
+        raise SpecError(f"{str(out)!r} is there already; give another --out")
+    write_output(out, text)
+    say(wide_console(), f"{out}: {then.format(out=out)}")
+
+
+COMMAND = Command("init", group="Audit", order=1, call=init)

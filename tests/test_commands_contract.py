@@ -1,0 +1,205 @@
+"""Every command is found by itself and held to its contract; the help fits a screen; former names still work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+from typer.testing import CliRunner
+
+from kvaudit.audit.cli import app
+from kvaudit.audit.commands.base import HELP_HEADINGS, LONGEST_SUMMARY, Command, commands
+
+PACKAGE = "kvaudit.audit.commands"
+HEAVY = ("torch", "transformers", "pandas", "scipy", "numpy", "matplotlib")
+COLUMNS, LINES = 80, 40
+# what kvaudit 0.1 called its commands
+FORMER = (
+    *("adjudicate", "calibrate", "card", "check", "compare", "data", "displace", "evaluate", "explain", "export"),
+    *("gate", "generate", "guard", "init", "join", "judge", "list", "lm-eval", "mismatch", "pin", "plan", "pretrain"),
+    *("probe", "questionnaire", "recipe", "remedy", "report", "run", "scan", "serve", "show", "tasks", "train"),
+    *("verify", "view"),
+)
+LEFT = ("calibrate", "pretrain")
+FOUND = commands()
+RENAMED = {old: new for command in FOUND for old, new in command.old.items()}
+
+
+def faults(command: Command, found: Sequence[Command]) -> Iterator[str]:
+    """What is wrong with a command among others, a line each."""
+    if command.group not in [*HELP_HEADINGS, *(one.name for one in found if one.call is None)]:
+        yield f"{command.name}: no group {command.group!r}"
+    if not re.fullmatch(r"[a-z]+(-[a-z]+)*", command.name):
+        yield f"{command.name}: no word to type"
+    if [(one.group, one.order) for one in found].count((command.group, command.order)) > 1:
+        yield f"{command.name}: another is at its place"
+    if [(one.group, one.name) for one in found].count((command.group, command.name)) > 1:
+        yield f"{command.name}: two of one name"
+    if command.call is None and command.name not in [one.group for one in found]:
+        yield f"{command.name}: does nothing and holds nothing"
+    lines = [command.text, *(text for _, text in told_below(command))]
+    for line in (text.partition("\n")[0] for text in lines):
+        if not 0 < len(line.rstrip(".")) <= LONGEST_SUMMARY:
+            yield f"{command.name}: a summary of {len(line)} characters: {line}"
+
+
+def told_below(command: Command) -> list[tuple[str, str]]:
+    """The commands inside one that is a typer of its own, and what their help says."""
+    if not isinstance(command.call, typer.Typer):
+        return []
+    group: Any = typer.main.get_group(command.call)
+    return [(name, one.help or "") for name, one in group.commands.items()]
+
+
+def heavy_imports(package: str) -> dict[str, list[str]]:
+    """By file of a package: what of the heavy libraries its import brings, in a process of its own."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        f"root = importlib.import_module({package!r})\n"
+        "for entry in pkgutil.iter_modules(root.__path__):\n"
+        f"    before = set(sys.modules); importlib.import_module({package!r} + '.' + entry.name)\n"
+        f"    print(entry.name, *(name for name in {HEAVY!r} if name in set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name: brought for name, *brought in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("command", FOUND, ids=lambda command: f"{command.group} {command.name}")
+def test_a_command_keeps_the_contract(command: Command) -> None:
+    assert list(faults(command, FOUND)) == []
+
+
+def test_no_command_s_file_imports_what_is_heavy() -> None:
+    assert {name: brought for name, brought in heavy_imports(PACKAGE).items() if brought} == {}
+
+
+def test_a_file_without_a_command_is_a_part_of_one() -> None:
+    folder = Path(__file__).parent.parent / "audit" / "commands"
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[a-z]*.py")}
+    parts = [name for name, text in texts.items() if "\nCOMMAND = " not in text]
+    assert "command_line" in parts
+    assert [name for name in parts if not any(f"{PACKAGE}.{name} import" in text for text in texts.values())] == []
+
+
+WRONG = {
+    "no group": ('Command("wrong", group="", order=1, call=work)', "wrong: no group ''"),
+    "a group that nobody knows": ('Command("wrong", group="Odds", order=1, call=work)', "wrong: no group 'Odds'"),
+    "a taken place": ('Command("wrong", group="Look", order=1, call=work)', "wrong: another is at its place"),
+    "a summary that is cut": (
+        'Command("wrong", group="Look", order=9, call=talk)',
+        "wrong: a summary of 70 characters",
+    ),
+    "no summary": ('Command("wrong", group="Look", order=9, call=mute)', "wrong: a summary of 0 characters"),
+    "nothing to do": ('Command("wrong", group="Look", order=9, about="Nothing.")', "wrong: does nothing and holds"),
+    "a name of two words": ('Command("so wrong", group="Look", order=9, call=work)', "so wrong: no word to type"),
+}
+PLANTED = '''
+from kvaudit.audit.commands.base import Command
+def work() -> None:
+    """Work."""
+def talk() -> None:
+    """{long}"""
+def mute() -> None:
+    pass
+COMMAND = {command}
+'''
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a package of commands, which is forgotten again."""
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    yield tmp_path / "planted"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "planted"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("command", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_command_is_caught(command: str, said: str, planted: Path) -> None:
+    (planted / "wrong.py").write_text(PLANTED.format(command=command, long="x" * 70))
+    (wrong,) = commands("planted")
+    (fault,) = faults(wrong, [*FOUND, wrong])
+    assert fault.startswith(said)
+
+
+def test_a_command_that_imports_torch_is_caught(planted: Path) -> None:
+    (planted / "wrong.py").write_text("import torch\n")
+    (planted / "right.py").write_text("")
+    assert heavy_imports("planted") == {"right": [], "wrong": ["torch", "numpy"]}
+
+
+def test_the_help_fits_a_screen_and_cuts_no_summary() -> None:
+    lines = CliRunner().invoke(app, ["--help"], terminal_width=COLUMNS).stdout.splitlines()
+    assert len(lines) < LINES  # and a line for the prompt
+    assert max(map(len, lines)) <= COLUMNS
+    assert not [line for line in lines if line.endswith("...") and "COMMAND" not in line]
+    shown = [line.split()[0] for line in lines if line.startswith("  ") and line[2:3].islower()]
+    assert shown == [command.name for command in FOUND if command.group in HELP_HEADINGS]
+    assert [line[:-1] for line in lines if line.endswith(":")] == list(HELP_HEADINGS)
+    assert len(shown) <= 21
+
+
+@pytest.mark.parametrize("command", [one for one in FOUND if one.call is None], ids=lambda one: one.name)
+def test_a_command_that_holds_others_lists_them(command: Command) -> None:
+    lines = CliRunner().invoke(app, [command.name, "--help"], terminal_width=COLUMNS).stdout.splitlines()
+    for one in (one for one in FOUND if one.group == command.name):
+        assert [line for line in lines if line.split() == [one.name, *one.summary.split()]]
+
+
+@pytest.mark.parametrize("old", FORMER)
+def test_every_former_name_is_there_or_says_what_is_typed_now(old: str) -> None:
+    named = [command.name for command in FOUND if command.group in HELP_HEADINGS]
+    assert (old in named) + (old in RENAMED) + (old in LEFT) == 1
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_former_name_says_the_new_one_and_does_the_same(old: str, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "none")
+    words = {"lm-eval": ["--tasks"], "tasks": [nowhere, "--suites=none"]}.get(old, [nowhere])
+    before, now = (CliRunner().invoke(app, [*name.split(), *words]) for name in (old, RENAMED[old]))
+    assert (before.exit_code, before.stdout) == (now.exit_code, now.stdout)
+    first, _, rest = before.stderr.partition("\n")
+    assert first == f"kvaudit {old} is called kvaudit {RENAMED[old]} now; the old name leaves with 0.2"
+    assert rest == now.stderr
+    assert now.exit_code == 2
+
+
+@pytest.mark.parametrize("old", LEFT)
+def test_a_command_that_left_says_where_it_is(old: str) -> None:
+    done = CliRunner().invoke(app, [old, "--fast"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(rf"error: {old} is no command of kvaudit any more; in a clone .*: python -m bench\.\w+", line)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--join", "none", "--limit", "2"], "--limit is given beside --join, where it means nothing"),
+        (["run", "--join", "none", "--only", "train"], "--only is given beside --join"),
+        (["run", "--only", "train", "none", "--workers", "2"], "--workers is given beside --only train"),
+        (["run", "--only", "trian", "none"], "unknown phase of --only 'trian'. Did you mean 'train'?"),
+        (["gate", "one", "two"], "a gate is of one run"),
+        (["gate", "one", "--out", "pin.json"], "--out go with --pin"),
+        (["gate", "--pin", "one", "--waivers", "w.yaml"], "--pin decides nothing"),
+        (["card", "one", "two"], "two runs are compared by --recipe"),
+        (["card", "one", "--recipe", "--arm", "a"], "leave out the other options"),
+        (["init", "adit"], "unknown kind of file 'adit'. Did you mean 'audit'?"),
+        (["init", "audit", "embedded"], "init audit takes no model"),
+        (["init", "check"], "init check needs the model"),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, words)
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, line.startswith("error: "), said in line) == (2, True, True), line
