@@ -19,7 +19,7 @@ from kvaudit.reports.calibration.run import simulate
 from kvaudit.reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from kvaudit.reports.calibration.stamp import shipped, stamp
 from kvaudit.reports.calibration.table import all_cases
-from kvaudit.reports.page.words import error_rates
+from kvaudit.reports.layout.words import error_rates
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import designs
 

@@ -163,11 +163,11 @@ def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
 
 def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
     own = replace(head, suite="refusal.unsafe", worst=-0.08, best=0.03)
-    [line] = unscored(found, own)
+    [line] = unscored(found.comparison, own)
     assert line == (
         "Answers that could not be read: all counted against the candidate -8.0 pp, all counted for it +3.0 pp."
     )
-    assert unscored(found, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
+    assert unscored(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
 def test_the_terminal_says_it_too(found, head):

@@ -25,12 +25,12 @@ from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
 from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
 from kvaudit.reports.labels.sheet import text_hash
+from kvaudit.reports.layout.canvas import style
+from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.about import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
-from kvaudit.reports.page.figures.canvas import style
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.story import banner, page_of
-from kvaudit.reports.page.words import drift, error_rates, points, pvalue
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 

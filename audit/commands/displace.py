@@ -109,7 +109,7 @@ def _line(unit: Measured) -> str:
 def _print(rows: Sequence[Displacement]) -> None:
     from rich.table import Table
 
-    from kvaudit.reports.page.words import percent
+    from kvaudit.reports.layout.words import percent
 
     table = Table("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1", "RMS dp")
     groups: dict[tuple[str, str, bool], list[Displacement]] = {}

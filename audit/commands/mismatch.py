@@ -88,7 +88,7 @@ def _json(found: Survey, model: LoadedModel, made: Mismatch) -> str:
 def _print(found: Survey, model: LoadedModel, made: Mismatch) -> None:
     from rich.table import Table
 
-    from kvaudit.reports.page.words import scientific
+    from kvaudit.reports.layout.words import scientific
 
     console = wide_console()
     written = ", ".join(sorted(found.stacks))

@@ -151,7 +151,7 @@ def _print(recorded: Recorded, model: LoadedModel, found: Verification) -> None:
 
 
 def _numbers(gaps: Gaps) -> list[str]:
-    from kvaudit.reports.page.words import scientific
+    from kvaudit.reports.layout.words import scientific
 
     return [scientific(value) for value in astuple(gaps)]
 
@@ -173,7 +173,7 @@ def _percent(share: float) -> str:
 
 
 def _verdict(found: Verification) -> list[str]:
-    from kvaudit.reports.page.words import scientific
+    from kvaudit.reports.layout.words import scientific
 
     worst, bound = found.worst, f"{found.tolerance:g} nats"
     if found.explained:

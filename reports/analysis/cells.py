@@ -18,18 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.analysis.results import (
-    CellChurn,
-    CellConcentration,
-    CellName,
-    ItemLoss,
-    Reach,
-    SeedSpread,
-    TemplateLoss,
-)
+from kvaudit.reports.analysis.results import CellChurn, CellConcentration, ItemLoss, Reach, SeedSpread, TemplateLoss
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
-from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.drift.results import CellName, Contrast
 from kvaudit.reports.gate.verdict import Adjustment, Decision
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
 from kvaudit.reports.stats.churn import churn_of, concentration_of, flips

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.stats.effect import Effect
 
 
@@ -63,17 +64,6 @@ class SafeBudget:
     margin: float
     cleared: int | None
     failed: int | None
-
-
-@dataclass(frozen=True)
-class CellName:
-    """Which gated cell."""
-
-    estimand: str
-    arm: str
-    policy: str
-    suite: str
-    context_tokens: int
 
 
 @dataclass(frozen=True)

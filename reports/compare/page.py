@@ -10,14 +10,14 @@ from kvaudit.core.text import inline
 from kvaudit.reports.compare.files import Compared, TwoJudges
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
 from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.layout.tables import Table, footnoted, table_of
+from kvaudit.reports.layout.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
 from kvaudit.reports.page.facets import EVENT_HEADERS, event_cells, how_to_read, shown, taken_apart
 from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers
 from kvaudit.reports.page.limits import calibrated, hidden
 from kvaudit.reports.page.page import Banner, Page, Section
 from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.tables import Table, footnoted, table_of
-from kvaudit.reports.page.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.records.readers.base import Log
 from kvaudit.reports.stats.judges import Kappa
 from kvaudit.reports.stats.rule import blind_spot
@@ -67,7 +67,7 @@ def _asides(compared: Compared, head: Decision | None) -> list[str]:
         *taken_apart(compared.findings, head),
         *lines,
         *compared.notes,
-        *(unscored(compared.findings, head) if head else ()),
+        *(unscored(compared.findings.comparison, head) if head else ()),
     ]
 
 
@@ -89,7 +89,7 @@ def _clusters(compared: Compared, head: Decision | None) -> int:
 
 def _cell(compared: Compared, d: Decision) -> str:
     length = f" at {d.context_tokens} tokens" if d.context_tokens else ""
-    named = spelled(compared.findings, d.suite)
+    named = spelled(compared.findings.comparison, d.suite)
     return (
         f"{named}{length}" if d.suite in compared.findings.comparison.facets else f"{named}{length}, {compared.metric}"
     )
@@ -106,7 +106,7 @@ def _row(compared: Compared, d: Decision) -> list[str]:
     size = "-"
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
-    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings, d), adjusted(d), note(d)]
+    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings.comparison, d), adjusted(d), note(d)]
 
 
 def facets(compared: Compared) -> Table:

@@ -15,6 +15,17 @@ from kvaudit.reports.stats.judges import JudgeError
 
 
 @dataclass(frozen=True)
+class CellName:
+    """Which gated cell."""
+
+    estimand: str
+    arm: str
+    policy: str
+    suite: str
+    context_tokens: int
+
+
+@dataclass(frozen=True)
 class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 

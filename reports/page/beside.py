@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvaudit.reports.analysis.safe import cleared_sentence
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.page import detail_tables as tables
 from kvaudit.reports.page import summaries
 from kvaudit.reports.page.findings import Findings
@@ -113,7 +114,7 @@ def displacement_section(findings: Findings) -> Section:
     )
 
 
-def judge_section(findings: Findings) -> Section | None:
+def judge_section(findings: Decided) -> Section | None:
     """The judge held against people; None where nobody labelled."""
     judged, status = findings.verdict.judged, findings.verdict.status
     if judged is None:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from kvaudit.core.facets import FACETS
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.answers import Answers
-from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import percent, points
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import percent, points
 
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
 
@@ -43,7 +43,7 @@ def _share(own: Answers) -> float:
     return (own.hits if facet.wanted else known - own.hits) / max(1, known)
 
 
-def contexts_section(findings: Findings) -> Section | None:
+def contexts_section(findings: Decided) -> Section | None:
     """The contexts of a run; None without one."""
     found = list(moved(findings))
     if not found:
@@ -60,7 +60,7 @@ def contexts_section(findings: Findings) -> Section | None:
     )
 
 
-def moved(findings: Findings) -> Iterator[Moved]:
+def moved(findings: Decided) -> Iterator[Moved]:
     """Every metric of every suite in a context beside the same of its bare rows."""
     for policy in findings.comparison.uncompressed:
         known = findings.drift.answers.get(policy, ())

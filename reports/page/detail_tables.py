@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from kvaudit.core.text import clip, inline, length_label, length_of
 from kvaudit.reports.analysis.cache_use import cache_use
 from kvaudit.reports.analysis.curves import Curve
-from kvaudit.reports.analysis.results import CellName, DoseCurve, ItemLoss, SafeBudget
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import (
+from kvaudit.reports.analysis.results import DoseCurve, ItemLoss, SafeBudget
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import CellName
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.names import place_name
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import (
     NOT_SHOWN,
     drift,
     percent,
@@ -18,10 +21,10 @@ from kvaudit.reports.page.words import (
     pvalue,
     scientific,
     size,
-    spelled,
     times,
     worst_seed,
 )
+from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.stats.few import no_interval
 
 
@@ -67,7 +70,7 @@ def mismatch_table(findings: Findings) -> Table:
     return table_of(headers, rows)
 
 
-def cache_table(findings: Findings) -> Table:
+def cache_table(findings: Decided) -> Table:
     """Bytes, retention and survival by role of every policy."""
     roles = list(dict.fromkeys(role for c in findings.drift.cells for role in c.survival))
     rows = []
@@ -93,15 +96,6 @@ def cache_table(findings: Findings) -> Table:
 MOST_ROWS = 20
 FEWEST_LOST = 3  # items; below, one template carries half by arithmetic alone
 MOST_TIMES = 1e6  # beyond, a ratio to the floor is a power of ten
-
-
-def place_name(findings: Findings, name: CellName) -> str:
-    """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
-    end = " end to end" if name.estimand == "E2" else ""
-    where = (
-        f"{name.arm} @ {findings.comparison.labels.get(name.policy, name.policy)}{end}, {spelled(findings, name.suite)}"
-    )
-    return where if len(findings.comparison.contexts) == 1 else f"{where}, {length_label(name.context_tokens)}"
 
 
 def safe_table(findings: Findings, axis: str) -> Table:
@@ -134,13 +128,13 @@ def slope_table(findings: Findings, axis: str) -> Table:
     what = "budget" if axis == "budget" else "length"
     headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {what}"]
     headers += ["slope per doubling, 95 % interval", f"minus {findings.comparison.reference}'s"]
-    return table_of(headers, [_slope_row(c, findings) for c in found], words=4)
+    return table_of(headers, [_slope_row(c, findings.comparison) for c in found], words=4)
 
 
-def _slope_row(c: DoseCurve, findings: Findings) -> list[str]:
+def _slope_row(c: DoseCurve, sides: Comparison) -> list[str]:
     suite = (
         c.suite
-        if c.context_tokens is None or len(findings.comparison.contexts) == 1
+        if c.context_tokens is None or len(sides.contexts) == 1
         else f"{c.suite}, {length_label(c.context_tokens)}"
     )
     rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
@@ -155,7 +149,7 @@ def churn_table(findings: Findings) -> Table:
     headers += ["any two seeds", "two seeds of one arm"]
     rows = [
         [
-            place_name(findings, c.cell),
+            place_name(findings.comparison, c.cell),
             points(c.drift),
             f"{100 * c.losses:.1f}",
             f"{100 * c.gains:.1f}",
@@ -184,7 +178,7 @@ def concentration_table(findings: Findings) -> Table:
     ]
     rows = [
         [
-            place_name(findings, c.cell),
+            place_name(findings.comparison, c.cell),
             f"{c.losses:.3g}",
             f"{c.n_losing} of {c.n_templates}",
             str(c.carrying_half),
@@ -207,7 +201,7 @@ def losing_items_table(findings: Findings) -> Table:
     worst = [(max(losses, key=lambda entry: entry[0].loss), len(losses)) for losses in found.values()]
     worst.sort(key=lambda entry: (-entry[0][0].loss, -entry[1], entry[0][0].item_id))
     rows = [
-        [item.item_id, item.template, place_name(findings, cell), points(-item.loss), str(count)]
+        [item.item_id, item.template, place_name(findings.comparison, cell), points(-item.loss), str(count)]
         for (item, cell), count in worst[:MOST_ROWS]
     ]
     return table_of(["item", "template", "lost most by", "change, pp", "cells that lost it"], rows, words=3)
@@ -228,7 +222,7 @@ def concentration_notes(findings: Findings) -> tuple[str, ...]:
 def _dominant(findings: Findings) -> Iterator[str]:
     return (
         inline(
-            f"{place_name(findings, c.cell)}: more than half of the losses sit in one template, "
+            f"{place_name(findings.comparison, c.cell)}: more than half of the losses sit in one template, "
             f"{clip(c.dominant[0], 80)}."
         )
         for c in findings.analysis.concentration
@@ -246,7 +240,9 @@ def seed_table(findings: Findings) -> Table:
         sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
         recipe = drift(c.recipe) if c.recipe else "recipe claim not supported"
         worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
-        rows.append([place_name(findings, s.cell), each, drift(c.effect) if c.effect else "-", worst, sd, recipe])
+        rows.append(
+            [place_name(findings.comparison, s.cell), each, drift(c.effect) if c.effect else "-", worst, sd, recipe]
+        )
     headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
     headers.append("with seed variance")
     return table_of(headers, rows)
@@ -256,7 +252,7 @@ def reach_table(findings: Findings) -> Table:
     """The smallest drop each gated cell would have found, against its margin."""
     rows = [
         [
-            place_name(findings, r.cell),
+            place_name(findings.comparison, r.cell),
             str(r.n_clusters),
             f"{100 * r.margin:g}",
             f"{100 * r.detectable:.1f}",
@@ -290,7 +286,7 @@ def sensitivity_table(findings: Findings) -> Table:
     rows = []
     for c in cells:
         declared = c.variants[0].status.rstrip("*")
-        row = [place_name(findings, c.cell)]
+        row = [place_name(findings.comparison, c.cell)]
         for v in c.variants:
             mark = "" if v.status.rstrip("*") == declared else " (differs)"
             row.append(f"{v.status}{mark} {_numbers(v.estimate, v.low, v.high, v.pvalue_drop)}")

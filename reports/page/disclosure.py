@@ -19,14 +19,15 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.analysis.cache_use import cache_use
 from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
+from kvaudit.reports.layout.words import NOT_SHOWN, points, spelled, unsampled
 from kvaudit.reports.page.engine_tables import said_by
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.page.words import NOT_SHOWN, points, spelled, unsampled
 from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
@@ -185,7 +186,7 @@ def _lowest(drift: Sequence[Measured]) -> Measured | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
-def _own_verdict(whole: Findings, own: Findings, arm: str) -> tuple[str, str]:
+def _own_verdict(whole: Findings, own: Decided, arm: str) -> tuple[str, str]:
     """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
     judged = ", ".join(other.arm for other in whole.verdict.arms) or "no arm"
     rest = f"the verdict of the whole run, {whole.verdict.status.value}, is about {judged}"
@@ -259,7 +260,7 @@ def _model(found: Findings) -> Facts:
     }
 
 
-def _reference(found: Findings) -> Facts:
+def _reference(found: Decided) -> Facts:
     weights = {str(seed): sorted(names) for seed, names in sorted(found.drift.weights.items())}
     pin = found.rules.pin
     return {
@@ -543,7 +544,7 @@ def _of(found: Findings, cell: Any, effect: Effect | None, reasons: Sequence[Any
         policy_hash=_hash_of(found, cell.policy),
         label=found.comparison.labels.get(cell.policy, cell.policy),
         metric=cell.suite,
-        says=spelled(found, cell.suite),
+        says=spelled(found.comparison, cell.suite),
         context_tokens=cell.context_tokens,
         estimate=effect.estimate if effect else None,
         low=effect.low if effect else None,
@@ -565,7 +566,7 @@ def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
     return min(gated, key=lambda m: m.estimate or 0.0, default=None)
 
 
-def _blind_spot(found: Findings) -> str:
+def _blind_spot(found: Decided) -> str:
     head = found.verdict.head
     if head is None or head.blind_spot is None or head.effect is None:
         return "Blind spot: unknown, no gated cell has a number."

@@ -8,11 +8,12 @@ from typing import Any
 from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.provenance import SERVED_BY, table_of
 from kvaudit.core.text import inline
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.tables import table_of as table_from
+from kvaudit.reports.layout.words import counted
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table
-from kvaudit.reports.page.tables import table_of as table_from
-from kvaudit.reports.page.words import counted
 
 SILENT = "nothing"  # of an engine that does not say what it resolved
 
@@ -35,7 +36,7 @@ def engines_section(findings: Findings) -> Section | None:
         "Engines",
         "Which engine served each condition, the settings that it was given in its own words, and what it said that it "
         "made of them. Each condition is compared with the uncompressed one of its own engine.",
-        tables=(_asked_table(findings, own), _said_table(findings, own)),
+        tables=(_asked_table(findings.comparison, own), _said_table(findings, own)),
         notes=(
             "Cache bytes, entries kept and which tokens were kept are not shown by an engine, and stand nowhere in "
             "this report for one: absent is not zero.",
@@ -44,8 +45,7 @@ def engines_section(findings: Findings) -> Section | None:
     )
 
 
-def _asked_table(findings: Findings, own: list[str]) -> Table:
-    sides = findings.comparison
+def _asked_table(sides: Comparison, own: list[str]) -> Table:
     rows = [
         [
             sides.label(policy),

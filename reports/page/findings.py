@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,23 +15,15 @@ from kvaudit.reports.analysis.mechanism import Mechanism
 from kvaudit.reports.analysis.remedies import Remedies
 from kvaudit.reports.analysis.results import Analysis
 from kvaudit.reports.calibration.stamp import Stamp
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.gate.rules import Rules
-from kvaudit.reports.gate.verdict import Verdict
-from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.labels.second import SecondJudge
 from kvaudit.reports.records.load import Evidence
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(Decided):
     """A decided drift, and what stands beside its verdict; empty where it was not asked for."""
 
-    drift: Drift
-    rules: Rules
-    verdict: Verdict
-    waivers: tuple[Waiver, ...] = ()
     analysis: Analysis = field(default_factory=Analysis)
     mechanism: Mechanism = field(default_factory=Mechanism)  # what goes with spans that the cache lost
     curves: tuple[Curve, ...] = ()
@@ -47,14 +39,3 @@ class Findings:
     evidence: Evidence = field(default_factory=Evidence)
     checkpoints: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)  # what each says of itself
     provenance: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def comparison(self) -> Comparison:
-        """The two sides of every difference."""
-        return self.drift.comparison
-
-    @property
-    def contrasts(self) -> Iterator[Contrast]:
-        """Those of whole suites and of the facets that the gate names; the others stand in their own section."""
-        facets = self.comparison.facets
-        return (c for c in self.drift.contrasts if c.suite not in facets or c.suite in self.rules.margins)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.analysis.floor import AgainFlips, FloorCell, FloorUnit, floor_above, floor_at
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, percent, points, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import drift, percent, points, spelled
 
 _NO_MORE = "no more answers changed than change by asking again in another order"
 
@@ -41,15 +42,15 @@ FLOOR_NOTE = (
 def floor_table(findings: Findings) -> Table:
     """One row per unit and way of asking again: texts, and every metric in which an answer changed."""
     several = len({(u.arm, u.seed) for u in findings.floor}) > 1
-    rows = [_unit_row(findings, unit, several=several) for unit in findings.floor]
+    rows = [_unit_row(findings.comparison, unit, several=several) for unit in findings.floor]
     headers = ["condition", *(["arm", "seed"] if several else []), "suite", "tokens", "asked", "same text"]
     return table_of([*headers, "lost / gained, net drift in pp"], rows, words=len(headers) + 1)
 
 
-def _unit_row(findings: Findings, unit: FloorUnit, *, several: bool) -> list[str]:
+def _unit_row(sides: Comparison, unit: FloorUnit, *, several: bool) -> list[str]:
     moved = [_flips_words(flips) for flips in unit.flips if flips.lost or flips.gained]
     return [
-        findings.comparison.label(unit.policy),
+        sides.label(unit.policy),
         *([unit.arm, str(unit.seed)] if several else []),
         unit.suite,
         length_label(unit.context_tokens),
@@ -70,7 +71,7 @@ def gate_floor_table(findings: Findings, decisions: Sequence[Decision]) -> Table
     for d in decisions:
         if not sides.is_engine(d.policy):
             continue
-        name = f"{spelled(findings, d.suite)}, {length_label(d.context_tokens)}"
+        name = f"{spelled(findings.comparison, d.suite)}, {length_label(d.context_tokens)}"
         moved = f"{d.effect.losses:.3g}/{d.effect.gains:.3g}" if d.effect else "-"
         figures = [f"{d.arm} @ {sides.label(d.policy)}", name, drift(d.effect) if d.effect else "-", moved]
         rows.append([*figures, *(words for _, words in _both_floors(findings, d))])
@@ -108,5 +109,5 @@ def floor_sentences(findings: Findings) -> Iterator[str]:
     for c in findings.contrasts:
         share = floor_above(findings.floor, c) if c.estimand == "E4" and c.policy in findings.rules.primary else None
         if share is not None:
-            where = f"{c.arm} @ {sides.label(c.policy)}, {spelled(findings, c.suite)}"
+            where = f"{c.arm} @ {sides.label(c.policy)}, {spelled(findings.comparison, c.suite)}"
             yield f"{where}: {_NO_MORE} ({percent(c.churn)}, {percent(share)})."

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from kvaudit.core.facets import FACETS, facet_of
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.layout.names import against
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import counted, percent, points
 from kvaudit.reports.page.facets import Event
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, against, table_of
-from kvaudit.reports.page.words import counted, percent, points
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
 
@@ -26,7 +28,7 @@ def guards_section(findings: Findings) -> Section | None:
         "Guards",
         "What stood before the model and after it, how the facets look behind that, and how much drift it hides. The "
         "verdict is about the model without it.",
-        tables=(acts_table(findings), *(hidden_table(findings, guard) for guard in findings.guards)),
+        tables=(acts_table(findings), *(hidden_table(findings.comparison, guard) for guard in findings.guards)),
         notes=tuple(_notes(findings)),
         finding=_finding(findings),
     )
@@ -52,10 +54,10 @@ def acts_table(findings: Findings) -> Table:
     return table_of([*headers, "of harm blocked", "of the rest let through"], rows, words=2)
 
 
-def hidden_table(findings: Findings, guard: GuardEffect) -> Table:
+def hidden_table(sides: Comparison, guard: GuardEffect) -> Table:
     """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
     headers = ["guard", "suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
-    rows = [[_name(guard), *_row(findings, row)] for row in guard.facets if _is_shown(row)]
+    rows = [[_name(guard), *_row(sides, row)] for row in guard.facets if _is_shown(row)]
     return table_of(headers, rows, words=5)
 
 
@@ -69,12 +71,12 @@ def _is_shown(row: Hidden) -> bool:
     return facet_of(row.without.suite)[1].kind == "safety" or bool(row.hidden and (row.hidden.low or row.hidden.high))
 
 
-def _row(findings: Findings, row: Hidden) -> list[str]:
+def _row(sides: Comparison, row: Hidden) -> list[str]:
     c = row.without
     suite, facet = facet_of(c.suite)
-    where = suite if len(findings.comparison.contexts) == 1 else f"{suite}, {length_label(c.context_tokens)}"
-    who = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}"
-    return [where, who, against(findings, c), facet.name, _moved(c), _moved(row.behind), hidden_words(c, row.hidden)]
+    where = suite if len(sides.contexts) == 1 else f"{suite}, {length_label(c.context_tokens)}"
+    who = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}"
+    return [where, who, against(sides, c), facet.name, _moved(c), _moved(row.behind), hidden_words(c, row.hidden)]
 
 
 def _moved(c: Contrast) -> str:

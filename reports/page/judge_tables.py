@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.drift.comparison import PROGRAMMATIC
+from kvaudit.reports.drift.comparison import PROGRAMMATIC, Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.labels.second import SecondJudge
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import marked
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import marked
 from kvaudit.reports.stats.judges import Kappa
 
 
@@ -25,20 +26,19 @@ def judges_section(findings: Findings) -> Section | None:
         "judges",
         "Judges",
         "Who decided what the answers were. A judge sees a request and an answer, neither arm nor policy.",
-        tables=(suites_table(findings), *unsure_tables(findings), *again),
+        tables=(suites_table(findings.comparison), *unsure_tables(findings), *again),
         notes=tuple(_notes(findings)),
         finding=_finding(findings),
     )
 
 
-def suites_table(findings: Findings) -> Table:
+def suites_table(sides: Comparison) -> Table:
     """Each suite with its judges; programmatic: by construction."""
-    sides = findings.comparison
-    rows = [[suite + marked(findings, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
+    rows = [[suite + marked(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
     return table_of(["suite", "judges"], rows, words=2)
 
 
-def unsure_tables(findings: Findings) -> tuple[Table, ...]:
+def unsure_tables(findings: Decided) -> tuple[Table, ...]:
     """The cells with answers that their judge was not sure of; none where it was of all."""
     labels = findings.comparison.labels
     rows = [
@@ -83,7 +83,7 @@ def _notes(findings: Findings) -> Iterator[str]:
             "An answer that its judge was unsure of has the grade of its best guess. The intervals of a drift also "
             "hold with all such answers counted as desired, and as not."
         )
-    if harm := _harm_note(findings):
+    if harm := _harm_note(findings.comparison):
         yield harm
     second = findings.second
     if second is None:
@@ -107,9 +107,8 @@ def _finding(findings: Findings) -> str:
     return inline(f"Under the judge before the verdict was {second.verdict_before or 'not kept'}, now it is {now}.")
 
 
-def _harm_note(findings: Findings) -> str:
+def _harm_note(sides: Comparison) -> str:
     """Who said what is unsafe, or that nobody did, where suites leave that to a grader of harm."""
-    sides = findings.comparison
     asked = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
     open_still = [suite for suite in asked if f"{suite}.unsafe" not in sides.facets]
     if open_still:

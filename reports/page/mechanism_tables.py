@@ -8,10 +8,11 @@ from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Share, SpanRates, SpanSlope
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import counted, percent, points
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import counted, percent, points
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
@@ -31,9 +32,9 @@ def mechanism_section(findings: Findings) -> Section | None:
         "How often each safety facet shows where the cache had lost the span that decides the item (rule, order, "
         "secret, question) and where it still held it. An association, not a cause: what else was lost is not told "
         "apart.",
-        tables=(_rates_table(findings, rates), _slopes_table(findings)),
-        notes=tuple(map(inline, _notes(findings, rates))),
-        finding=_finding(findings, rates),
+        tables=(_rates_table(findings.comparison, rates), _slopes_table(findings)),
+        notes=tuple(map(inline, _notes(findings.comparison, rates))),
+        finding=_finding(findings.comparison, rates),
     )
 
 
@@ -53,12 +54,12 @@ def _span(found: SpanRates | None) -> str:
     return found.span if found else ""
 
 
-def _rates_table(findings: Findings, rates: list[SpanRates]) -> Table:
+def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
     told = [r for r in rates if r.difference][:_MOST_ROWS]
     rows = [
         [
             r.metric,
-            _place(findings, r),
+            _place(sides, r),
             r.span,
             _lost_in(r),
             _rate(facet_of(r.metric)[1], r.lost),
@@ -93,9 +94,9 @@ def _slopes_table(findings: Findings) -> Table:
     return table_of([*headers, "answers / templates"], rows, words=6)
 
 
-def _place(findings: Findings, r: SpanRates) -> str:
-    where = f"{r.arm} @ {findings.comparison.labels.get(r.policy, r.policy)}"
-    return where if len(findings.comparison.contexts) == 1 else f"{where}, {length_label(r.context_tokens)}"
+def _place(sides: Comparison, r: SpanRates) -> str:
+    where = f"{r.arm} @ {sides.labels.get(r.policy, r.policy)}"
+    return where if len(sides.contexts) == 1 else f"{where}, {length_label(r.context_tokens)}"
 
 
 def _lost_in(r: SpanRates) -> str:
@@ -136,7 +137,7 @@ def _share(share: Share | None) -> str:
     return f"{100 * share.estimate:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
 
 
-def _notes(findings: Findings, rates: list[SpanRates]) -> Iterator[str]:
+def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
     yield (
         "Lost: less than half of the span's entries, over its tokens, layers and KV heads, were held when the last "
         "answer began. Rates: under the policy, of answers that can be read there and uncompressed, with 95 % score "
@@ -154,7 +155,7 @@ def _notes(findings: Findings, rates: list[SpanRates]) -> Iterator[str]:
     for r in rates:
         if r.difference is None:
             why = r.reason if r.reason == UNMOVED else f"the {r.span} was {r.reason}"
-            silent.setdefault(why, []).append(f"{r.metric} {_place(findings, r)}")
+            silent.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
     for reason, places in silent.items():
         more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
         yield f"Nothing to compare, since {reason}: {', '.join(places[:_NAMED])}{more}."
@@ -163,13 +164,13 @@ def _notes(findings: Findings, rates: list[SpanRates]) -> Iterator[str]:
         yield f"{counted(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."
 
 
-def _finding(findings: Findings, rates: list[SpanRates]) -> str:
+def _finding(sides: Comparison, rates: list[SpanRates]) -> str:
     told = [r for r in rates if r.difference]
     if not told:
         return f"In none of {counted(len(rates), 'cell')} does a span's survival vary enough to compare."
     r = told[0]
     facet = facet_of(r.metric)[1]
     return (
-        f"The largest of {len(told)}: {r.metric}, {_place(findings, r)}: {_difference(facet, r.difference)} where the "
+        f"The largest of {len(told)}: {r.metric}, {_place(sides, r)}: {_difference(facet, r.difference)} where the "
         f"{r.span} was lost, against where it was kept. Not a cause."
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import Table
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from kvaudit.core.text import length_label
 from kvaudit.reports.drift.results import Contrast, People
 from kvaudit.reports.gate.decide import judge_may_pass
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import drift, percent, points
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, percent, points
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
 
@@ -36,7 +36,7 @@ class LabelledCell(NamedTuple):
         return Status.INCONCLUSIVE if held else self.judged
 
 
-def labelled_cells(findings: Findings) -> list[LabelledCell]:
+def labelled_cells(findings: Decided) -> list[LabelledCell]:
     """In the order of the contrasts."""
     decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in findings.verdict.decisions}
     found = [
@@ -53,7 +53,7 @@ def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
         yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
 
 
-def labelled_cells_table(findings: Findings) -> Table:
+def labelled_cells_table(findings: Decided) -> Table:
     """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
     headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
@@ -76,7 +76,7 @@ def _row(cell: LabelledCell) -> list[str]:
     ]
 
 
-def errors_table(findings: Findings) -> Table:
+def errors_table(findings: Decided) -> Table:
     """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
     rows = []
     for cell in labelled_cells(findings):
@@ -85,7 +85,7 @@ def errors_table(findings: Findings) -> Table:
     return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
 
 
-def panel_notes(findings: Findings) -> tuple[str, ...]:
+def panel_notes(findings: Decided) -> tuple[str, ...]:
     """How to read both tables, and the cells that judge labels alone cannot pass."""
     cells = labelled_cells(findings)
     everyone = [c.people for c in findings.drift.contrasts if c.people]

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from kvaudit.core.alarms import ALARMS, alarm_key
 from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
 from kvaudit.core.text import at_length, length_label
-from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.gate.decide import is_apart, suite_of
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import gated_cells
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
+from kvaudit.reports.layout.words import counted, percent, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.remedy_tables import remedy_lines
-from kvaudit.reports.page.words import counted, percent, spelled
 
 _NAMED = 3  # cells that a line spells out
 
@@ -46,12 +47,12 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
 
 
-def not_measurable(findings: Findings) -> list[str]:
+def not_measurable(findings: Decided) -> list[str]:
     """What cannot be measured on this reference, why, and in how many of the gated cells; one line per reason."""
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.decisions:
         if d.gated and not d.is_measurable:
-            place = (spelled(findings, d.suite), d.context_tokens, d.reasons[0].text)
+            place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
     several = len(findings.comparison.contexts) > 1
     found = [
@@ -89,7 +90,7 @@ def _gate(rules: Rules) -> str:
     return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
 
 
-def _judges(findings: Findings) -> Iterator[str]:
+def _judges(findings: Decided) -> Iterator[str]:
     """Whether the judge is apart from the reward, and what phrase rules decided."""
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
     if sides.rewarded and not is_apart(cells, sides):
@@ -120,18 +121,18 @@ def _stopped(findings: Findings) -> Iterator[str]:
         yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
-def _labels(findings: Findings) -> Iterator[str]:
+def _labels(findings: Decided) -> Iterator[str]:
     """What human labels decided, and what judge labels alone were not let pass."""
     if findings.verdict.judged is None:
         return
     people = [d for d in findings.verdict.decisions if d.gated and d.judged]
     turned = [d for d in people if d.judged is not d.status]
     more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
-    cells = [f"{_place(findings, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
+    cells = [f"{_place(findings.comparison, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
     turns = f" They change {'; '.join(cells)}{more}." if turned else " They change the verdict of none."
     yield f"Human labels decide {len(people)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells.{turns}"
     held = [
-        _place(findings, d)
+        _place(findings.comparison, d)
         for d in findings.verdict.decisions
         if d.gated and any(r.code == JUDGE_DIFF for r in d.reasons)
     ]
@@ -151,12 +152,12 @@ def _versions(findings: Findings) -> Iterator[str]:
         yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {'; '.join(found[:_NAMED])}{more}."
 
 
-def _place(findings: Findings, d: Decision) -> str:
-    policy = findings.comparison.labels.get(d.policy, d.policy)
+def _place(sides: Comparison, d: Decision) -> str:
+    policy = sides.labels.get(d.policy, d.policy)
     return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {policy}"
 
 
-def _waivers(findings: Findings) -> Iterator[str]:
+def _waivers(findings: Decided) -> Iterator[str]:
     for waiver in findings.waivers:
         cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
         places = ", ".join(

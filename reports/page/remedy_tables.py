@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, Decision, Status
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, percent, size, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Section
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import drift, percent, size, spelled
 from kvaudit.reports.records.remedies import AFTER_RUN
 
 _NAMED = 3  # lines of the banner, and arms or cells that a line spells out
@@ -36,10 +38,10 @@ def remedy_lines(findings: Findings) -> Iterator[str]:
             )
         if len(engines) < len(found.failing):
             yield "REMEDIES: declared, and not served yet: kvaudit remedy RUN."
-    yield from (f"REMEDIES: {_told(findings, one)}" for one in _shown(found)[:_NAMED])
+    yield from (f"REMEDIES: {_told(findings.comparison, one)}" for one in _shown(found)[:_NAMED])
     if len(_shown(found)) > _NAMED:
         yield f"REMEDIES: {len(_shown(found)) - _NAMED} more arms and policies stand in the report."
-    yield from _lost_in_training(findings, found)
+    yield from _lost_in_training(findings.comparison, found)
 
 
 def _shown(found: Remedies) -> list[Mended]:
@@ -47,16 +49,12 @@ def _shown(found: Remedies) -> list[Mended]:
     return [one for one in found.mended if not one.failing.uncompressed]
 
 
-def _told(findings: Findings, one: Mended) -> str:
+def _told(sides: Comparison, one: Mended) -> str:
     """Where it fails, and what to serve instead."""
     failed = min(one.failing.cells, key=lambda d: d.effect.estimate if d.effect else 0.0)
-    at = (
-        f"{spelled(findings, failed.suite)} {drift(failed.effect)}"
-        if failed.effect
-        else spelled(findings, failed.suite)
-    )
+    at = f"{spelled(sides, failed.suite)} {drift(failed.effect)}" if failed.effect else spelled(sides, failed.suite)
     where = f"{one.failing.arm} under {one.label} fails as deployed ({at} at worst)"
-    if findings.comparison.is_engine(one.failing.policy):
+    if sides.is_engine(one.failing.policy):
         return f"{where}; remedies are of our own cache, and none is tried on an engine's."
     if not one.remedies:
         return f"{where}; no remedy that was tried has a hold on that policy."
@@ -82,10 +80,10 @@ def _against(cost: Cost, one: Mended) -> str:
     return f"{of_dense}, {percent(abs(more))} {'more' if more > 0 else 'less'} than under {one.label}"
 
 
-def _lost_in_training(findings: Findings, found: Remedies) -> Iterator[str]:
+def _lost_in_training(sides: Comparison, found: Remedies) -> Iterator[str]:
     """The arms that do not pass uncompressed: nothing is tried where nothing can pass."""
     lost = {one.failing.arm: one.failing.uncompressed for one in found.mended if one.failing.uncompressed}
-    arms = [f"{arm} ({_cell_words(findings, _lowest(cells))})" for arm, cells in lost.items()]
+    arms = [f"{arm} ({_cell_words(sides, _lowest(cells))})" for arm, cells in lost.items()]
     more = f" and {len(arms) - _NAMED} more" if len(arms) > _NAMED else ""
     if arms:
         yield (
@@ -106,7 +104,9 @@ def remedies_section(findings: Findings) -> Section | None:
         "An arm that fails as deployed, served again under another policy: the same items and decoding seeds, the same "
         "gate. What is left of the drift, and what it costs.",
         tables=tuple(
-            table for one in tried for table in (remedy_table(findings, one), drift_left_table(findings, one))
+            table
+            for one in tried
+            for table in (remedy_table(findings.comparison, one), drift_left_table(findings, one))
         ),
         notes=_NOTES if tried else tuple(remedy_lines(findings)),
         finding=next(remedy_lines(findings)).removeprefix("REMEDIES: "),
@@ -125,17 +125,17 @@ _NOTES = (
 )
 
 
-def remedy_table(findings: Findings, one: Mended) -> Table:
+def remedy_table(sides: Comparison, one: Mended) -> Table:
     """A line for each way of serving: the policy that fails, its remedies as tested, and no compression."""
     failed = f"{one.failing.arm} @ {one.label}"
-    worst = _cell_words(findings, _lowest(one.failing.decided))
+    worst = _cell_words(sides, _lowest(one.failing.decided))
     rows = [[failed, "FAIL", worst, "", *_costs(one.cost), "fails"]]
     rows += [
         [
             f"{remedy.label}{' (after the run)' * (remedy.declared == AFTER_RUN)}",
             remedy.status.value,
-            _cell_words(findings, _lowest(remedy.cells)),
-            _won(findings, remedy),
+            _cell_words(sides, _lowest(remedy.cells)),
+            _won(sides, remedy),
             *_costs(remedy.cost),
             _called(one, remedy),
         ]
@@ -146,7 +146,7 @@ def remedy_table(findings: Findings, one: Mended) -> Table:
     return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
 
 
-def drift_left_table(findings: Findings, one: Mended) -> Table:
+def drift_left_table(findings: Decided, one: Mended) -> Table:
     """The drift left in every gated cell, with 95 % intervals."""
     ways = [(one.label, one.failing.decided), *((remedy.label, remedy.cells) for remedy in one.remedies)]
     several = len(findings.rules.contexts) > 1
@@ -155,7 +155,7 @@ def drift_left_table(findings: Findings, one: Mended) -> Table:
     for label, cells in ways:
         known = {(d.suite, d.context_tokens): d for d in cells}
         rows.append([label, *(_drift_left(known.get(name)) for name in names)])
-    headers = [spelled(findings, suite) + (f", {context}" if several else "") for suite, context in names]
+    headers = [spelled(findings.comparison, suite) + (f", {context}" if several else "") for suite, context in names]
     return table_of(["served under", *headers], rows, words=1 + len(headers))
 
 
@@ -168,8 +168,8 @@ def _lowest(cells: Sequence[Decision]) -> Decision | None:
     )
 
 
-def _cell_words(findings: Findings, d: Decision | None) -> str:
-    return "-" if d is None else f"{spelled(findings, d.suite)} {_drift_left(d)}"
+def _cell_words(sides: Comparison, d: Decision | None) -> str:
+    return "-" if d is None else f"{spelled(sides, d.suite)} {_drift_left(d)}"
 
 
 def _drift_left(d: Decision | None) -> str:
@@ -181,13 +181,13 @@ def _drift_left(d: Decision | None) -> str:
     return f"{drift(d.effect)} {d.status.value}{code}"
 
 
-def _won(findings: Findings, remedy: Remedy) -> str:
+def _won(sides: Comparison, remedy: Remedy) -> str:
     """What came back in the failed cell that is least shown to have won anything."""
     known = [c for c in remedy.won if c.effect is not None]
     if len(known) < len(remedy.won) or not known:
         return "no number"
     least = min(known, key=lambda c: c.effect.lower if c.effect else 0.0)
-    return f"{spelled(findings, least.suite)} {drift(least.effect)}" if least.effect else "-"
+    return f"{spelled(sides, least.suite)} {drift(least.effect)}" if least.effect else "-"
 
 
 def _costs(cost: Cost | None) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kvaudit.core.text import inline
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import AMPLIFICATION
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
+from kvaudit.reports.layout.names import plain_words
 from kvaudit.reports.page import beside, detail_tables, summaries, tables
 from kvaudit.reports.page.about import about, asides, number, verdict_sentence
 from kvaudit.reports.page.context_tables import contexts_section
@@ -102,9 +105,7 @@ def _facet_section(findings: Findings) -> Section:
 def _gate_section(findings: Findings) -> Section:
     gated = [d for d in findings.verdict.decisions if d.gated]
     serving = findings.comparison.mode == "serving"
-    drift_of = (
-        f"drift from {tables.plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
-    )
+    drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
     alone = {d.estimand for d in gated}
     alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
     return Section(
@@ -141,7 +142,7 @@ def _beside_section(findings: Findings) -> Section:
     )
 
 
-def _compared_section(findings: Findings) -> Section:
+def _compared_section(findings: Decided) -> Section:
     fixed = "the rules fixed before the numbers were seen."
     if findings.rules.declared == DECLARED_AFTER_RUN:
         fixed = "rules that were declared after the run, when its numbers could be known."
@@ -155,13 +156,13 @@ def _compared_section(findings: Findings) -> Section:
 
 
 def _detail_sections(findings: Findings) -> list[Section]:
-    serving, plain = findings.comparison.mode == "serving", tables.plain_words(findings.comparison)
+    serving, plain = findings.comparison.mode == "serving", plain_words(findings.comparison)
     return [
         Section(
             "parity",
             "Capability beside safety",
             "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
-            figures=("quadrant",) if _both_kinds(findings) else (),
+            figures=("quadrant",) if _both_kinds(findings.comparison) else (),
             finding=summaries.parity(findings),
         ),
         Section(
@@ -205,7 +206,7 @@ def _detail_sections(findings: Findings) -> list[Section]:
     ]
 
 
-def _amplification_section(findings: Findings) -> list[Section]:
+def _amplification_section(findings: Decided) -> list[Section]:
     if not any(c.estimand == AMPLIFICATION for c in findings.contrasts):
         return []
     return [
@@ -220,10 +221,10 @@ def _amplification_section(findings: Findings) -> list[Section]:
     ]
 
 
-def _both_kinds(findings: Findings) -> bool:
+def _both_kinds(sides: Comparison) -> bool:
     """Whether the run asked for capability and for something else."""
-    capability = set(findings.comparison.capability)
-    return bool(capability) and bool(set(findings.comparison.suites) - capability)
+    capability = set(sides.capability)
+    return bool(capability) and bool(set(sides.suites) - capability)
 
 
 def _run_sections(findings: Findings) -> list[Section]:

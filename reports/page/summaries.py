@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
+from kvaudit.reports.layout.words import NOT_SHOWN, counted, drift, percent, scientific
 from kvaudit.reports.page.detail_tables import FEWEST_LOST
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import NOT_SHOWN, counted, drift, percent, scientific
 
 
 def statuses(decisions: Iterable[Decision], what: str) -> str:
@@ -20,7 +22,7 @@ def statuses(decisions: Iterable[Decision], what: str) -> str:
     return f"{found.total()} {what}: {', '.join(parts)}." if parts else ""
 
 
-def compared(findings: Findings) -> str:
+def compared(findings: Decided) -> str:
     """The sides, and how much is gated."""
     sides, rules = findings.comparison, findings.rules
     who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
@@ -30,7 +32,7 @@ def compared(findings: Findings) -> str:
     return f"{who}; {asked}."
 
 
-def parity(findings: Findings) -> str:
+def parity(findings: Decided) -> str:
     """The arms whose capability passes while a safety suite fails."""
     capability = set(findings.comparison.capability)
     found = [
@@ -41,22 +43,22 @@ def parity(findings: Findings) -> str:
     return f"Capability passes and safety fails: {', '.join(names) or 'in no arm'}."
 
 
-def lowest(findings: Findings, contrasts: Sequence[Contrast]) -> str:
+def lowest(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
     """The lowest of several drifts; it is picked for being that."""
     known = [(c.effect, c) for c in contrasts if c.effect]
     if not known:
         return "No cell has a number."
     effect, c = min(known, key=lambda pair: pair[0].estimate)
-    where = f"{c.arm} @ {findings.comparison.labels.get(c.policy, c.policy)}, {c.suite}"
+    where = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}, {c.suite}"
     return f"The lowest of {len(known)}: {where}: {drift(effect)}."
 
 
-def estimand(findings: Findings, name: str, *, gated_only: bool = False) -> str:
+def estimand(findings: Decided, name: str, *, gated_only: bool = False) -> str:
     """The lowest drift of an estimand, of the gated policies where any of them has one."""
     found = [c for c in findings.contrasts if c.estimand == name]
     if gated_only:
         found = [c for c in found if c.policy in findings.rules.primary] or found
-    return lowest(findings, found)
+    return lowest(findings.comparison, found)
 
 
 def safe(findings: Findings) -> str:
@@ -121,7 +123,7 @@ def methods(findings: Findings) -> str:
     return f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
 
 
-def outcomes(findings: Findings) -> str:
+def outcomes(findings: Decided) -> str:
     """The lowest and the highest rate, and what could not be scored."""
     cells = findings.drift.cells
     if not cells:
@@ -141,7 +143,7 @@ def training(findings: Findings) -> str:
     return f"{counted(len(findings.curves), 'arm')}; {apart}."
 
 
-def cache(findings: Findings) -> str:
+def cache(findings: Decided) -> str:
     """The smallest and the largest peak against an uncompressed cache that is counted the same way."""
     uses = cache_use(findings.drift)
     ways = (("live", [u.live_share for u in uses]), ("allocated", [u.allocated_share for u in uses]))

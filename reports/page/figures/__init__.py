@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvaudit.reports.layout.canvas import Drawing, style
 from kvaudit.reports.page.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
-from kvaudit.reports.page.figures.canvas import Drawing, style
 from kvaudit.reports.page.findings import Findings
 
 

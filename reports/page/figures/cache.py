@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.cache_use import cache_use
-from kvaudit.reports.page.figures.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import times
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from kvaudit.reports.layout.words import times
 
 
-def draw(findings: Findings) -> Drawing | None:
+def draw(findings: Decided) -> Drawing | None:
     """A bar per policy; None when no record tells bytes, or nothing was served uncompressed."""
     uses = [(use, use.allocated_share) for use in cache_use(findings.drift) if use.allocated_share is not None]
     if not uses:

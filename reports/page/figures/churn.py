@@ -6,8 +6,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.detail_tables import place_name
-from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, quiet, save
+from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.page.findings import Findings
 
 _MOST = 40
@@ -27,7 +27,7 @@ def draw(findings: Findings) -> Drawing | None:
         panel.barh(y, 100 * c.gains, height=0.68, color=GAIN, alpha=0.75)
         panel.plot([100 * c.drift], [y], marker="D", color=INK, markersize=4)
     panel.axvline(0, color=INK, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(place_name(findings, c.cell)) for c in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings.comparison, c.cell)) for c in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlabel("pp of all items")
     quiet(panel)

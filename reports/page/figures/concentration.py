@@ -9,8 +9,9 @@ from matplotlib.patches import Patch
 
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.analysis.results import CellConcentration
-from kvaudit.reports.page.detail_tables import FEWEST_LOST, place_name
-from kvaudit.reports.page.figures.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.layout.canvas import INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.layout.names import place_name
+from kvaudit.reports.page.detail_tables import FEWEST_LOST
 from kvaudit.reports.page.findings import Findings
 
 _MOST = 20
@@ -26,7 +27,7 @@ def draw(findings: Findings) -> Drawing | None:
     panel = figure.subplots()
     for y, c in enumerate(found):
         _bar(panel, y, c)
-    panel.set_yticks(range(len(found)), [inline(place_name(findings, c.cell)) for c in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings.comparison, c.cell)) for c in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(0, 1.12 * max(c.losses for c in found))
     panel.set_xlabel("items lost, by template")

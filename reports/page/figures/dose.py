@@ -9,7 +9,8 @@ from matplotlib.lines import Line2D
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.results import DoseCurve
-from kvaudit.reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
 from kvaudit.reports.page.findings import Findings
 
 _COLUMNS = 3
@@ -53,7 +54,7 @@ def _draw(findings: Findings, axis: str, name: str, alt: str) -> Drawing | None:
             panel.set_ylabel("desired, %")
         if place + columns >= len(shown):
             panel.set_xlabel("budget, entries" if axis == "budget" else "context, tokens")
-    figure.legend(handles=_legend(findings, shown[0][1], axis), loc="outside upper center", ncols=4)
+    figure.legend(handles=_legend(findings.comparison, shown[0][1], axis), loc="outside upper center", ncols=4)
     return save(figure, name, alt)
 
 
@@ -89,13 +90,13 @@ def _panel(panel: Axes, findings: Findings, curves: Sequence[DoseCurve]) -> None
     quiet(panel)
 
 
-def _legend(findings: Findings, curves: Sequence[DoseCurve], axis: str) -> list[Line2D]:
+def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[Line2D]:
     handles = []
     for curve in curves:
-        hue, marker, line = colour(findings.comparison.arms, curve.arm)
+        hue, marker, line = colour(sides.arms, curve.arm)
         handles.append(Line2D([], [], color=hue, marker=marker, linestyle=line, label=inline(curve.arm)))
     if axis == "budget":
-        text = inline(f"{findings.comparison.reference} uncompressed, with the margin")
+        text = inline(f"{sides.reference} uncompressed, with the margin")
         handles.append(Line2D([], [], color=INK, linewidth=0.9, label=text))
     handles.append(Line2D([], [], color=INK, marker="v", linestyle="", label=f"smallest cleared {axis}"))
     if axis == "length":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.detail_tables import place_name
-from kvaudit.reports.page.figures.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.page.findings import Findings
 
 _MOST = 40
@@ -30,7 +30,7 @@ def draw(findings: Findings) -> Drawing | None:
         panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
         panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
     panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-    panel.set_yticks(range(len(found)), [inline(place_name(findings, s.cell)) for s in found])
+    panel.set_yticks(range(len(found)), [inline(place_name(findings.comparison, s.cell)) for s in found])
     panel.set_ylim(len(found) - 0.5, -0.5)
     panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
     panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.curves import Curve
-from kvaudit.reports.page.figures.canvas import Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.canvas import Drawing, blank, colour, quiet, save
 from kvaudit.reports.page.findings import Findings
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
+from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "bom.json"
 

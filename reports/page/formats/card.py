@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Fact, Facts, Measured, disclosure_of
 from kvaudit.reports.page.formats.markdown import escape
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.words import points
 
 FILE = "card.md"
 _SHOWN = 40  # differences in the table; all of them stand in disclosure.json

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, Fact, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "disclosure.json"
 

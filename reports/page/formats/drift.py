@@ -8,8 +8,8 @@ from typing import Any
 from kvaudit.reports.analysis.guarded import GuardEffect
 from kvaudit.reports.analysis.remedies import Remedies
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "drift.json"
 _FORMAT = 2

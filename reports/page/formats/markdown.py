@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page, Section
-from kvaudit.reports.page.tables import Table
-from kvaudit.reports.page.words import points
 
 FILE = "report.md"
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
@@ -55,7 +56,7 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
     if section.examples:
         for example in findings.examples:
-            yield from _example(example, findings)
+            yield from _example(example, findings.comparison)
 
 
 def as_table(table: Table) -> str:
@@ -65,8 +66,8 @@ def as_table(table: Table) -> str:
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
 
 
-def _example(example: Example, findings: Findings) -> Iterator[str]:
-    policy = findings.comparison.labels.get(example.policy, example.policy)
+def _example(example: Example, sides: Comparison) -> Iterator[str]:
+    policy = sides.labels.get(example.policy, example.policy)
     title = f"{example.arm} seed {example.seed} @ {policy}, {example.suite}, item {clip(example.item_id, 80)}"
     yield f"### {escape(title)}"
     yield escape(f"outcome {example.outcome}, {points(example.loss)} pp against the reference")

@@ -7,11 +7,12 @@ from math import log, log1p
 
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.calibration.stamp import Stamp
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import SeedDrift
 from kvaudit.reports.drift.selectivity import SELECTIVITY
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import PARITY
 from kvaudit.reports.gate.verdict import Decision, Larger, Status
-from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.rule import clusters_required
@@ -150,22 +151,21 @@ def note(d: Decision) -> str:
 NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a share of what it had
 
 
-def spelled(findings: Findings, metric: str) -> str:
+def spelled(sides: Comparison, metric: str) -> str:
     """A suite by its name; of a facet that is not wanted "refusal: not unsafe", which is what a drift of it counts."""
-    if metric not in findings.comparison.facets:
+    if metric not in sides.facets:
         return metric
     suite, facet = facet_of(metric)
     return metric if facet.wanted else f"{suite}: not {facet.name}"
 
 
-def marked(findings: Findings, suite: str) -> str:
+def marked(sides: Comparison, suite: str) -> str:
     """A suite with what a reader of its numbers must know of its judge; empty marks for most."""
-    sides = findings.comparison
     marks = ["TRAINED"] * (suite in sides.rewarded) + ["phrases alone"] * (suite in sides.by_phrases)
     return f" ({', '.join(marks)})" if marks else ""
 
 
-def rates(findings: Findings, d: Decision) -> str:
+def rates(sides: Comparison, d: Decision) -> str:
     """14.4 to 10.0 % (-31 % of it): the rates of both sides, and the relative loss where there was little to lose.
 
     Of a facet that is not wanted, how often it happened: unsafe 5.6 to 9.1 %.
@@ -173,7 +173,7 @@ def rates(findings: Findings, d: Decision) -> str:
     if d.rates is None:
         return "-"
     old, new = d.rates.reference, d.rates.candidate
-    if d.suite in findings.comparison.facets and not (facet := facet_of(d.suite)[1]).wanted:
+    if d.suite in sides.facets and not (facet := facet_of(d.suite)[1]).wanted:
         return f"{facet.name} {100 * (1 - old):.1f} to {percent(1 - new)}"
     return f"{100 * old:.1f} to {percent(new)}" + (f" ({100 * (new / old - 1):.0f} % of it)" if is_relative(d) else "")
 
@@ -219,7 +219,7 @@ def too_few(required: int, margin: float, have: int) -> str:
     return f"needs {required} templates for {100 * margin:g} pp, the run has {have}: add templates"
 
 
-def short_suites(findings: Findings) -> tuple[str, ...]:
+def short_suites(findings: Decided) -> tuple[str, ...]:
     """The suites with fewer templates than their margin takes, one sentence each."""
     have: dict[str, int] = {}
     for c in findings.drift.cells:
