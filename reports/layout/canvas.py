@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 INK = "#010203"  # replaced by currentColor, so text and axes follow the light and the dark page
 PALETTE = ("#7a8490", "#d1700f", "#a05bb5", "#2386c8", "#1f9e74", "#c9427a", "#9a8a1c", "#5a6fd8")
@@ -46,16 +49,22 @@ class Drawing:
 
 def style() -> mpl.rc_context:
     """The look of every figure; use as a context around making and saving it."""
+    import matplotlib as mpl
+
     return mpl.rc_context(_STYLE)
 
 
 def blank(width: float, height: float) -> Figure:
     """An empty figure, sizes in inches, that lays itself out."""
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, name: str, alt: str) -> Drawing:
     """The figure as SVG: no date, no creator, ids of its own, fonts of the page."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -86,3 +95,17 @@ def quiet(axes: Axes) -> None:
     """A light grid behind the data."""
     axes.grid(True, color=UNDECIDED, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def line(label: str, **look: Any) -> Line2D:
+    """A line or a mark as a legend shows it."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **look)
+
+
+def patch(label: str, **look: Any) -> Patch:
+    """An area as a legend shows it."""
+    from matplotlib.patches import Patch
+
+    return Patch(label=label, **look)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
+
+from kvaudit.reports.drift.results import Contrast
 
 
 def dumped(body: Any) -> str:
@@ -23,3 +26,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def contrast_facts(c: Contrast) -> dict[str, Any]:
+    """A contrast without the sums that only the family's test needs."""
+    row = asdict(replace(c, sums=(), judged_sums=(), seed_sums=()))
+    for name in ("sums", "judged_sums", "seed_sums"):
+        del row[name]
+    return row

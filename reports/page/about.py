@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
 from kvaudit.core.text import at_length, inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
@@ -21,9 +24,9 @@ from kvaudit.reports.layout.words import (
 )
 from kvaudit.reports.page.facets import taken_apart
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.floor_tables import floor_line
 from kvaudit.reports.page.remarks import late, not_measurable, remarks
 from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
+from kvaudit.reports.sections.base import told
 
 _SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner
@@ -103,27 +106,32 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
     """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
-    first, said = not_measurable(findings), list(remarks(findings))
-    lines = [*first, *taken_apart(findings, head), to_do(findings), *_served(findings, head)]
-    lines += [floor] if head and (floor := floor_line(findings, head)) else []
-    lines += [*_seeds_alone(findings), _scope(findings)]
-    lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons]
-    lines += [line for line in said if line not in first]
+    first = not_measurable(findings)
+    placed: list[tuple[int, Iterable[str]]] = [
+        (10, first),
+        (20, taken_apart(findings, head)),
+        (30, [to_do(findings)]),
+        (40, _served(findings, head)),
+        (60, [*_seeds_alone(findings), _scope(findings)]),
+        (70, (f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons)),
+        (71, (line for line in remarks(findings) if line not in first)),
+        (72, _invalid(findings)),
+        (80, unscored(findings.comparison, head) if head else ()),
+        (81, short_suites(findings)),
+        *((section.asides_at, section.asides(value, findings, head)) for section, value in told(findings.values)),
+    ]
+    return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
+
+
+def _invalid(findings: Decided) -> Iterator[str]:
+    """Why the gated cells that are no valid comparison are none."""
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
-    lines += [
-        f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}: "
-        f"{d.reasons[0].code}: {d.reasons[0].text}"
-        for d in invalid[:INVALID_SHOWN]
-    ]
+    for d in invalid[:INVALID_SHOWN]:
+        where = f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}"
+        yield f"{where}: {d.reasons[0].code}: {d.reasons[0].text}"
     if len(invalid) > INVALID_SHOWN:
-        lines.append(f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table")
-    lines += [
-        *(unscored(findings.comparison, head) if head else ()),
-        *short_suites(findings),
-        *_flips(findings),
-    ]
-    return [inline(line) for line in lines]
+        yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 
 
 def to_do(findings: Decided) -> str:
@@ -171,15 +179,6 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
     number = drift(d.effect) if d.effect else "-"
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
     return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
-
-
-def _flips(findings: Findings) -> list[str]:
-    """Analyses that would say something else."""
-    flips = [f"{m.method} ({m.status})" for m in findings.analysis.methods if m.flips]
-    of = ", of the judge's labels," if findings.verdict.judged else ""
-    return (
-        [f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands."] if flips else []
-    )
 
 
 def churn_words(findings: Decided, d: Decision) -> str:

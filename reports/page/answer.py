@@ -130,7 +130,7 @@ def _cell(findings: Findings, d: Decision) -> str:
 def _by_itself(findings: Findings, d: Decision) -> str:
     """How many answers another order changes under the setting and uncompressed, where that was asked."""
     ways = (d.policy, findings.comparison.uncompressed_of(d.policy))
-    both = [floor_at(findings.floor, d.arm, policy, d.suite, d.context_tokens) for policy in ways]
+    both = [floor_at(findings.values.get("floor", ()), d.arm, policy, d.suite, d.context_tokens) for policy in ways]
     found = [cell for cells in both for cell in cells if cell.way == SHUFFLED]
     if len(found) != len(ways):
         return ""

@@ -18,16 +18,17 @@ from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.analysis.engines import said_by
 from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
 from kvaudit.reports.layout.words import NOT_SHOWN, points, spelled, unsampled
-from kvaudit.reports.page.engine_tables import said_by
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
+from kvaudit.reports.sections.base import told
 from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
@@ -144,7 +145,7 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
 
 def _own(found: Findings, arm: str) -> Findings:
     """What was found of one arm: its cells, its verdict, and the training curves of it and of the reference."""
-    verdict, shown = found.verdict, (arm, found.comparison.reference)
+    verdict = found.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     status = next((own for own in verdict.arms if own.arm == arm), None)
     worst = min((d for d in decisions if d.gated), key=_severity, default=None)
@@ -157,7 +158,9 @@ def _own(found: Findings, arm: str) -> Findings:
         decisions=decisions,
         headline=next((n for n, d in enumerate(decisions) if d is worst), None),
     )
-    return replace(found, verdict=own, curves=tuple(curve for curve in found.curves if curve.arm in shown))
+    reference = found.comparison.reference
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in told(found.values)}
+    return replace(found, verdict=own, values=values)
 
 
 def _severity(d: Decision) -> tuple[int, float]:
@@ -214,7 +217,7 @@ def _of_all(page: Page) -> Disclosure:
         judging=_judging(found),
         stack=_stack(found),
         change_record=_change_record(found),
-        guards=tuple(map(_guard, found.guards)),
+        guards=tuple(map(_guard, found.values.get("guards", ()))),
         drift=measured,
         worst=_worst(found, measured),
         limits=(_blind_spot(found), *limits(found)),
@@ -285,7 +288,7 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
         key: value for key, value in table_of(table_of(found.provenance, "declared"), arm).items() if value != UNSAID
     }
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
-    curve = next((curve for curve in found.curves if curve.arm == arm), None)
+    curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
     facts = {
         "rollouts": known(recipe.get("rollouts")),
         "rollouts_hash": known(recipe.get("rollouts_hash")),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
 
-from kvaudit.core.alarms import ALARMS, alarm_key
 from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
 from kvaudit.core.text import at_length, length_label
 from kvaudit.reports.drift.comparison import Comparison, Reason
@@ -13,17 +14,32 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import gated_cells
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
-from kvaudit.reports.layout.words import counted, percent, spelled
+from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.remedy_tables import remedy_lines
+from kvaudit.reports.sections.base import told
 
 _NAMED = 3  # cells that a line spells out
 
 
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
+    placed: list[tuple[int, Iterable[str]]] = [
+        (10, not_measurable(findings)),
+        (20, _by_which_rules(findings)),
+        (40, _judges(findings)),
+        (41, _waivers(findings)),
+        (50, _labels(findings)),
+        (70, _stopped(findings.provenance)),
+        (71, _versions(findings.provenance)),
+        (80, _adjusted(findings)),
+        *((section.remarks_at, section.remarks(value, findings)) for section, value in told(findings.values)),
+    ]
+    for _, lines in sorted(placed, key=itemgetter(0)):
+        yield from lines
+
+
+def _by_which_rules(findings: Decided) -> Iterator[str]:
     rules = findings.rules
-    yield from not_measurable(findings)
     if findings.drift.unclustered is not None:
         yield _unclustered(findings.drift.unclustered, rules)
     if rules.sha256 is not None:
@@ -36,13 +52,9 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
     if findings.verdict.status is Status.NOT_MEASURABLE and rules.not_measurable == WARN:
         yield "WARNING: NOT MEASURABLE is let through (not_measurable: warn); it is not a PASS."
-    yield from remedy_lines(findings)
-    yield from _judges(findings)
-    yield from _waivers(findings)
-    yield from _labels(findings)
-    yield from _alarms(findings)
-    yield from _stopped(findings)
-    yield from _versions(findings)
+
+
+def _adjusted(findings: Decided) -> Iterator[str]:
     if findings.verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
 
@@ -101,23 +113,9 @@ def _judges(findings: Decided) -> Iterator[str]:
         yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
 
 
-def _alarms(findings: Findings) -> Iterator[str]:
-    """What rang while the arms were trained, by share of their steps over all seeds."""
-    said = []
-    for curve in findings.curves:
-        rung = [(bound, curve.mean.get(alarm_key(bound.name), 0.0)) for bound in ALARMS.values()]
-        if own := [
-            f"{bound.name} {bound.words} in {percent(share)} of the steps" for bound, share in rung if share > 0
-        ]:
-            said.append(f"{curve.arm}: {', '.join(own)}")
-    if said:
-        more = f"; {len(said) - _NAMED} more arms" if len(said) > _NAMED else ""
-        yield f"ALARM in training: {'; '.join(said[:_NAMED])}{more}."
-
-
-def _stopped(findings: Findings) -> Iterator[str]:
+def _stopped(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Seeds whose arms were not trained to the last step."""
-    for seed, words in table_of(findings.provenance, STOPPED).items():
+    for seed, words in table_of(provenance, STOPPED).items():
         yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
@@ -143,9 +141,9 @@ def _labels(findings: Decided) -> Iterator[str]:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
 
 
-def _versions(findings: Findings) -> Iterator[str]:
+def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
     """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
-    table = findings.provenance.get(WORKED_WITH)
+    table = provenance.get(WORKED_WITH)
     if isinstance(table, Mapping) and len(table) > 1:
         found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

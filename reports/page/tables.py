@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from kvaudit.core.records import Outcome
-from kvaudit.core.text import at_length, length_label
+from kvaudit.core.text import at_length
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
 from kvaudit.reports.layout.names import named, plain_words
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, marked, percent, points
-from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.layout.words import drift, marked
 
 
 class DecidedLine(NamedTuple):
@@ -172,25 +169,6 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
     return found
 
 
-def estimand_table(findings: Decided, name: str, *, gated_only: bool = False) -> Table:
-    """The contrasts of one estimand, under the gated policies only where any of them has one."""
-    found = [c for c in findings.contrasts if c.estimand == name]
-    if gated_only:
-        found = [c for c in found if c.policy in findings.rules.primary] or found
-    rows = [
-        [
-            c.arm,
-            findings.comparison.labels.get(c.policy, c.policy),
-            c.suite,
-            length_label(c.context_tokens),
-            _text(c),
-            _recipe(c),
-        ]
-        for c in found
-    ]
-    return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)
-
-
 def _rollouts(sides: Comparison) -> str:
     """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
     by_policy: dict[str, list[str]] = {}
@@ -201,36 +179,10 @@ def _rollouts(sides: Comparison) -> str:
     return "; ".join(f"{policy} ({', '.join(arms)})" for policy, arms in by_policy.items())
 
 
-def _text(c: Contrast) -> str:
-    return drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
-
-
-def _recipe(c: Contrast) -> str:
-    return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
-
-
-def outcomes_table(findings: Decided) -> Table:
-    """Rates and the outcomes of every cell."""
-    headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
-    rows = [
-        [
-            c.arm,
-            findings.comparison.labels.get(c.policy, c.policy),
-            c.suite,
-            length_label(c.context_tokens),
-            percent(c.rate),
-            percent(c.rate_if_desired),
-            *(str(c.outcomes[name]) for name in Outcome),
-        ]
-        for c in findings.drift.cells
-    ]
-    return table_of(headers, rows, words=3)
-
-
-def reproducibility(findings: Findings) -> tuple[Table, ...]:
+def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
     """Provenance flattened to name and value, and the full policy strings."""
-    facts = [(name, value) for name, value in _flat("", findings.provenance)]
-    policies = [(findings.comparison.labels[policy], policy) for policy in findings.comparison.policies]
+    facts = [(name, value) for name, value in _flat("", provenance)]
+    policies = [(sides.labels[policy], policy) for policy in sides.policies]
     found = (table_of(["recorded", "value"], facts, words=2), table_of(["policy", "full form"], policies, words=2))
     return tuple(table for table in found if table)
 

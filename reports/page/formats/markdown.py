@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.analysis.examples import Example
 from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import points
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.page import Page, Section
+from kvaudit.reports.page.page import Page
 
 FILE = "report.md"
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
@@ -28,7 +28,7 @@ def render(page: Page) -> str:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
     parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
     for section in page.sections:
-        parts += _section(section, page.findings)
+        parts += _section(section, page.findings.comparison)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -40,7 +40,7 @@ def escape(text: str) -> str:
     return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)
 
 
-def _section(section: Section, findings: Findings) -> Iterator[str]:
+def _section(section: Passage, sides: Comparison) -> Iterator[str]:
     yield f"## {escape(section.title)}"
     if section.finding:
         yield f"**{escape(section.finding)}**"
@@ -54,9 +54,8 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
             yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
-    if section.examples:
-        for example in findings.examples:
-            yield from _example(example, findings.comparison)
+    for example in section.examples:
+        yield from _example(example, sides)
 
 
 def as_table(table: Table) -> str:

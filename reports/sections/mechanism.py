@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Share, SpanRates, SpanSlope
+from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
 from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, percent, points
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.page import Section
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
@@ -21,31 +24,43 @@ _MOST_ROWS, _NAMED = 20, 4
 _ORDER = {span: number for number, span in enumerate(SPANS)}
 
 
-def mechanism_section(findings: Findings) -> Section | None:
-    """Lost spans beside lost behaviour; None where no span is on record."""
-    if not findings.mechanism.rates:
-        return None
-    rates = _shown(findings)
-    return Section(
-        "mechanism",
-        "Lost spans, lost behaviour",
+class MechanismSection(Section[Mechanism]):
+    """Lost spans beside lost behaviour."""
+
+    name = "mechanism"
+    title = "Lost spans, lost behaviour"
+    explain = (
         "How often each safety facet shows where the cache had lost the span that decides the item (rule, order, "
         "secret, question) and where it still held it. An association, not a cause: what else was lost is not told "
-        "apart.",
-        tables=(_rates_table(findings.comparison, rates), _slopes_table(findings)),
-        notes=tuple(map(inline, _notes(findings.comparison, rates))),
-        finding=_finding(findings.comparison, rates),
+        "apart."
     )
+    order = 200
+    keys: ClassVar = {"mechanism": 40}
+
+    def compute(self, inputs: Inputs) -> Mechanism | None:
+        found = mechanism(inputs.decided.drift, inputs.data.panels, inputs.data.records)
+        return found if found.rates else None
+
+    def facts(self, value: Mechanism | None) -> Mapping[str, Any]:
+        return {"mechanism": asdict(value or Mechanism())}
+
+    def tables(self, value: Mechanism, decided: Decided) -> Iterator[Table]:
+        yield _rates_table(decided.comparison, _shown(value, decided.rules))
+        yield _slopes_table(decided.comparison, value.slopes)
+
+    def notes(self, value: Mechanism, decided: Decided) -> Iterator[str]:
+        return map(inline, _notes(decided.comparison, _shown(value, decided.rules)))
+
+    def finding(self, value: Mechanism, decided: Decided) -> str:
+        return _finding(decided.comparison, _shown(value, decided.rules))
 
 
-def _shown(findings: Findings) -> list[SpanRates]:
+def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
     """Of every cell under a gated policy the span that its items hang on first, the largest differences first."""
     first: dict[tuple[str, str, str, int], SpanRates] = {}
-    for found in findings.mechanism.rates:
+    for found in value.rates:
         key = (found.arm, found.policy, found.metric, found.context_tokens)
-        if found.policy in findings.rules.primary and _ORDER[found.span] < _ORDER.get(
-            _span(first.get(key)), len(SPANS)
-        ):
+        if found.policy in rules.primary and _ORDER[found.span] < _ORDER.get(_span(first.get(key)), len(SPANS)):
             first[key] = found
     return sorted(first.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
 
@@ -73,10 +88,10 @@ def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
     return table_of([*headers, "of the drift, where lost"], rows, words=3)
 
 
-def _slopes_table(findings: Findings) -> Table:
+def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
     """The regressions of the same spans, where there is one."""
     first: dict[tuple[str, str], SpanSlope] = {}
-    for slope in findings.mechanism.slopes:
+    for slope in slopes:
         first.setdefault((slope.arm, slope.metric), slope)
     rows = [
         [
@@ -85,7 +100,7 @@ def _slopes_table(findings: Findings) -> Table:
             s.span,
             _difference(facet_of(s.metric)[1], s.effect) if s.effect else s.reason,
             ", ".join(s.equal) or "nothing else varied",
-            ", ".join(findings.comparison.labels.get(policy, policy) for policy in s.policies) or "-",
+            ", ".join(sides.labels.get(policy, policy) for policy in s.policies) or "-",
             f"{s.effect.n_items} / {s.effect.n_clusters}" if s.effect else "-",
         ]
         for s in first.values()

@@ -2,46 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
 
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy
+from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy, remedies_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, Decision, Status
+from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent, size, spelled
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.page import Section
 from kvaudit.reports.records.remedies import AFTER_RUN
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 
 _NAMED = 3  # lines of the banner, and arms or cells that a line spells out
 
 
-def remedy_lines(findings: Findings) -> Iterator[str]:
-    """The cheapest policy that passes where one fails, a line for each, for whoever reads the verdict alone."""
-    found = findings.remedies
-    if found is None:
-        return
-    if findings.verdict.status is Status.INVALID:
-        yield "REMEDIES: none was tried, since an INVALID verdict does not say what fails."
-        return
-    if not found.failing:
-        yield "REMEDIES: nothing fails as deployed under a gated policy, so none was tried."
-    elif not found.mended:
-        engines = [one for one in found.failing if findings.comparison.is_engine(one.policy)]
-        names = dict.fromkeys(findings.comparison.label(one.policy) for one in engines)
-        if names:
-            yield inline(
-                f"REMEDIES: none is tried on {', '.join(names)}: remedies are of our own cache, not an engine's."
-            )
-        if len(engines) < len(found.failing):
-            yield "REMEDIES: declared, and not served yet: kvaudit remedy RUN."
-    yield from (f"REMEDIES: {_told(findings.comparison, one)}" for one in _shown(found)[:_NAMED])
-    if len(_shown(found)) > _NAMED:
-        yield f"REMEDIES: {len(_shown(found)) - _NAMED} more arms and policies stand in the report."
-    yield from _lost_in_training(findings.comparison, found)
+_NOTES = (
+    "As deployed: the compressed arm against the uncompressed reference. A remedy passes every gated cell and is shown "
+    "to win something back in each that failed, all at the gate's level. Weights, items and seeds are the same, so the "
+    "change is the cause of what is won.",
+    "Remedies are tested in the order in which they were declared, until the first that is none; what stands behind it "
+    "is not held, however it looks. So the cheapest of many is no lucky one: what is no remedy is called one in alpha "
+    "of such tables at most. The judge's labels decide, also where people labelled the run.",
+    "KV bytes: peak of an answer's row, mean over suites. Seconds: an answer's share of its batch, as recorded; what "
+    "was served at another time or on a busier machine is not to be compared.",
+)
+
+
+class RemediesSection(Section[Remedies]):
+    """The remedies of a run, where some were declared or tried."""
+
+    name = "remedies"
+    title = "Remedies"
+    explain = (
+        "An arm that fails as deployed, served again under another policy: the same items and decoding seeds, the same "
+        "gate. What is left of the drift, and what it costs."
+    )
+    order = 60
+    depth = Depth.DISCLOSURE
+    keys: ClassVar = {"remedies": 90}
+    remarks_at = 30
+
+    def compute(self, inputs: Inputs) -> Remedies | None:
+        decided = inputs.decided
+        return remedies_of(inputs.data, decided.drift, decided.rules, decided.verdict)
+
+    def facts(self, value: Remedies | None) -> Mapping[str, Any]:
+        return {"remedies": _facts(value) if value else None}
+
+    def tables(self, value: Remedies, decided: Decided) -> Iterator[Table]:
+        for one in _tried(value):
+            yield _remedy_table(decided.comparison, one)
+            yield _drift_left_table(decided, one)
+
+    def notes(self, value: Remedies, decided: Decided) -> Iterator[str]:
+        yield from _NOTES if _tried(value) else self.remarks(value, decided)
+
+    def finding(self, value: Remedies, decided: Decided) -> str:
+        return next(self.remarks(value, decided)).removeprefix("REMEDIES: ")
+
+    def remarks(self, value: Remedies, decided: Decided) -> Iterator[str]:
+        """The cheapest policy that passes where one fails, a line for each, for whoever reads the verdict alone."""
+        if decided.verdict.status is Status.INVALID:
+            yield "REMEDIES: none was tried, since an INVALID verdict does not say what fails."
+            return
+        if not value.failing:
+            yield "REMEDIES: nothing fails as deployed under a gated policy, so none was tried."
+        elif not value.mended:
+            engines = [one for one in value.failing if decided.comparison.is_engine(one.policy)]
+            names = dict.fromkeys(decided.comparison.label(one.policy) for one in engines)
+            if names:
+                yield inline(
+                    f"REMEDIES: none is tried on {', '.join(names)}: remedies are of our own cache, not an engine's."
+                )
+            if len(engines) < len(value.failing):
+                yield "REMEDIES: declared, and not served yet: kvaudit remedy RUN."
+        yield from (f"REMEDIES: {_told(decided.comparison, one)}" for one in _shown(value)[:_NAMED])
+        if len(_shown(value)) > _NAMED:
+            yield f"REMEDIES: {len(_shown(value)) - _NAMED} more arms and policies stand in the report."
+        yield from _lost_in_training(decided.comparison, value)
 
 
 def _shown(found: Remedies) -> list[Mended]:
@@ -92,40 +135,11 @@ def _lost_in_training(sides: Comparison, found: Remedies) -> Iterator[str]:
         )
 
 
-def remedies_section(findings: Findings) -> Section | None:
-    """The remedies of a run; None where none were declared or tried."""
-    found = findings.remedies
-    if found is None:
-        return None
-    tried = [one for one in _shown(found) if one.remedies]
-    return Section(
-        "remedies",
-        "Remedies",
-        "An arm that fails as deployed, served again under another policy: the same items and decoding seeds, the same "
-        "gate. What is left of the drift, and what it costs.",
-        tables=tuple(
-            table
-            for one in tried
-            for table in (remedy_table(findings.comparison, one), drift_left_table(findings, one))
-        ),
-        notes=_NOTES if tried else tuple(remedy_lines(findings)),
-        finding=next(remedy_lines(findings)).removeprefix("REMEDIES: "),
-    )
+def _tried(found: Remedies) -> list[Mended]:
+    return [one for one in _shown(found) if one.remedies]
 
 
-_NOTES = (
-    "As deployed: the compressed arm against the uncompressed reference. A remedy passes every gated cell and is shown "
-    "to win something back in each that failed, all at the gate's level. Weights, items and seeds are the same, so the "
-    "change is the cause of what is won.",
-    "Remedies are tested in the order in which they were declared, until the first that is none; what stands behind it "
-    "is not held, however it looks. So the cheapest of many is no lucky one: what is no remedy is called one in alpha "
-    "of such tables at most. The judge's labels decide, also where people labelled the run.",
-    "KV bytes: peak of an answer's row, mean over suites. Seconds: an answer's share of its batch, as recorded; what "
-    "was served at another time or on a busier machine is not to be compared.",
-)
-
-
-def remedy_table(sides: Comparison, one: Mended) -> Table:
+def _remedy_table(sides: Comparison, one: Mended) -> Table:
     """A line for each way of serving: the policy that fails, its remedies as tested, and no compression."""
     failed = f"{one.failing.arm} @ {one.label}"
     worst = _cell_words(sides, _lowest(one.failing.decided))
@@ -146,16 +160,16 @@ def remedy_table(sides: Comparison, one: Mended) -> Table:
     return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
 
 
-def drift_left_table(findings: Decided, one: Mended) -> Table:
+def _drift_left_table(decided: Decided, one: Mended) -> Table:
     """The drift left in every gated cell, with 95 % intervals."""
     ways = [(one.label, one.failing.decided), *((remedy.label, remedy.cells) for remedy in one.remedies)]
-    several = len(findings.rules.contexts) > 1
+    several = len(decided.rules.contexts) > 1
     names = list(dict.fromkeys((d.suite, d.context_tokens) for d in one.failing.decided))
     rows = []
     for label, cells in ways:
         known = {(d.suite, d.context_tokens): d for d in cells}
         rows.append([label, *(_drift_left(known.get(name)) for name in names)])
-    headers = [spelled(findings.comparison, suite) + (f", {context}" if several else "") for suite, context in names]
+    headers = [spelled(decided.comparison, suite) + (f", {context}" if several else "") for suite, context in names]
     return table_of(["served under", *headers], rows, words=1 + len(headers))
 
 
@@ -207,3 +221,20 @@ def _called(one: Mended, remedy: Remedy) -> str:
     if not remedy.helps:
         return f"no: not shown to be better than {one.label}"
     return inline(f"not held: tested behind {next(r.label for r in one.remedies if not r.mends)}")
+
+
+def _facts(found: Remedies) -> dict[str, Any]:
+    rows = []
+    for one in found.mended:
+        tried = [
+            {
+                **asdict(replace(r, won=())),
+                "won": [contrast_facts(c) for c in r.won],
+                "status": r.status,
+                "mends": r.mends,
+            }
+            for r in one.remedies
+        ]
+        rows.append({**asdict(replace(one, remedies=())), "remedies": tried})
+    failing = [{"arm": one.arm, "policy": one.policy} for one in found.failing]
+    return {"declared": found.declared, "failing": failing, "mended": rows}

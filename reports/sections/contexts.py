@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvaudit.core.facets import FACETS
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.answers import Answers
+from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent, points
-from kvaudit.reports.page.page import Section
+from kvaudit.reports.sections.base import Inputs, Section
 
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
 
@@ -43,35 +44,41 @@ def _share(own: Answers) -> float:
     return (own.hits if facet.wanted else known - own.hits) / max(1, known)
 
 
-def contexts_section(findings: Decided) -> Section | None:
-    """The contexts of a run; None without one."""
-    found = list(moved(findings))
-    if not found:
-        return None
-    large = [one for one in found if one.is_large and one.bare.facet]
-    return Section(
-        "contexts",
-        "What the contexts do by themselves",
+class ContextsSection(Section[tuple[Moved, ...]]):
+    """The contexts of a run."""
+
+    name = "contexts"
+    title = "What the contexts do by themselves"
+    explain = (
         "The uncompressed reference on the rows as published, and on the same rows in each context. One that moves a "
         f"facet by more than {100 * LARGE:g} points asks for something else than its rows do: what compression does "
-        "there is not what it does to the benchmark.",
-        tables=(contexts_table(found, several=len({one.served for one in found}) > 1),),
-        finding="; ".join(map(_words, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points",
+        "there is not what it does to the benchmark."
     )
+    order = 70
+
+    def compute(self, inputs: Inputs) -> tuple[Moved, ...] | None:
+        return tuple(_moved(inputs.decided.drift)) or None
+
+    def tables(self, value: tuple[Moved, ...], decided: Decided) -> Iterator[Table]:
+        yield _table(value, several=len({one.served for one in value}) > 1)
+
+    def finding(self, value: tuple[Moved, ...], decided: Decided) -> str:
+        large = [one for one in value if one.is_large and one.bare.facet]
+        return "; ".join(map(_words, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
 
 
-def moved(findings: Decided) -> Iterator[Moved]:
+def _moved(drift: Drift) -> Iterator[Moved]:
     """Every metric of every suite in a context beside the same of its bare rows."""
-    for policy in findings.comparison.uncompressed:
-        known = findings.drift.answers.get(policy, ())
+    for policy in drift.comparison.uncompressed:
+        known = drift.answers.get(policy, ())
         bare = {(own.suite, own.facet): own for own in known}
         for own in known:
             name, at, _ = own.suite.rpartition("@")
             if at and (name, own.facet) in bare:
-                yield Moved(bare[name, own.facet], own, findings.comparison.label(policy))
+                yield Moved(bare[name, own.facet], own, drift.comparison.label(policy))
 
 
-def contexts_table(found: list[Moved], *, several: bool = False) -> Table:
+def _table(found: Sequence[Moved], *, several: bool = False) -> Table:
     """Each facet as what it counts: as published, in the context, and by how much it moved."""
     rows = [
         [

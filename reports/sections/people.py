@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvaudit.core.text import length_label
-from kvaudit.reports.drift.results import Contrast, People
+from kvaudit.reports.drift.results import Contrast, Drift, People
 from kvaudit.reports.gate.decide import judge_may_pass
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent, points
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
 
@@ -36,15 +37,46 @@ class LabelledCell(NamedTuple):
         return Status.INCONCLUSIVE if held else self.judged
 
 
-def labelled_cells(findings: Decided) -> list[LabelledCell]:
+LabelledCells = tuple[LabelledCell, ...]
+
+
+class PeopleSection(Section[LabelledCells]):
+    """What people said of answers that the judge told apart; none where nobody labelled."""
+
+    name = "judge"
+    title = "Judge and people"
+    explain = "What people said of answers that the judge told apart, and the drift that their labels give."
+    order = 220
+
+    def compute(self, inputs: Inputs) -> LabelledCells | None:
+        return labelled_cells(inputs.decided) if inputs.decided.verdict.judged is not None else None
+
+    def tables(self, value: LabelledCells, decided: Decided) -> Iterator[Table]:
+        yield labelled_cells_table(value)
+        yield errors_table(value)
+
+    def notes(self, value: LabelledCells, decided: Decided) -> Iterator[str]:
+        yield from panel_notes(value, decided.drift)
+        yield f"With human labels in these cells the verdict is {_verdict(decided)}."
+
+    def finding(self, value: LabelledCells, decided: Decided) -> str:
+        return f"With human labels the verdict is {_verdict(decided)}."
+
+
+def _verdict(decided: Decided) -> str:
+    judged, status = decided.verdict.judged, decided.verdict.status
+    return "the same" if judged is None or status is judged else f"{status.value} (by the judge {judged.value})"
+
+
+def labelled_cells(decided: Decided) -> LabelledCells:
     """In the order of the contrasts."""
-    decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in findings.verdict.decisions}
+    decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in decided.verdict.decisions}
     found = [
         (c, d)
-        for c in findings.drift.contrasts
+        for c in decided.drift.contrasts
         if c.people and (d := decisions.get((c.estimand, c.arm, c.policy, c.suite, c.context_tokens)))
     ]
-    return [cell for c, d in found for cell in _labelled(c, d, findings.comparison.label(c.policy))]
+    return tuple(cell for c, d in found for cell in _labelled(c, d, decided.comparison.label(c.policy)))
 
 
 def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
@@ -53,11 +85,11 @@ def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
         yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
 
 
-def labelled_cells_table(findings: Decided) -> Table:
+def labelled_cells_table(cells: LabelledCells) -> Table:
     """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
     headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
-    return table_of(headers, [_row(cell) for cell in labelled_cells(findings)])
+    return table_of(headers, [_row(cell) for cell in cells])
 
 
 def _row(cell: LabelledCell) -> list[str]:
@@ -76,19 +108,18 @@ def _row(cell: LabelledCell) -> list[str]:
     ]
 
 
-def errors_table(findings: Decided) -> Table:
+def errors_table(cells: LabelledCells) -> Table:
     """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
     rows = []
-    for cell in labelled_cells(findings):
+    for cell in cells:
         for side, arm in (("reference", cell.people.reference), ("candidate", cell.people.candidate)):
             rows.append([cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)])
     return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
 
 
-def panel_notes(findings: Decided) -> tuple[str, ...]:
+def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
     """How to read both tables, and the cells that judge labels alone cannot pass."""
-    cells = labelled_cells(findings)
-    everyone = [c.people for c in findings.drift.contrasts if c.people]
+    everyone = [c.people for c in drift.contrasts if c.people]
     held = [cell.name for cell in cells if cell.alone is not cell.judged]
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     return (

@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
 
 from kvaudit.core.facets import FACETS, facet_of
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.analysis.guarded import GuardEffect, Hidden, guard_effects
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.events import Event
 from kvaudit.reports.layout.names import against
+from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, percent, points
-from kvaudit.reports.page.facets import Event
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.page import Section
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
 
+Guards = tuple[GuardEffect, ...]
 
-def guards_section(findings: Findings) -> Section | None:
-    """The guards of a run; None without one."""
-    if not findings.guards:
-        return None
-    return Section(
-        "guards",
-        "Guards",
+
+class GuardsSection(Section[Guards]):
+    """What guards blocked, and the drift that they hide."""
+
+    name = "guards"
+    title = "Guards"
+    explain = (
         "What stood before the model and after it, how the facets look behind that, and how much drift it hides. The "
-        "verdict is about the model without it.",
-        tables=(acts_table(findings), *(hidden_table(findings.comparison, guard) for guard in findings.guards)),
-        notes=tuple(_notes(findings)),
-        finding=_finding(findings),
+        "verdict is about the model without it."
     )
+    order = 240
+    depth = Depth.DISCLOSURE
+    keys: ClassVar = {"guards": 70}
+
+    def compute(self, inputs: Inputs) -> Guards | None:
+        return guard_effects(inputs.data, inputs.decided.drift, inputs.decided.rules) or None
+
+    def facts(self, value: Guards | None) -> Mapping[str, Any]:
+        return {"guards": [_facts(guard) for guard in value or ()]}
+
+    def tables(self, value: Guards, decided: Decided) -> Iterator[Table]:
+        yield _acts_table(value)
+        yield from (_hidden_table(decided.comparison, guard) for guard in value)
+
+    def notes(self, value: Guards, decided: Decided) -> Iterator[str]:
+        for guard in value:
+            yield inline(f"{guard.name}, sha256 {guard.sha256}, side {guard.side}: {guard.text}")
+        yield (
+            "A conversation ends at the first message that is blocked; what had happened until then has happened. "
+            "Behind a block nothing is done and nothing told, and who asked for something allowed was refused."
+        )
+        yield (
+            "Hidden: the drift without the guard minus the drift behind it, paired item by item, CR3-t. Harm: an "
+            "unwanted facet of safety; shares of answers, exact intervals that take answers for independent."
+        )
+
+    def finding(self, value: Guards, decided: Decided) -> str:
+        told = [
+            f"{facet_of(row.without.suite)[1].name} {_hidden_words(row.without, row.hidden)}"
+            for guard in value
+            for row in guard.facets
+            if row.hidden and row.hidden.high < 0 and facet_of(row.without.suite)[1].kind == "safety"
+        ]
+        many = f"{counted(len(value), 'guard')}: "
+        if not told:
+            return many + "none is shown to hide a loss of safety."
+        return many + f"drift of safety is hidden in {counted(len(told), 'cell')}, {told[0]} among them."
 
 
-def acts_table(findings: Findings) -> Table:
+def _acts_table(guards: Guards) -> Table:
     """What each guard blocked, suite by suite, and its card."""
     rows = [
         [
@@ -47,14 +85,14 @@ def acts_table(findings: Findings) -> Table:
             _share(acts.card.sensitivity),
             _share(acts.card.specificity),
         ]
-        for guard in findings.guards
+        for guard in guards
         for acts in guard.suites
     ]
     headers = ["guard", "suite", "answers", "input blocked", "output blocked", "guard failed"]
     return table_of([*headers, "of harm blocked", "of the rest let through"], rows, words=2)
 
 
-def hidden_table(sides: Comparison, guard: GuardEffect) -> Table:
+def _hidden_table(sides: Comparison, guard: GuardEffect) -> Table:
     """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
     headers = ["guard", "suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
     rows = [[_name(guard), *_row(sides, row)] for row in guard.facets if _is_shown(row)]
@@ -76,7 +114,7 @@ def _row(sides: Comparison, row: Hidden) -> list[str]:
     suite, facet = facet_of(c.suite)
     where = suite if len(sides.contexts) == 1 else f"{suite}, {length_label(c.context_tokens)}"
     who = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}"
-    return [where, who, against(sides, c), facet.name, _moved(c), _moved(row.behind), hidden_words(c, row.hidden)]
+    return [where, who, against(sides, c), facet.name, _moved(c), _moved(row.behind), _hidden_words(c, row.hidden)]
 
 
 def _moved(c: Contrast) -> str:
@@ -85,7 +123,7 @@ def _moved(c: Contrast) -> str:
     return f"{event.rates}, {event.difference}" if c.effect else event.difference
 
 
-def hidden_words(c: Contrast, hidden: Effect | None) -> str:
+def _hidden_words(c: Contrast, hidden: Effect | None) -> str:
     """The drift that goes behind the guard, counted as the event that the facet names."""
     if hidden is None:
         return "no number"
@@ -98,27 +136,13 @@ def _share(rate: Proportion) -> str:
     return "-" if rate.estimate is None else f"{percent(rate.estimate)} [{percent(rate.low)}, {percent(rate.high)}]"
 
 
-def _notes(findings: Findings) -> Iterator[str]:
-    for guard in findings.guards:
-        yield inline(f"{guard.name}, sha256 {guard.sha256}, side {guard.side}: {guard.text}")
-    yield (
-        "A conversation ends at the first message that is blocked; what had happened until then has happened. Behind a "
-        "block nothing is done and nothing told, and who asked for something allowed was refused."
-    )
-    yield (
-        "Hidden: the drift without the guard minus the drift behind it, paired item by item, CR3-t. Harm: an unwanted "
-        "facet of safety; shares of answers, exact intervals that take answers for independent."
-    )
-
-
-def _finding(findings: Findings) -> str:
-    told = [
-        f"{facet_of(row.without.suite)[1].name} {hidden_words(row.without, row.hidden)}"
-        for guard in findings.guards
+def _facts(guard: GuardEffect) -> dict[str, Any]:
+    rows = [
+        {
+            "without": contrast_facts(row.without),
+            "behind": contrast_facts(row.behind),
+            "hidden": asdict(row.hidden) if row.hidden else None,
+        }
         for row in guard.facets
-        if row.hidden and row.hidden.high < 0 and facet_of(row.without.suite)[1].kind == "safety"
     ]
-    many = f"{counted(len(findings.guards), 'guard')}: "
-    if not told:
-        return many + "none is shown to hide a loss of safety."
-    return many + f"drift of safety is hidden in {counted(len(told), 'cell')}, {told[0]} among them."
+    return {**asdict(replace(guard, facets=())), "facets": rows}
