@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.reports.gate.decide import decide, judge_may_pass
+from kvaudit.reports.drift.results import judge_may_pass
+from kvaudit.reports.gate.decide import decide
 from kvaudit.reports.gate.rules import Asked
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.blind import sheet_key

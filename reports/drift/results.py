@@ -122,6 +122,11 @@ class People:
     bias_upper: float
 
 
+def judge_may_pass(people: People, margin: float) -> bool:
+    """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
+    return people.bias_upper <= margin / 2
+
+
 @dataclass(frozen=True)
 class Contrast:
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.

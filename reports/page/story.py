@@ -30,7 +30,7 @@ from kvaudit.reports.sections.base import told
 def page_of(findings: Findings) -> Page:
     """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
     placed = [
-        *_own_passages(findings).items(),
+        *own_passages(findings).items(),
         *((section.order, section.passage(value, findings)) for section, value in told(findings.values)),
     ]
     spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
@@ -52,7 +52,7 @@ def banner(findings: Findings) -> Banner:
     )
 
 
-def _own_passages(findings: Findings) -> dict[int, Passage]:
+def own_passages(findings: Findings) -> dict[int, Passage]:
     """What tells of the verdict itself, by its place among the sections."""
     return {
         10: _decided_passage(findings),

@@ -13,7 +13,7 @@ from kvaudit.reports.layout.words import NOT_SHOWN, counted, percent, size, time
 from kvaudit.reports.sections.base import Inputs, Section
 
 
-class CacheSection(Section[list[Use]]):
+class CacheSection(Section[tuple[Use, ...]]):
     """Bytes and kept entries under every policy."""
 
     name = "cache"
@@ -25,10 +25,10 @@ class CacheSection(Section[list[Use]]):
     order = 300
     figures = ("cache",)
 
-    def compute(self, inputs: Inputs) -> list[Use] | None:
-        return cache_use(inputs.decided.drift) or None
+    def compute(self, inputs: Inputs) -> tuple[Use, ...] | None:
+        return tuple(cache_use(inputs.decided.drift)) or None
 
-    def tables(self, value: list[Use], decided: Decided) -> Iterator[Table]:
+    def tables(self, value: tuple[Use, ...], decided: Decided) -> Iterator[Table]:
         """Bytes, retention and survival by role of every policy."""
         roles = list(dict.fromkeys(role for c in decided.drift.cells for role in c.survival))
         rows = []
@@ -50,14 +50,14 @@ class CacheSection(Section[list[Use]]):
         kept = [f"{role} kept" for role in roles]
         yield table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
 
-    def notes(self, value: list[Use], decided: Decided) -> Iterator[str]:
+    def notes(self, value: tuple[Use, ...], decided: Decided) -> Iterator[str]:
         yield (
             "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
             "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
             "so that longer answers count as nothing saved or spent."
         )
 
-    def finding(self, value: list[Use], decided: Decided) -> str:
+    def finding(self, value: tuple[Use, ...], decided: Decided) -> str:
         """The smallest and the largest peak against an uncompressed cache that is counted the same way."""
         ways = (("live", [u.live_share for u in value]), ("allocated", [u.allocated_share for u in value]))
         known = ((word, [share for share in shares if share is not None]) for word, shares in ways)
@@ -67,7 +67,7 @@ class CacheSection(Section[list[Use]]):
         parts += [f"{counted(hidden, 'engine condition')}: cache {NOT_SHOWN}."] if hidden else []
         return " ".join(parts)
 
-    def draw(self, value: list[Use], decided: Decided) -> Iterator[Drawing | None]:
+    def draw(self, value: tuple[Use, ...], decided: Decided) -> Iterator[Drawing | None]:
         """A bar per policy; nothing when no record tells bytes, or nothing was served uncompressed."""
         uses = [(use, use.allocated_share) for use in value if use.allocated_share is not None]
         if not uses:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvaudit.core.text import length_label
-from kvaudit.reports.drift.results import Contrast, Drift, People
-from kvaudit.reports.gate.decide import judge_may_pass
+from kvaudit.reports.drift.results import Contrast, Drift, People, judge_may_pass
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of

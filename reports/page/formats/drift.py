@@ -21,13 +21,13 @@ def render(page: Page) -> str:
     found = page.findings
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
     del body["answers"]
-    for _, key, value in sorted([*_own(page), *_of_sections(found)], key=itemgetter(0)):
+    for _, key, value in sorted([*own_facts(page), *_of_sections(found)], key=itemgetter(0)):
         group, _, name = key.rpartition(".")
         (body.setdefault(group, {}) if group else body)[name] = value
     return dumped(body)
 
 
-def _own(page: Page) -> Iterator[tuple[int, str, Any]]:
+def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
     """What is told of the verdict and of the run, by its place among what sections found."""
     found = page.findings
     yield 10, "contrasts", [contrast_facts(c) for c in found.drift.contrasts]
