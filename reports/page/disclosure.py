@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
@@ -19,16 +19,16 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.analysis.cache_use import cache_use
 from kvaudit.reports.analysis.engines import said_by
-from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
+from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
 from kvaudit.reports.layout.words import NOT_SHOWN, points, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.sections.base import told
+from kvaudit.reports.sections.base import sections, told
 from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
@@ -42,22 +42,6 @@ _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and se
     "gradient_variance": "grad_variance",
 }
 _CERTIFICATE = {"max_abs_gap": "shadow/max_abs_gap", "k3_kl": "shadow/k3_kl"}  # largest over the logged steps
-
-
-class Fact(NamedTuple):
-    """One thing that a disclosure owes its reader. ``value`` is plain JSON, None unless ``state`` is known."""
-
-    state: Literal["known", "unknown", "not applicable"]
-    value: Any = None
-
-
-UNKNOWN, NOT_APPLICABLE = Fact("unknown"), Fact("not applicable")
-Facts = Mapping[str, Fact]
-
-
-def known(value: Any) -> Fact:
-    """The value, or unknown where there is none."""
-    return UNKNOWN if value is None or value == "" else Fact("known", value)
 
 
 @dataclass(frozen=True)
@@ -126,7 +110,7 @@ class Disclosure:
     judging: Facts
     stack: Facts
     change_record: Facts
-    guards: tuple[Facts, ...]
+    owed: tuple[Owed, ...]
     drift: tuple[Measured, ...]
     worst: Measured | None
     limits: tuple[str, ...]
@@ -217,7 +201,7 @@ def _of_all(page: Page) -> Disclosure:
         judging=_judging(found),
         stack=_stack(found),
         change_record=_change_record(found),
-        guards=tuple(map(_guard, found.values.get("guards", ()))),
+        owed=tuple(owed for section in sections() if (owed := section.disclosed(found.values.get(section.name)))),
         drift=measured,
         worst=_worst(found, measured),
         limits=(_blind_spot(found), *limits(found)),
@@ -478,38 +462,6 @@ def _change_record(found: Findings) -> Facts:
     if recipe["sections"]["constitution"]["holds"] is None:
         told["constitution"] = NOT_APPLICABLE
     return {"recipe": known(recipe["sha256"]), **told}
-
-
-def _guard(guard: GuardEffect) -> Facts:
-    """A guard, what it blocked, and the drift of every facet without it, behind it and hidden by it (0.05 = 5 pp)."""
-    blocked = {side: sum(getattr(acts, side) for acts in guard.suites) for side in ("answers", "input", "output")}
-    rows = [
-        {
-            **{name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")},
-            "metric": row.without.suite,
-            **{name: _interval(effect) for name, effect in _drifts(row).items()},
-        }
-        for row in guard.facets
-    ]
-    return {
-        "guard": known(guard.name),
-        "sha256": known(guard.sha256),
-        "side": known(guard.side),
-        "options": known(guard.text),
-        "answers": known(blocked["answers"]),
-        "input_blocked": known(blocked["input"]),
-        "output_blocked": known(blocked["output"]),
-        "failed": known(sum(acts.failed for acts in guard.suites)),
-        "facets": known(rows),
-    }
-
-
-def _drifts(row: Hidden) -> dict[str, Effect | None]:
-    return {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
-
-
-def _interval(effect: Effect | None) -> list[float] | None:
-    return None if effect is None else [effect.estimate, effect.low, effect.high]
 
 
 def _setting(row: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.registry import Registry
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.facts import Owed
 from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.records.load import RunData
@@ -117,6 +118,10 @@ class Section(Generic[V]):
     def beside_gate(self, value: V, decided: Decided, gated: Sequence[Decision]) -> Iterator[Table | str]:
         """Tables and notes that stand by the gated cells."""
         yield from ()
+
+    def disclosed(self, value: V | None) -> Owed | None:
+        """What of it a model card owes its reader, whether anything was found or not; None for nothing ever."""
+        return None
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
         """What of it belongs on the card of one arm."""

@@ -13,6 +13,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.events import Event
+from kvaudit.reports.layout.facts import Facts, Owed, known
 from kvaudit.reports.layout.names import against
 from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
@@ -42,6 +43,26 @@ class GuardsSection(Section[Guards]):
 
     def facts(self, value: Guards | None) -> Mapping[str, Any]:
         return {"guards": [_facts(guard) for guard in value or ()]}
+
+    def disclosed(self, value: Guards | None) -> Owed | None:
+        return Owed(
+            key="guards",
+            one="guard",
+            title="Guards, and the drift that they hide",
+            rows=tuple(map(_disclosed, value or ())),
+            details="facets",
+            columns={
+                "guard": "guard",
+                "contrast": "estimand",
+                "arm": "arm",
+                "served under": "policy",
+                "facet": "metric",
+                "tokens": "context_tokens",
+                "without it": "without",
+                "behind it": "behind",
+                "hidden": "hidden",
+            },
+        )
 
     def tables(self, value: Guards, decided: Decided) -> Iterator[Table]:
         yield _acts_table(value)
@@ -146,3 +167,35 @@ def _facts(guard: GuardEffect) -> dict[str, Any]:
         for row in guard.facets
     ]
     return {**asdict(replace(guard, facets=())), "facets": rows}
+
+
+def _disclosed(guard: GuardEffect) -> Facts:
+    """A guard, what it blocked, and the drift of every facet without it, behind it and hidden by it (0.05 = 5 pp)."""
+    blocked = {side: sum(getattr(acts, side) for acts in guard.suites) for side in ("answers", "input", "output")}
+    rows = [
+        {
+            **{name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")},
+            "metric": row.without.suite,
+            **{name: _interval(effect) for name, effect in _drifts(row).items()},
+        }
+        for row in guard.facets
+    ]
+    return {
+        "guard": known(guard.name),
+        "sha256": known(guard.sha256),
+        "side": known(guard.side),
+        "options": known(guard.text),
+        "answers": known(blocked["answers"]),
+        "input_blocked": known(blocked["input"]),
+        "output_blocked": known(blocked["output"]),
+        "failed": known(sum(acts.failed for acts in guard.suites)),
+        "facets": known(rows),
+    }
+
+
+def _drifts(row: Hidden) -> dict[str, Effect | None]:
+    return {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
+
+
+def _interval(effect: Effect | None) -> list[float] | None:
+    return None if effect is None else [effect.estimate, effect.low, effect.high]
