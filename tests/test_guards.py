@@ -36,10 +36,11 @@ from kvaudit.core.files import write_json
 from kvaudit.core.options import parse_named, sha256_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec import dump_spec, parse_spec
-from kvaudit.reports.analysis.guarded import guard_effects
 from kvaudit.reports.page.formats import card, disclosure
+from kvaudit.reports.records.guards import Guarded, guarded_records
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, disclosed, with_details
+from kvaudit.reports.sections.guards import guard_effects
 from kvaudit.suites.agent import Agent
 
 Check = Callable[[Guard], None]
@@ -51,6 +52,12 @@ HOSTILE = [
     Passage("input", "\ud800 half a character"),
     Passage("output", "word " * 4000, "{request} %s"),
 ]
+
+
+def guards_of(run: Path) -> tuple[Guarded, ...]:
+    """The records behind each guard of a run."""
+    data = load_run(run)
+    return guarded_records(data.run, data.records)
 
 
 def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -359,7 +366,7 @@ def test_a_finished_unit_is_not_asked_again_and_another_guard_stands_beside(
     assert {path: path.read_bytes() for path in kept} == kept
     monkeypatch.undo()
     set_before(run, "what")
-    assert len(load_run(run).guards) == 2
+    assert len(guards_of(run)) == 2
 
 
 def test_what_failed_is_unknown_and_asked_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,11 +449,11 @@ def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
 
 def test_a_guard_that_could_not_begin_is_none_and_one_that_stopped_half_way_is_named(run: Path) -> None:
     (run / "guards" / "endpoint-0123").mkdir(parents=True)
-    assert load_run(run).guards == ()
+    assert guards_of(run) == ()
     set_before(run, TELLS)
     next((run / "guards").glob("*/*.json")).unlink()
     with pytest.raises(DataError, match="has not seen 'dense-seed11"):
-        _ = load_run(run).guards
+        guards_of(run)
 
 
 def test_what_a_guard_wants_is_asked_for_before_the_run(tmp_path: Path) -> None:
