@@ -13,7 +13,6 @@ import typer
 
 from kvaudit import __version__
 from kvaudit.audit.commands.adjudicate import adjudicate
-from kvaudit.audit.commands.calibrate import calibrate
 from kvaudit.audit.commands.card import card
 from kvaudit.audit.commands.check import check_setting, init_spec
 from kvaudit.audit.commands.command_line import end_on_sigterm
@@ -31,7 +30,6 @@ from kvaudit.audit.commands.lm_eval import PASSED_ON, lm_eval
 from kvaudit.audit.commands.mismatch import mismatch
 from kvaudit.audit.commands.pin import pin
 from kvaudit.audit.commands.plan import plan
-from kvaudit.audit.commands.pretrain import pretrain
 from kvaudit.audit.commands.probe import probe
 from kvaudit.audit.commands.questionnaire import questionnaire
 from kvaudit.audit.commands.recipe import recipe
@@ -55,7 +53,7 @@ app = typer.Typer(
 )
 app.add_typer(listing, name="list")
 app.add_typer(data, name="data")
-_VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan, calibrate)
+_VERDICTS = (report, view, gate, card, pin, adjudicate, compare, plan)
 _DECLARED = (scan, questionnaire)
 _RUNS = (
     run,
@@ -74,7 +72,7 @@ _RUNS = (
     recipe,
     mismatch,
 )
-_MODELS = (generate, serve, tasks, pretrain)
+_MODELS = (generate, serve, tasks)
 for command in (*_VERDICTS, *_RUNS, *_MODELS, *_DECLARED):
     app.command()(command)
 

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.reports.calibration.design import RunDesign
-from kvaudit.reports.calibration.stamp import stamp
 from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.drift.selectivity import SELECTIVITY, with_selectivity
 from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.family import gated_cells, gated_facets
+from kvaudit.reports.gate.error_rates import shipped_rates
+from kvaudit.reports.gate.family import gated_facets
 from kvaudit.reports.gate.rules import Asked, Rules, declared
 from kvaudit.reports.gate.waivers import waivers_for
 from kvaudit.reports.labels.relabelled import with_labels
@@ -70,35 +67,13 @@ def _with(found: Findings, more: Computed) -> Findings:
     return replace(found, values={**found.values, **more.values}, problems=(*found.problems, *more.problems))
 
 
-def designs(data: RunData, asked: Asked | None = None) -> list[RunDesign]:
-    """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
-    drift, rules = measured(data, asked or Asked(), everything=False)
-    gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
-    return [
-        RunDesign(
-            suite=suite,
-            context_tokens=context,
-            counts=tuple(int(n) for n in own[0].sums[0].counts),
-            draws=panel.samples * max(1, len(own[0].seeds)),
-            reference=float(np.mean([c.rates.reference for c in own if c.rates])),
-            discordance=float(np.mean([c.churn for c in own if c.churn is not None])),
-            graded=panel.graded,
-            margin=rules.margins[suite],
-            alpha=rules.alpha,
-        )
-        for (suite, context), panel in data.panels.items()
-        if suite in rules.margins
-        and (own := [c for c in gated if (c.suite, c.context_tokens) == (suite, context) and c.rates and c.sums])
-    ]
-
-
 def with_details(data: RunData, found: Findings) -> Findings:
     """The findings with what every section finds, how often the gate is wrong, and what lies beside as pages.
 
     A file of a section that cannot be used decides nothing, so it is named among the problems.
     """
     more = computed(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
-    return replace(_with(found, more), calibration=stamp(), viewed=viewed(data))
+    return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
 
 
 def disclosed(data: RunData, asked: Asked | None = None) -> Page:

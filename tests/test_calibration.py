@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvaudit.core.facets import FACETS, readable
-from kvaudit.core.records import Outcome
-from kvaudit.reports.calibration.broken import BrokenTemplates
-from kvaudit.reports.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
-from kvaudit.reports.calibration.checks import (
+from bench.calibration.broken import BrokenTemplates
+from bench.calibration.case import FAST, FULL, Case, Figure, Scale, Simulated, at_least, at_most, confirmed
+from bench.calibration.checks import (
     doses,
     families,
     graded,
@@ -23,9 +21,11 @@ from kvaudit.reports.calibration.checks import (
     standing,
     templates,
 )
-from kvaudit.reports.calibration.family import Seeded
-from kvaudit.reports.calibration.probit import Probit
-from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE
+from bench.calibration.family import Seeded
+from bench.calibration.probit import Probit
+from bench.calibration.streams import EVEN, THREE_TO_ONE
+from kvaudit.core.facets import FACETS, readable
+from kvaudit.core.records import Outcome
 from kvaudit.reports.gate.cell import decide_cell
 from kvaudit.reports.gate.controls import controls_of
 from kvaudit.reports.gate.verdict import Status

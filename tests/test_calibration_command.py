@@ -1,4 +1,4 @@
-"""``kvaudit calibrate``, and the calibration that ships."""
+"""``python -m bench.calibration``, and the calibration that ships."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from reports_synthetic import Design, build
 from typer.testing import CliRunner
 
-from kvaudit.audit.cli import app
-from kvaudit.reports.calibration import table
-from kvaudit.reports.calibration.case import FULL, Scale
-from kvaudit.reports.calibration.checks import families, intervals, standing, templates
-from kvaudit.reports.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDesign, design_cases
-from kvaudit.reports.calibration.run import simulate
-from kvaudit.reports.calibration.sources import SOURCES, code_hash, code_only, source_hashes
-from kvaudit.reports.calibration.stamp import shipped, stamp
-from kvaudit.reports.calibration.table import all_cases
+from bench.calibration import table
+from bench.calibration.__main__ import calibrate, designs
+from bench.calibration.case import FULL, Scale
+from bench.calibration.checks import families, intervals, standing, templates
+from bench.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDesign, design_cases
+from bench.calibration.run import simulate
+from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
+from bench.calibration.table import all_cases
+from kvaudit.reports.gate.error_rates import shipped, shipped_rates
 from kvaudit.reports.layout.words import error_rates
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import designs
 
+app = typer.Typer()
+app.command()(calibrate)
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "calibration.md"
 TINY = Scale("tiny", 0.01, every_case=False, slack=6.0, confirms=False)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr("kvaudit.reports.calibration.case.FAST", TINY)
+    monkeypatch.setattr("bench.calibration.__main__.FAST", TINY)
 
 
 def calibrated(tmp_path, *words):
     out = tmp_path / "calibration.json"
-    done = CliRunner().invoke(app, ["calibrate", "--fast", "--workers", "1", "--out", str(out), *words])
+    done = CliRunner().invoke(app, ["--fast", "--workers", "1", "--out", str(out), *words])
     return done, out
 
 
@@ -61,8 +63,8 @@ def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["", "file/x.json"])
 def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_simulated(tiny, tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("kvaudit.reports.calibration.table.calibrate", None)
-    done = CliRunner().invoke(app, ["calibrate", "--fast", "--out", str(tmp_path / place)])
+    monkeypatch.setattr("bench.calibration.__main__.simulated", None)
+    done = CliRunner().invoke(app, ["--fast", "--out", str(tmp_path / place)])
     assert done.exit_code == 2
     assert done.stderr.startswith("error: --out is ")
     assert done.stderr.count("\n") == 1
@@ -92,11 +94,11 @@ def test_names_of_cases_are_unique():
 def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
     now, then = source_hashes(), shipped()["sources"]
     stale = [name for name in SOURCES if now[name] != then.get(name)]
-    assert not stale, "changed since: make it again with kvaudit calibrate --out reports/calibration/calibration.json"
+    assert not stale, "changed since: again, python -m bench.calibration --out reports/gate/error_rates.json"
 
 
 def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
-    said = stamp()
+    said = shipped_rates()
     either = lambda f: f["value"] if f["row"] in (4, 14) else max(f["value"], f["first"])  # noqa: E731 - noise at first
     every = [(figure, either(figure)) for figure in shipped()["figures"]]
     figures = {figure["what"]: worst for figure, worst in every}
@@ -132,13 +134,13 @@ def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     ],
 )
 def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha, margins, begins, lacks):
-    said = error_rates(stamp(), alpha, margins)
+    said = error_rates(shipped_rates(), alpha, margins)
     assert said.startswith(begins)
     assert lacks not in said
 
 
 def test_the_stamp_names_what_went_worse():
-    said = stamp()
+    said = shipped_rates()
     for alpha in (0.05, 0.025):
         text = error_rates(said, alpha, [0.05])
         assert f"up to {100 * said.beyond_max:.1f} % (the interval, level 0.05), with a reference at 98 %" in text
@@ -219,7 +221,7 @@ def test_any_rate_of_a_run_can_be_simulated(rate, discordance):
 
 
 def test_a_run_that_is_none_is_one_line(tmp_path):
-    done = CliRunner().invoke(app, ["calibrate", "--design", str(tmp_path / "none"), "--out", str(tmp_path / "x.json")])
+    done = CliRunner().invoke(app, ["--design", str(tmp_path / "none"), "--out", str(tmp_path / "x.json")])
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "x.json").exists()

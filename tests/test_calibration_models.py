@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvaudit.reports.calibration.checks.judges import SimulatedJudge
-from kvaudit.reports.calibration.family import Family, Seeded
-from kvaudit.reports.calibration.probit import Probit, both_below, correlation_for
-from kvaudit.reports.calibration.streams import blocks, cluster_sizes, generator
+from bench.calibration.checks.judges import SimulatedJudge
+from bench.calibration.family import Family, Seeded
+from bench.calibration.probit import Probit, both_below, correlation_for
+from bench.calibration.streams import blocks, cluster_sizes, generator
 
 
 @pytest.mark.parametrize(

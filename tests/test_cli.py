@@ -289,24 +289,14 @@ def test_a_changed_record_is_refused(finished: Path, tmp_path: Path) -> None:
         assert "its seal says" in refused(command, run)
 
 
-def test_a_model_is_not_trained_over_something_else(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "is not empty; give another --out" in refused("pretrain", "--out", tmp_path)
-    assert "has no state.safetensors to go on from" in refused("pretrain", "--out", tmp_path, "--resume")
-    assert "unknown --size 'midi'. Did you mean 'mid'?" in refused("pretrain", "--out", tmp_path, "--size", "midi")
-
-
 def test_a_path_that_can_be_no_folder_is_refused(spec: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file" / "run", tmp_path / ("x" * 300)):
         assert "cannot be a folder" in refused("run", spec, "--out", out)
-        assert "cannot be a folder" in refused("pretrain", "--out", out)
 
 
 def test_a_seed_beyond_what_torch_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     assert "--seed is 9223372036854775808" in refused("generate", "x", "--model", tiny_folder, "--seed", 2**63)
-    assert "--seed is 9223372036854775808" in refused("pretrain", "--out", tmp_path / "model", "--seed", 2**63)
-    assert not (tmp_path / "model").exists()
 
 
 def test_a_long_text_is_one_line_without_a_warning_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,21 +11,27 @@ from hashlib import sha256
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from bench.pretraining.__main__ import pretrain
+from bench.pretraining.pretrain import FILES, UNFINISHED, begin, complete, new_model
+from bench.pretraining.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
+from bench.pretraining.tokenizer import TAUGHT, build_tokenizer, played
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
-from kvaudit.audit.training.embedded.pretrain import FILES, UNFINISHED, begin, complete, new_model
-from kvaudit.audit.training.embedded.recipes import EMBEDDED_FOLDER, PARENT, SHIPPED, SIZES
-from kvaudit.audit.training.embedded.tokenizer import TAUGHT, build_tokenizer, played
 from kvaudit.core.errors import RunError
 from kvaudit.core.records import Role
 from kvaudit.suites.base import SUITES
+
+app = typer.Typer()
+app.command()(pretrain)
 
 
 @cache
@@ -50,8 +56,8 @@ def test_manifest_names_every_file_with_its_hash():
         assert sha256((EMBEDDED_FOLDER / name).read_bytes()).hexdigest() == digest, name
 
 
-def test_files_take_at_most_eight_megabytes():
-    assert sum((EMBEDDED_FOLDER / name).stat().st_size for name in (*FILES, PARENT.name)) <= 8_000_000
+def test_files_take_at_most_four_megabytes():
+    assert sum((EMBEDDED_FOLDER / name).stat().st_size for name in FILES) <= 4_000_000
 
 
 def test_provenance_tells_recipe_seed_and_minutes():
@@ -169,3 +175,19 @@ def test_played_conversation_alternates_as_the_template_expects():
     (item,) = suite.items("train", 1, 1, 128, lambda text: len(text.split()))
     roles = [message.role for message in played(suite, item)]
     assert roles == [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT]
+
+
+def refused(*words: object) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 2
+    return done.stderr
+
+
+def test_a_model_is_not_trained_over_something_else(tmp_path):
+    (tmp_path / "file").touch()
+    assert "is not empty; give another --out" in refused("--out", tmp_path)
+    assert "has no state.safetensors to go on from" in refused("--out", tmp_path, "--resume")
+    assert "unknown --size 'midi'. Did you mean 'mid'?" in refused("--out", tmp_path, "--size", "midi")
+    assert "cannot be a folder" in refused("--out", tmp_path / "file" / "model")
+    assert "--seed is 9223372036854775808" in refused("--out", tmp_path / "model", "--seed", 2**63)
+    assert not (tmp_path / "model").exists()

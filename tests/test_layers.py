@@ -22,14 +22,14 @@ RANK = {
     "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
     "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
-    "kvaudit.reports.calibration": 2, "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
+    "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
     "kvaudit.reports.analysis": 5, "kvaudit.reports.layout": 6, "kvaudit.reports.sections": 7,
     "kvaudit.reports.page": 8, "kvaudit.reports.compare": 9, "kvaudit.reports.run": 9,
 }  # fmt: skip
 TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
-    *("FILE", "render", "draw", "cases", "figures", "STATISTIC", "start"),  # by which a plug-in is found
+    *("FILE", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
     *("explain", "scan", "train", "verify"),  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables

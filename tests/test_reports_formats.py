@@ -19,8 +19,8 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.analysis.sensitivity import MethodVerdict
-from kvaudit.reports.calibration.stamp import stamp
 from kvaudit.reports.drift.results import ClusterSums
+from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
 from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
@@ -322,9 +322,9 @@ def test_human_labels_of_other_records_are_refused(tmp_path):
 def test_the_calibration_stands_in_the_limits_and_json(written):
     text = (written[0] / "report" / "report.md").read_text()
     body = json.loads((written[0] / "report" / "drift.json").read_text())
-    sentence = error_rates(stamp(), body["rules"]["alpha"], body["rules"]["margins"].values())
+    sentence = error_rates(shipped_rates(), body["rules"]["alpha"], body["rules"]["margins"].values())
     assert text.count(markdown.escape(sentence)) == 1
-    assert body["calibration"]["false_pass_max"] == stamp().false_pass_max
+    assert body["calibration"]["false_pass_max"] == shipped_rates().false_pass_max
 
 
 def contrast_of(lower, upper, pvalue=0.5):

@@ -16,13 +16,13 @@ import pandas as pd
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
-from kvaudit.reports.calibration.stamp import stamp
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import contrasts
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.rules import Rules, margin_of
 from kvaudit.reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
 from kvaudit.reports.page.findings import Findings
@@ -149,7 +149,7 @@ def compare(
         items_are_independent=items_are_independent,
     )
     problems = (*sides.reference.problems, *sides.candidate.problems)
-    found = Findings(drift, rules, decide(drift, rules), calibration=stamp(), problems=problems)
+    found = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
     return Compared(sides, metric, found, pairs.notes, records)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from math import log, log1p
 
 from kvaudit.core.facets import facet_of
-from kvaudit.reports.calibration.stamp import Stamp
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import SeedDrift
 from kvaudit.reports.drift.selectivity import SELECTIVITY
 from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.error_rates import ErrorRates
 from kvaudit.reports.gate.family import PARITY
 from kvaudit.reports.gate.verdict import Decision, Larger, Status
 from kvaudit.reports.stats.effect import Effect
@@ -86,29 +86,29 @@ def scientific(value: float | None) -> str:
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
 
 
-def error_rates(stamp: Stamp, alpha: float, margins: Iterable[float]) -> str:
+def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float]) -> str:
     """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
-    others = sorted({margin for margin in margins if not _same(margin, stamp.margin)})
-    lines = [_foreign(stamp, alpha, others), _release(stamp) if _same(alpha, stamp.release_level) else _level(stamp)]
-    return " ".join(line for line in (*lines, _worse(stamp)) if line)
+    others = sorted({margin for margin in margins if not _same(margin, rates.margin)})
+    lines = [_foreign(rates, alpha, others), _release(rates) if _same(alpha, rates.release_level) else _level(rates)]
+    return " ".join(line for line in (*lines, _worse(rates)) if line)
 
 
-def _foreign(stamp: Stamp, alpha: float, margins: list[float]) -> str:
+def _foreign(rates: ErrorRates, alpha: float, margins: list[float]) -> str:
     """What of this gate the figures are not about."""
     parts = []
-    if not _same(alpha, stamp.level) and not _same(alpha, stamp.release_level):
+    if not _same(alpha, rates.level) and not _same(alpha, rates.release_level):
         parts.append(f"at this level ({alpha:g})")
     if margins:
         parts.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in margins)} pp")
     return f"The gate was not simulated {' or '.join(parts)}." if parts else ""
 
 
-def _level(stamp: Stamp) -> str:
-    return _held(stamp.level, stamp.false_pass_max, stamp.false_pass_designs)
+def _level(rates: ErrorRates) -> str:
+    return _held(rates.level, rates.false_pass_max, rates.false_pass_designs)
 
 
-def _release(stamp: Stamp) -> str:
-    return _held(stamp.release_level, stamp.release_max, stamp.release_designs)
+def _release(rates: ErrorRates) -> str:
+    return _held(rates.release_level, rates.release_max, rates.release_designs)
 
 
 def _held(level: float, most: float, designs: int) -> str:
@@ -118,10 +118,10 @@ def _held(level: float, most: float, designs: int) -> str:
     )
 
 
-def _worse(stamp: Stamp) -> str:
+def _worse(rates: ErrorRates) -> str:
     return (
-        f"Elsewhere up to {percent(stamp.beyond_max)} (the interval, level {stamp.level:g}), with a reference at "
-        f"{_whole(stamp.beyond_rate)} and a margin of {_points(stamp.beyond_margin)}."
+        f"Elsewhere up to {percent(rates.beyond_max)} (the interval, level {rates.level:g}), with a reference at "
+        f"{_whole(rates.beyond_rate)} and a margin of {_points(rates.beyond_margin)}."
     )
 
 

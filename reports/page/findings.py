@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvaudit.reports.calibration.stamp import Stamp
 from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.error_rates import ErrorRates
 from kvaudit.reports.records.load import Evidence
 from kvaudit.reports.sections.base import Values
 
@@ -17,7 +17,7 @@ class Findings(Decided):
     """A decided drift, what sections found beside its verdict, and what is told of the run."""
 
     values: Values = field(default_factory=dict)
-    calibration: Stamp | None = None  # how often the gate is wrong
+    calibration: ErrorRates | None = None  # how often the gate is wrong
     problems: tuple[str, ...] = ()  # in the files
     viewed: frozenset[str] | None = None  # contrasts whose flips lie beside as pages; None: this is no report of a run
     evidence: Evidence = field(default_factory=Evidence)

@@ -13,7 +13,7 @@ takes an empirical likelihood ratio (Owen 1988, Biometrika 75:237) over template
 of the seen templates be, with one more template allowed that nobody saw and that lost everything, for the mean to be at
 the margin? The worst unseen point is that of bounded means (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML).
 ``SHARPNESS`` makes the chi-square limit hold in samples of C_min templates; it is this project's, by simulation
-(``kvaudit calibrate``). Nothing discordant gives C * -log(1 - margin), the exponent of C_min, which is asked besides:
+(``bench.calibration``). Nothing discordant gives C * -log(1 - margin), the exponent of C_min, which is asked besides:
 the chi-square limit by itself would do with 34 templates where C_min is 59.
 No statistic: what bounds come to, and one bound without an estimate of its own.
 """

@@ -21,7 +21,7 @@ from kvaudit.reports.stats.clustered import Array, cr3_variance, many_totals
 from kvaudit.reports.stats.tango import deff_floors, design_effects
 
 SHOWN_LEVEL = (
-    0.0075  # of every one-sided bound here; .01 is kept where templates are whole, few or uneven (kvaudit calibrate)
+    0.0075  # of every one-sided bound here; .01 is kept where templates are whole, few or uneven (bench.calibration)
 )
 READABLE = 0.5  # the share of answers with a form that must be exceeded
 _ENDS = 1e-9  # what rounding leaves of no item, or of all of them

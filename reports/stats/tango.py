@@ -2,7 +2,7 @@
 
 Tango 1998, Statistics in Medicine 17:891 (score interval). ESS-Tango divides the sample and both discordant counts by
 the design effect and takes t_{C-1} quantiles; it is this project's composition, checked by simulation
-(``kvaudit calibrate``). The arithmetic takes any number of samples at once; the functions for one sample wrap it.
+(``bench.calibration``). The arithmetic takes any number of samples at once; the functions for one sample wrap it.
 Wilson's score interval (1927, JASA 22:209) at the same effective size says how sure a rate is above nothing.
 """
 

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvaudit.audit.training.embedded.lessons import IGNORED, LessonBatch, Lessons
-from kvaudit.audit.training.embedded.recipes import SIZES, PretrainingRecipe, Size, Stage
-from kvaudit.audit.training.embedded.tokenizer import build_tokenizer
+from bench.pretraining.lessons import IGNORED, LessonBatch, Lessons
+from bench.pretraining.recipes import SIZES, PretrainingRecipe, Size, Stage
+from bench.pretraining.tokenizer import build_tokenizer
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, sync
 

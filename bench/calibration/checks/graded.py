@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, called_as
-from kvaudit.reports.calibration.probit import Floats
-from kvaudit.reports.calibration.streams import blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from bench.calibration.checks.intervals import ALPHA, MARGIN, called_as
+from bench.calibration.probit import Floats
+from bench.calibration.streams import blocks
 from kvaudit.reports.stats.rule import Call
 from kvaudit.reports.stats.tango import many_ess_tango
 

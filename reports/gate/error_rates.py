@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Stamp:
+class ErrorRates:
     """Error rates of the gate, as shares; maxima and minima are over the simulated designs.
 
     ``false_pass_max`` is about a drift of exactly the margin at ``level``, spread over the items (with a reference at
@@ -45,15 +45,13 @@ class Stamp:
 
 
 @cache
-def stamp() -> Stamp:
-    """The stamp of the shipped calibration."""
+def shipped_rates() -> ErrorRates:
+    """The error rates that the shipped calibration found."""
     held = shipped()
-    return Stamp(held["scale"], held["seed"], held["simulations"], **held["stamp"])
+    return ErrorRates(held["scale"], held["seed"], held["simulations"], **held["stamp"])
 
 
 def shipped() -> dict[str, Any]:
     """The calibration that ships with the package."""
-    held: dict[str, Any] = json.loads(
-        (files("kvaudit.reports.calibration") / "calibration.json").read_text(encoding="utf-8")
-    )
+    held: dict[str, Any] = json.loads((files("kvaudit.reports.gate") / "error_rates.json").read_text(encoding="utf-8"))
     return held

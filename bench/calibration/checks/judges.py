@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.calibration.broken import BrokenTemplates
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN
-from kvaudit.reports.calibration.checks.templates import ASKED, DRAWS, FURTHEST
-from kvaudit.reports.calibration.probit import Floats, Probit
-from kvaudit.reports.calibration.streams import EVEN, UNEVEN, Block, blocks
+from bench.calibration.broken import BrokenTemplates
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from bench.calibration.checks.intervals import ALPHA, MARGIN
+from bench.calibration.checks.templates import ASKED, DRAWS, FURTHEST
+from bench.calibration.probit import Floats, Probit
+from bench.calibration.streams import EVEN, UNEVEN, Block, blocks
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
 from kvaudit.reports.stats.rule import clusters_required, shows_margin, too_large
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE, blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from bench.calibration.streams import EVEN, THREE_TO_ONE, blocks
 from kvaudit.reports.stats.clustered import Array, many_totals
 from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, shares, told_apart
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvaudit.audit.training.embedded.lessons import Mix
+from bench.pretraining.lessons import Mix
+from kvaudit.audit.sampling.model import EMBEDDED, locate
 
-EMBEDDED_FOLDER = Path(__file__).parent
+EMBEDDED_FOLDER = locate(EMBEDDED)
 # the first model that shipped, three layers, in bfloat16, with its tokens
-PARENT = EMBEDDED_FOLDER / "parent.safetensors"
+PARENT = Path(__file__).with_name("parent.safetensors")
 SHIPPED = EMBEDDED_FOLDER / "model.safetensors"
 
 

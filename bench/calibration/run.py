@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing import get_context
 
-from kvaudit.reports.calibration.case import Case, Simulated
+from bench.calibration.case import Case, Simulated
 
 Progress = Callable[[int, str], None]  # cases finished, name of the last
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

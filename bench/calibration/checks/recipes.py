@@ -8,10 +8,10 @@ from itertools import product
 
 import numpy as np
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from kvaudit.reports.calibration.checks.intervals import ALPHA
-from kvaudit.reports.calibration.family import Seeded
-from kvaudit.reports.calibration.streams import blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from bench.calibration.checks.intervals import ALPHA
+from bench.calibration.family import Seeded
+from bench.calibration.streams import blocks
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED, SEEDS_NEEDED, many_recipe_effects
 
 _DRAWS = 4_000

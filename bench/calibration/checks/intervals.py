@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.calibration.case import (
+from bench.calibration.case import (
     Case,
     CaseRates,
     Figure,
@@ -20,8 +20,8 @@ from kvaudit.reports.calibration.case import (
     mean_between,
     reported,
 )
-from kvaudit.reports.calibration.probit import Floats, Probit
-from kvaudit.reports.calibration.streams import blocks
+from bench.calibration.probit import Floats, Probit
+from bench.calibration.streams import blocks
 from kvaudit.reports.stats.clustered import cr3_variance, many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds
 from kvaudit.reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_large

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
-from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, passes
-from kvaudit.reports.calibration.family import Family
-from kvaudit.reports.calibration.streams import blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most
+from bench.calibration.checks.intervals import ALPHA, MARGIN, passes
+from bench.calibration.family import Family
+from bench.calibration.streams import blocks
 from kvaudit.reports.stats.rule import cleared
 from kvaudit.reports.stats.tango import many_ess_tango
 

@@ -1,4 +1,4 @@
-"""``kvaudit pretrain``: the command that made the embedded model, and makes the larger one for long contexts."""
+"""``python -m bench.pretraining`` made the embedded model, and makes the larger one for long contexts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
+from bench.pretraining.pretrain import UNFINISHED, begin, complete
+from bench.pretraining.recipes import SIZES
 from kvaudit.audit.commands.command_line import Resume, check_seed, say, user_errors
+from kvaudit.audit.runs.folder import make_folder
+from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import RunError, UnknownName
 
 
@@ -24,19 +30,12 @@ def pretrain(
     resume: Resume = False,
 ) -> None:
     """Train the small model that ships with the package, or a larger one, from procedural text."""
-    with user_errors(f"kvaudit pretrain --out {out} --size {size} --seed {seed} --resume"):
+    with user_errors(f"python -m bench.pretraining --out {out} --size {size} --seed {seed} --resume"):
         _train(out, size=size, seed=seed, steps=steps, resume=resume)
 
 
 def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) -> None:
     """Train into an empty folder, or one with a state; raises RunError where something else is there."""
-    from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
-
-    from kvaudit.audit.runs.folder import make_folder
-    from kvaudit.audit.runs.progress import Meter
-    from kvaudit.audit.training.embedded.pretrain import UNFINISHED, begin, complete
-    from kvaudit.audit.training.embedded.recipes import SIZES
 
     check_seed(seed)
     if size not in SIZES:
@@ -59,3 +58,7 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
             progress=lambda done, _, measures: meter.at(done, f"loss {measures['loss']:.3f}"),
         )
     say(console, f"model: {out}")
+
+
+if __name__ == "__main__":
+    typer.run(pretrain)

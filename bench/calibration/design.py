@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.calibration.broken import BrokenTemplates
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from kvaudit.reports.calibration.checks.intervals import called_as
-from kvaudit.reports.calibration.probit import Probit
-from kvaudit.reports.calibration.streams import fixed_blocks
+from bench.calibration.broken import BrokenTemplates
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from bench.calibration.checks.intervals import called_as
+from bench.calibration.probit import Probit
+from bench.calibration.streams import fixed_blocks
 from kvaudit.reports.stats.rule import Call
 from kvaudit.reports.stats.tango import many_ess_tango
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvaudit.reports.calibration.broken import BrokenTemplates
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
-from kvaudit.reports.calibration.checks.intervals import ALPHA, MARGIN, RELEASE_ALPHA, passes
-from kvaudit.reports.calibration.streams import EVEN, THREE_TO_ONE, UNEVEN, blocks
+from bench.calibration.broken import BrokenTemplates
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_most, reported
+from bench.calibration.checks.intervals import ALPHA, MARGIN, RELEASE_ALPHA, passes
+from bench.calibration.streams import EVEN, THREE_TO_ONE, UNEVEN, blocks
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.tango import many_ess_tango
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
-from kvaudit.reports.calibration.checks.intervals import ALPHA
-from kvaudit.reports.calibration.family import Family
-from kvaudit.reports.calibration.probit import Floats
-from kvaudit.reports.calibration.streams import blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most
+from bench.calibration.checks.intervals import ALPHA
+from bench.calibration.family import Family
+from bench.calibration.probit import Floats
+from bench.calibration.streams import blocks
 from kvaudit.reports.stats.clustered import many_totals
 from kvaudit.reports.stats.signflip import flip_statistics, holm, max_t_pvalues, signs, studentised
 from kvaudit.reports.stats.tango import many_ess_tango

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvaudit.reports.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
-from kvaudit.reports.calibration.checks import (
+from bench.calibration.case import NOT_ASKED, Case, Figure, Scale, Simulated, confirmed
+from bench.calibration.checks import (
     doses,
     families,
     graded,
@@ -20,9 +20,9 @@ from kvaudit.reports.calibration.checks import (
     standing,
     templates,
 )
-from kvaudit.reports.calibration.design import RunDesign, design_cases, design_figures
-from kvaudit.reports.calibration.run import Progress, simulate
-from kvaudit.reports.calibration.sources import source_hashes
+from bench.calibration.design import RunDesign, design_cases, design_figures
+from bench.calibration.run import Progress, simulate
+from bench.calibration.sources import source_hashes
 
 SCHEMA = 1
 

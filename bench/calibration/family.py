@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.calibration.probit import Floats, Probit
+from bench.calibration.probit import Floats, Probit
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvaudit.reports.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, reported
-from kvaudit.reports.calibration.checks.families import family_pvalues
-from kvaudit.reports.calibration.checks.intervals import ALPHA, called_as, passes
-from kvaudit.reports.calibration.probit import Probit
-from kvaudit.reports.calibration.streams import EVEN, blocks
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, reported
+from bench.calibration.checks.families import family_pvalues
+from bench.calibration.checks.intervals import ALPHA, called_as, passes
+from bench.calibration.probit import Probit
+from bench.calibration.streams import EVEN, blocks
 from kvaudit.reports.stats.rule import Call
 from kvaudit.reports.stats.tango import many_ess_tango
 

@@ -1,20 +1,31 @@
-"""``kvaudit calibrate``: simulates the gate and its statistics against known truths; no model is loaded."""
+"""``python -m bench.calibration``: simulates the gate and its statistics against known truths; no model is loaded.
+
+What it finds at full scale ships as reports/gate/error_rates.json, and every report quotes it.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from bench.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
+from bench.calibration.design import RunDesign
+from bench.calibration.table import CHECKS, TIMES, Calibration, all_cases, as_json, of_run
+from bench.calibration.table import calibrate as simulated
 from kvaudit.audit.commands.command_line import check_seed, say, user_errors, wide_console
+from kvaudit.audit.runs.launchers.local import idle_cores
+from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import SpecError
-
-if TYPE_CHECKING:
-    from kvaudit.reports.calibration.case import Figure
-    from kvaudit.reports.calibration.design import RunDesign
-    from kvaudit.reports.calibration.table import Calibration
+from kvaudit.reports.gate.family import gated_cells
+from kvaudit.reports.gate.rules import Asked
+from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.run import measured
 
 FAILED = 3
 
@@ -39,13 +50,6 @@ def calibrate(
 
 def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None, design: Path | None) -> int:
     """Simulate, write ``out``, print the table; returns 0 when every figure keeps to what was asked, else 3."""
-    from rich.console import Console
-
-    from kvaudit.audit.runs.launchers.local import idle_cores
-    from kvaudit.audit.runs.progress import Meter
-    from kvaudit.reports.calibration.case import FAST, FULL
-    from kvaudit.reports.calibration.table import CHECKS, all_cases, as_json, of_run
-    from kvaudit.reports.calibration.table import calibrate as simulated
 
     check_seed(seed)
     scale = FAST if fast else FULL
@@ -63,13 +67,32 @@ def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None, design:
 
 def _designs(run: Path) -> list[RunDesign]:
     """What a run asked; raises SpecError where nothing of it is gated."""
-    from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import designs
-
     found = designs(load_run(run))
     if not found:
         raise SpecError(f"--design {str(run)!r} has no gated suite with a margin and records: nothing to simulate")
     return found
+
+
+def designs(data: RunData) -> list[RunDesign]:
+    """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
+    drift, rules = measured(data, Asked(), everything=False)
+    gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
+    return [
+        RunDesign(
+            suite=suite,
+            context_tokens=context,
+            counts=tuple(int(n) for n in own[0].sums[0].counts),
+            draws=panel.samples * max(1, len(own[0].seeds)),
+            reference=float(np.mean([c.rates.reference for c in own if c.rates])),
+            discordance=float(np.mean([c.churn for c in own if c.churn is not None])),
+            graded=panel.graded,
+            margin=rules.margins[suite],
+            alpha=rules.alpha,
+        )
+        for (suite, context), panel in data.panels.items()
+        if suite in rules.margins
+        and (own := [c for c in gated if (c.suite, c.context_tokens) == (suite, context) and c.rates and c.sums])
+    ]
 
 
 def _check_writable(out: Path) -> None:
@@ -86,10 +109,6 @@ def _check_writable(out: Path) -> None:
 
 
 def _print(done: Calibration) -> None:
-    from rich.table import Table
-
-    from kvaudit.reports.calibration.case import LEADERS
-    from kvaudit.reports.calibration.table import TIMES
 
     console = wide_console()
     table = Table("row", "check", "asked", "at first", "reached", "cases", "simulations", "core seconds", "ok")
@@ -107,7 +126,6 @@ def _print(done: Calibration) -> None:
 
 
 def _cells(figure: Figure) -> list[str]:
-    from kvaudit.reports.calibration.case import NOT_ASKED
 
     asked = figure.asked if not figure.slack else f"{figure.asked} (+- {figure.slack:.4f})"
     ok = "-" if figure.asked == NOT_ASKED else "yes" if figure.ok else "NO"
@@ -119,3 +137,7 @@ def _cells(figure: Figure) -> list[str]:
         f"{figure.seconds:.1f}",
     )
     return [str(figure.row), figure.what, asked, *numbers, ok]
+
+
+if __name__ == "__main__":
+    typer.run(calibrate)

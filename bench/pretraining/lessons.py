@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvaudit.audit.training.embedded.tokenizer import END, ROLE_TOKENS, TAUGHT, played
+from bench.pretraining.tokenizer import END, ROLE_TOKENS, TAUGHT, played
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.agent import KINDS, Agent, errand
 from kvaudit.suites.math import QUESTIONS, Math, draw_terms, spoken

@@ -1,1 +1,0 @@
-"""The small model that ships with the package, as an ordinary Hugging Face folder; made by ``kvaudit pretrain``."""

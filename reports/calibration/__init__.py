@@ -1,1 +1,0 @@
-"""Simulations that say how often the statistics and the gate are wrong: ``kvaudit calibrate``."""
