@@ -164,7 +164,7 @@ def told(run: Path) -> list[str]:
 def test_the_cheapest_remedy_that_is_held_stands_in_every_banner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvaudit.reports.run.stamp", lambda: None)
+    monkeypatch.setattr("kvaudit.reports.run.shipped_rates", lambda: None)
     run = made(tmp_path, [("budget=144", DEAR), ("budget=96", GENTLE), ("budget=50", IDLE)], {IDLE: 0.4})
     data = load_run(run)
     page = page_of(with_details(data, decided(data)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,6 +217,14 @@ def test_its_file_is_named_nowhere_else(section: Section[Any]) -> None:
 def test_every_file_has_one_section() -> None:
     files = sorted(path.stem for path in (REPORTS / "sections").glob("[a-z]*.py") if path.stem != "base")
     assert sorted(type(section).__module__.rpartition(".")[2] for section in sections()) == files
+
+
+def test_who_reads_a_verdict_alone_waits_for_no_figures() -> None:
+    code = "import sys; from kvaudit.reports.sections.base import sections; sections(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPORTS.parent.parent, capture_output=True, text=True, check=True
+    )
+    assert not {"matplotlib", "torch", "scipy.optimize"} & set(done.stdout.split())
 
 
 def test_most_sections_find_something_here(world: World) -> None:

@@ -7,7 +7,7 @@ walking this package; page, report.md and drift.json print whatever is found, in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -70,8 +70,9 @@ class Section(Generic[V]):
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
-        """What drift.json holds under each of ``keys``, as plain values."""
-        return {}
+        """What drift.json holds under each of ``keys``, as plain values: of a tuple of dataclasses its rows."""
+        rows: Any = value or ()
+        return {key: [asdict(row) for row in rows] for key in self.keys}
 
     def tables(self, value: V, decided: Decided) -> Iterator[Table]:
         """Its tables; empty ones are left out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.sides import BothSides, name_of_cell, sides_of_gated
@@ -58,9 +58,6 @@ class ChurnSection(Section[Churns]):
 
     def compute(self, inputs: Inputs) -> Churns | None:
         return tuple(_cell(d, found) for d, found in sides_of_gated(inputs.decided, inputs.data.panels)) or None
-
-    def facts(self, value: Churns | None) -> Mapping[str, Any]:
-        return {"analysis.churn": [asdict(cell) for cell in value or ()]}
 
     def tables(self, value: Churns, decided: Decided) -> Iterator[Table]:
         """Net drift beside what moved, and what moves by itself where a checkpoint answered more than once."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.analysis.sides import BothSides, name_of_cell, sides_of_gated
@@ -21,6 +20,9 @@ from kvaudit.reports.layout.words import percent, points
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.churn import concentration_of
 from kvaudit.reports.stats.clustered import cr3_effect
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_ITEMS = 20
 MOST_TEMPLATES = 20
@@ -93,9 +95,6 @@ class ConcentrationSection(Section[Losses]):
     def compute(self, inputs: Inputs) -> Losses | None:
         both = sides_of_gated(inputs.decided, inputs.data.panels)
         return tuple(_cell(found, name_of_cell(d)) for d, found in both if (found.difference < 0).any()) or None
-
-    def facts(self, value: Losses | None) -> Mapping[str, Any]:
-        return {"analysis.concentration": [asdict(cell) for cell in value or ()]}
 
     def tables(self, value: Losses, decided: Decided) -> Iterator[Table]:
         yield _cells_table(value, decided.comparison)

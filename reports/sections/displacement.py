@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from kvaudit.core.text import length_label
 from kvaudit.reports.analysis.displacement import Displacement, load_displacement
@@ -32,9 +31,6 @@ class DisplacementSection(Section[Rows]):
 
     def compute(self, inputs: Inputs) -> Rows | None:
         return load_displacement(inputs.data.run) or None
-
-    def facts(self, value: Rows | None) -> Mapping[str, Any]:
-        return {"displacement": [asdict(row) for row in value or ()]}
 
     def tables(self, value: Rows, decided: Decided) -> Iterator[Table]:
         """Token distributions against the reference's, floors first."""

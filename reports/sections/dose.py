@@ -11,12 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.analysis.families import PolicyFamily, families
@@ -26,7 +24,7 @@ from kvaudit.reports.drift.drift import broken_contract, seed_pairs
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
-from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
@@ -34,6 +32,10 @@ from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.slope import isotonic, slope
 from kvaudit.reports.stats.tango import rate_lower
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 
 @dataclass(frozen=True)
@@ -360,13 +362,13 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     doses = curves[0].doses
     spread = _APART * (doses[-1].x - doses[0].x)
     for i, curve in enumerate(curves):
-        hue, marker, line = colour(decided.comparison.arms, curve.arm)
+        hue, marker, style = colour(decided.comparison.arms, curve.arm)
         shift = spread * (i / (len(curves) - 1) - 0.5) if len(curves) > 1 else 0.0
         for dose in curve.doses:
             panel.plot([dose.x + shift] * 2, [100 * dose.low, 100 * dose.high], color=hue, alpha=0.5, linewidth=1)
             panel.plot([dose.x + shift], [100 * dose.rate], marker=marker, color=hue, markersize=4.5, linestyle="")
         xs = [dose.x + shift for dose in curve.doses]
-        panel.plot(xs, [100 * dose.fitted for dose in curve.doses], color=hue, linestyle=line, linewidth=1.3)
+        panel.plot(xs, [100 * dose.fitted for dose in curve.doses], color=hue, linestyle=style, linewidth=1.3)
         last = cleared.get((curve.axis, curve.arm, curve.family, curve.suite, curve.context_tokens))
         for dose in curve.doses:
             if dose.amount == last:
@@ -388,12 +390,9 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
 def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[Line2D]:
     handles = []
     for curve in curves:
-        hue, marker, line = colour(sides.arms, curve.arm)
-        handles.append(Line2D([], [], color=hue, marker=marker, linestyle=line, label=inline(curve.arm)))
+        hue, marker, style = colour(sides.arms, curve.arm)
+        handles.append(line(inline(curve.arm), color=hue, marker=marker, linestyle=style))
     if axis == "budget":
-        text = inline(f"{sides.reference} uncompressed, with the margin")
-        handles.append(Line2D([], [], color=INK, linewidth=0.9, label=text))
-    handles.append(Line2D([], [], color=INK, marker="v", linestyle="", label=f"smallest cleared {axis}"))
-    if axis == "length":
-        handles[-1].set_label("longest cleared length")
-    return handles
+        handles.append(line(inline(f"{sides.reference} uncompressed, with the margin"), color=INK, linewidth=0.9))
+    cleared = "smallest cleared budget" if axis == "budget" else "longest cleared length"
+    return [*handles, line(cleared, color=INK, marker="v", linestyle="")]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 from kvaudit.reports.analysis.examples import Example, largest_losses
 from kvaudit.reports.gate.decided import Decided
@@ -27,9 +26,6 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
     def compute(self, inputs: Inputs) -> tuple[Example, ...] | None:
         return largest_losses(inputs.data, inputs.decided.drift, inputs.decided.verdict) or None
-
-    def facts(self, value: tuple[Example, ...] | None) -> Mapping[str, Any]:
-        return {"examples": [asdict(example) for example in value or ()]}
 
     def passage(self, value: tuple[Example, ...], decided: Decided) -> Passage:
         return replace(super().passage(value, decided), examples=value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
@@ -60,9 +59,6 @@ class FloorSection(Section[Units]):
             return
         yield from (f"{FLOOR_FOLDER}/{one.file}:{one.line}: {one.reason}" for one in asked.problems)
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in asked.unfinished)
-
-    def facts(self, value: Units | None) -> Mapping[str, Any]:
-        return {"floor": [asdict(unit) for unit in value or ()]}
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
         """One row per unit and way of asking again: texts, and every metric in which an answer changed."""

@@ -6,9 +6,9 @@ at .74 to .78; sizes for the next run come from ``kvaudit plan``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from scipy import special
 
@@ -55,9 +55,6 @@ class ReachSection(Section[Reaches]):
 
     def compute(self, inputs: Inputs) -> Reaches | None:
         return tuple(_reached(inputs.decided.verdict)) or None
-
-    def facts(self, value: Reaches | None) -> Mapping[str, Any]:
-        return {"analysis.reach": [asdict(reach) for reach in value or ()]}
 
     def tables(self, value: Reaches, decided: Decided) -> Iterator[Table]:
         """The smallest drop each gated cell would have found, against its margin."""

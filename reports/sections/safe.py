@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from kvaudit.core.text import length_of
 from kvaudit.reports.analysis.families import families
@@ -27,9 +27,6 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
 
     def compute(self, inputs: Inputs) -> tuple[SafeBudget, ...] | None:
         return safe_budgets(inputs.decided.drift, inputs.decided.rules) or None
-
-    def facts(self, value: tuple[SafeBudget, ...] | None) -> Mapping[str, Any]:
-        return {"analysis.safe": [asdict(one) for one in value or ()]}
 
     def passage(self, value: tuple[SafeBudget, ...], decided: Decided) -> Passage:
         axes = list(dict.fromkeys(s.axis for s in value))

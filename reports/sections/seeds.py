@@ -5,9 +5,9 @@ At three seeds the interval is so wide that it is printed beside the number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.sides import name_of_cell
@@ -56,9 +56,6 @@ class SeedsSection(Section[Spreads]):
 
     def compute(self, inputs: Inputs) -> Spreads | None:
         return tuple(_spreads(inputs.decided)) or None
-
-    def facts(self, value: Spreads | None) -> Mapping[str, Any]:
-        return {"analysis.seeds": [asdict(spread) for spread in value or ()]}
 
     def passage(self, value: Spreads, decided: Decided) -> Passage:
         """Empty where nothing was trained."""

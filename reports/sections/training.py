@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvaudit.core.alarms import ALARMS, alarm_key
 from kvaudit.core.text import inline
@@ -39,6 +35,10 @@ VIEWS = (
     _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
     _View("entropy", "entropy, nats", False),
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 LOWEST_DRAWN = 1e-16
 _COLUMNS = 3
 
@@ -60,9 +60,6 @@ class TrainingSection(Section[Curves]):
 
     def compute(self, inputs: Inputs) -> Curves | None:
         return curves(inputs.data.telemetry, inputs.decided.comparison.arms) or None
-
-    def facts(self, value: Curves | None) -> Mapping[str, Any]:
-        return {"curves": [asdict(curve) for curve in value or ()]}
 
     def of_arm(self, value: Curves, arm: str, reference: str) -> Curves:
         return tuple(curve for curve in value if curve.arm in (arm, reference))
