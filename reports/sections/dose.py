@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.analysis.families import PolicyFamily, families
 from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
+from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import broken_contract, seed_pairs
 from kvaudit.reports.drift.results import Drift
@@ -30,7 +31,7 @@ from kvaudit.reports.layout.words import percent
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
-from kvaudit.reports.stats.slope import isotonic, slope
+from kvaudit.reports.stats.slope import isotonic
 from kvaudit.reports.stats.tango import rate_lower
 
 if TYPE_CHECKING:

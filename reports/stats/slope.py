@@ -7,7 +7,6 @@ al. 1972, pool adjacent violators) is a line to draw; nothing is tested with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy.typing as npt
 
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect, Statistic
-from kvaudit.reports.stats.tango import ess_tango
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +47,6 @@ def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLik
     assert values.ndim == 2, values.shape
     assert len(values) == len(weights), (values.shape, len(weights))
     return replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
-
-
-def slope(table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float) -> Effect:
-    """Change per doubling of values [D, N] that span ``reach``, CR3-t.
-
-    Where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango over all slopes
-    that such values can have.
-    """
-    effect = slope_effect(table, x, clusters, alpha=alpha)
-    if effect.high > effect.low:
-        return effect
-    weights = np.asarray(dose_weights(x))
-    steepest = reach * float(np.abs(weights).sum()) / 2
-    return ess_tango(weights @ table, clusters, alpha=alpha, scale=steepest)
 
 
 def isotonic(
