@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.models import Served, random_llama
+from kvaudit.audit.again.verify import Verification, verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.replay.ranking_check import Ranked
 from kvaudit.audit.replay.recorded import Recorded
-from kvaudit.audit.runs.verify import Verification, verify
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"

@@ -56,6 +56,13 @@ class Unanswered(Exception):
         self.scope, self.wait = scope, wait
 
 
+class RefusedRequest(Unanswered):
+    """One request that the endpoint will not answer, in its own words: too long, or filtered; others it may."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, Scope.QUESTION)
+
+
 class Replied(NamedTuple):
     """What came back over the wire."""
 
@@ -166,7 +173,7 @@ class Line:
         words = self._struck(f"{status}: {said}" if said else status)
         if replied.status in _TRIED_AGAIN:
             return Unanswered(words, Scope.TRY, _retry_after(replied.retry_after))
-        return Unanswered(words, Scope.ENDPOINT if replied.status in _HOPELESS else Scope.QUESTION)
+        return Unanswered(words, Scope.ENDPOINT) if replied.status in _HOPELESS else RefusedRequest(words)
 
     def _completion(self, raw: bytes) -> ChatCompletion:
         try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, FacetValues
@@ -95,6 +95,43 @@ class Grade:
         assert set(self.facets) <= set(FACETS), self
 
 
+class Serving(NamedTuple):
+    """Who was asked what, under which policy: the fields that all records of one file share."""
+
+    run: str
+    checkpoint: str
+    arm: str
+    train_seed: int
+    policy: str
+    policy_hash: str
+    suite: str
+    suite_version: str
+    context_tokens: int
+
+
+class Spoken(NamedTuple):
+    """What came back of one conversation, before anybody grades it; the units are those of ``Record``."""
+
+    sample_index: int
+    finish_reason: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    transcript: tuple[Message, ...]
+    logprob: float | None = None
+
+
+class CacheUse(NamedTuple):
+    """What a row's cache held and took, see ``Record``; without values that of a cache which nobody shows."""
+
+    retention: float | None = None
+    survival: Mapping[str, float] = {}
+    kv_bytes_peak: int | None = None
+    kv_bytes_dense: int | None = None
+    kv_bytes_live: int | None = None
+    spans: Mapping[str, Kept] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One graded sample: the only thing reports read.
@@ -139,6 +176,16 @@ class Record:
     kv_bytes_live: int | None = None
     logprob: float | None = None
     format: int = RECORD_FORMAT
+
+    @classmethod
+    def of(cls, serving: Serving, item: Item, grade: Grade, spoken: Spoken, cache: CacheUse) -> Record:
+        """The record of one graded answer to an item."""
+        said = {**serving._asdict(), **spoken._asdict(), **cache._asdict(), **_graded(item, grade)}
+        return cls(item_id=item.item_id, **said)
+
+    def graded_again(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
+        """The same answer under another grade; ``item`` is the one it answers, as its suite makes it now."""
+        return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **_graded(item, grade))
 
     def to_json(self) -> str:
         """One JSON line, keys in field order, no NaN."""
@@ -212,6 +259,18 @@ class Record:
         if score is not None and score == CONTRADICTED.get(row["outcome"]):
             raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
         return cls(**row)
+
+
+def _graded(item: Item, grade: Grade) -> dict[str, Any]:
+    """What an item and the grade of an answer to it say in a record."""
+    return {
+        "cluster_id": item.cluster_id,
+        "placement": item.placement,
+        "outcome": grade.outcome,
+        "score": grade.score,
+        "judge": grade.judge,
+        "facets": grade.facets,
+    }
 
 
 def spans_fit(table: Any) -> bool:

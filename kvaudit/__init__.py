@@ -1,21 +1,83 @@
-"""kvaudit: what KV-cache compression did to the alignment of a model.
+"""What KV-cache compression did to the alignment of a model.
 
-``CompressedCache`` and ``shadow`` work on stock transformers models; they are imported on first use, with torch.
+    import kvaudit
+
+    kvaudit.check("embedded", policy="snapkv:budget=64")   # may I serve this model with this setting?
+    run = kvaudit.run("spec.yaml", out="runs/mine")         # train, evaluate, report
+    run = kvaudit.load_run("runs/mine")                     # records, drift, verdict; .table() for pandas
+    kvaudit.gate("runs/mine").status                        # PASS, FAIL, INCONCLUSIVE, ...
+    kvaudit.compare("a.jsonl", "b.jsonl", margin=5)         # two result files, ours or other tools'
+
+``CompressedCache`` and ``shadow`` work on stock transformers models. Bases of plug-ins: ``Evictor``, ``Selector``,
+``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Guard``, ``Loss``, ``Reward``. Everything is imported on first use,
+torch only where something needs it.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["CompressedCache", "shadow"]
+
+if TYPE_CHECKING:
+    from kvaudit.api import check, compare, gate, load_run, run
+    from kvaudit.audit.cache.stock import CompressedCache
+    from kvaudit.audit.engines.base import Engine
+    from kvaudit.audit.judges.base import Judge
+    from kvaudit.audit.judges.guards.base import Guard
+    from kvaudit.audit.policies.evictor import Evictor
+    from kvaudit.audit.policies.quantiser import Quantiser
+    from kvaudit.audit.policies.selector import Selector
+    from kvaudit.audit.replay.shadow import shadow
+    from kvaudit.audit.training.losses.base import Loss
+    from kvaudit.audit.training.rewards.base import Reward
+    from kvaudit.core.errors import AuditError
+    from kvaudit.results import Comparison, Run
+    from kvaudit.suites.base import Suite
+
+_HOME = {
+    **dict.fromkeys(("check", "compare", "gate", "load_run", "run"), "api"),
+    **dict.fromkeys(("Comparison", "Run"), "results"),
+    "AuditError": "core.errors",
+    "CompressedCache": "audit.cache.stock",
+    "Engine": "audit.engines.base",
+    "Evictor": "audit.policies.evictor",
+    "Guard": "audit.judges.guards.base",
+    "Judge": "audit.judges.base",
+    "Loss": "audit.training.losses.base",
+    "Quantiser": "audit.policies.quantiser",
+    "Reward": "audit.training.rewards.base",
+    "Selector": "audit.policies.selector",
+    "Suite": "suites.base",
+    "shadow": "audit.replay.shadow",
+}
+__all__ = [
+    "AuditError",
+    "Comparison",
+    "CompressedCache",
+    "Engine",
+    "Evictor",
+    "Guard",
+    "Judge",
+    "Loss",
+    "Quantiser",
+    "Reward",
+    "Run",
+    "Selector",
+    "Suite",
+    "check",
+    "compare",
+    "gate",
+    "load_run",
+    "run",
+    "shadow",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CompressedCache":
-        from kvaudit.audit.cache.stock import CompressedCache
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvaudit' has no attribute {name!r}")
+    return getattr(import_module(f"kvaudit.{_HOME[name]}"), name)
 
-        return CompressedCache
-    if name == "shadow":
-        from kvaudit.audit.replay.shadow import shadow
 
-        return shadow
-    raise AttributeError(f"module 'kvaudit' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

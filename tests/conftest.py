@@ -39,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="hold the suites of this file, and only them, to tests/test_suites.py",
     )
+    parser.addoption(
+        "--measure-file",
+        type=Path,
+        default=None,
+        help="hold the measures of this file, and only them, to tests/test_again_contract.py",
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
     STANDIN=WORD[:NUMBER],...    NUMBER: the request from which on, 0 the first
     die, hang, 500, garbage, endless, huge, redirect, other_ids, other_prompt, torn_logprobs, negative
+    filter (a word: a conversation that holds it is refused), ended (by a filter, in place of an end), says (its answer)
     slow (seconds until it can be asked), usage (tokens that it claims to have read), ids (has no /tokenize)
 
 It answers a prompt with its first tokens, each one higher, and keeps to the limit.
@@ -61,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if is_on("hang", number):
             time.sleep(600)
-        if is_on("redirect", number):
+        if self.path == "/v1/chat/completions" and WORDS.get("filter", "\0") in body["messages"][-1]["content"]:
+            self.say(b'{"error": {"message": "the prompt was filtered by our policy"}}', 400)
+        elif is_on("redirect", number):
             self.send_response(302)
             self.send_header("Location", "http://127.0.0.1:9/")
             self.end_headers()
@@ -76,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, body: dict[str, Any], number: int) -> dict[str, Any]:
         if self.path == "/v1/chat/completions":
-            row = {"message": {"role": "assistant", "content": "four"}, "finish_reason": "stop"}
+            ended = "content_filter" if is_on("ended", number) else "stop"
+            row = {"message": {"role": "assistant", "content": WORDS.get("says", "four")}, "finish_reason": ended}
             usage = {"prompt_tokens": int(WORDS["usage"])} if "usage" in WORDS else None
             return {"model": "standin-1", "choices": [row], "usage": usage}
         prompt = body.get("prompt", body.get("input_ids"))

@@ -10,10 +10,19 @@ import torch
 from conftest import byte_tokenizer
 from training_world import sharp
 
+from kvaudit.audit.again.along import (
+    ForcedEpisode,
+    Refusal,
+    StepLogits,
+    UnitDistances,
+    again,
+    dense_logits,
+    distances,
+    log_odds,
+    served_logits,
+)
+from kvaudit.audit.again.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.displacement.forced import ForcedEpisode, StepLogits, again, dense_logits, served_logits
-from kvaudit.audit.runs.displacement.measure import Refusal, UnitDistances, distances, log_odds
-from kvaudit.audit.runs.displacement.trajectories import NOTHING, Trajectory, Turn, batches, first_tokens, trajectory
 from kvaudit.audit.runs.evaluate import row_seed
 from kvaudit.audit.sampling.chat import Chat, Rendered
 from kvaudit.audit.sampling.conversations import play

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.runs.displacement.produce import Producer
-from kvaudit.audit.runs.displacement.units import units
+from kvaudit.audit.again.displace import Displace
+from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.model import load_model
@@ -124,8 +124,8 @@ def test_a_refusal_margin_is_that_of_the_suite_that_spells_refusals_out(finished
 
 def test_the_margin_is_over_the_items_that_should_be_refused(run: Path) -> None:
     spec = load_spec(run / "spec.yaml", NAMES)
-    producer, model = Producer(RunFolder(run, spec), tokens=16384), load_model(spec.model_path)
-    refusal = producer._refusal(producer.units[0], model.chat)
+    measure, model = Displace(RunFolder(run, spec), tokens=16384), load_model(spec.model_path)
+    refusal = measure.refusal(measure.pieces()[0], model.chat)
     assert refusal is not None
     assert model.chat.tokenizer.decode([refusal.token]) == "I"  # of "I must refuse."
     assert len(refusal.items) == 2  # of 6: every third asks for what is forbidden
@@ -146,20 +146,20 @@ def test_an_interrupted_measurement_resumes_to_the_same_bytes(run: Path, monkeyp
     whole = (run / "displacement.json").read_bytes()
     shutil.rmtree(run / "displacement")
     (run / "displacement.json").unlink()
-    measure, calls = Producer._measure, []
+    served, calls = Displace.served, []
 
-    def killed(self: Producer, unit: Any) -> dict[str, Any]:
+    def killed(self: Displace, unit: Any, model: Any) -> Any:
         calls.append(unit)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return measure(self, unit)
+        return served(self, unit, model)
 
-    monkeypatch.setattr(Producer, "_measure", killed)
+    monkeypatch.setattr(Displace, "served", killed)
     code, _, err = kvaudit("displace", run)
     assert (code, err.strip().splitlines()[-1]) == (130, f"interrupted; continue with: kvaudit displace {run}")
     assert not (run / "displacement.json").exists()
     assert len(list((run / "displacement").glob("*.json"))) == 3
-    monkeypatch.setattr(Producer, "_measure", measure)
+    monkeypatch.setattr(Displace, "served", served)
     assert kvaudit("displace", run)[0] == 0
     assert (run / "displacement.json").read_bytes() == whole
     assert not list((run / "displacement").glob("[!.]*.lock"))
@@ -173,8 +173,10 @@ def test_a_finished_unit_is_not_measured_again_and_a_spoilt_one_is(run: Path, mo
     held = json.loads(files[3].read_text())
     held["row"]["max_kl"] = 0.0
     files[3].write_text(json.dumps(held))
-    measure, measured = Producer._measure, []
-    monkeypatch.setattr(Producer, "_measure", lambda self, unit: (measured.append(unit.name), measure(self, unit))[1])
+    served, measured = Displace.served, []
+    monkeypatch.setattr(
+        Displace, "served", lambda self, unit, model: (measured.append(unit.name), served(self, unit, model))[1]
+    )
     assert kvaudit("displace", run)[0] == 0
     assert sorted(measured) == sorted(path.stem for path in files[:4])
     assert (run / "displacement.json").read_bytes() == whole

@@ -19,6 +19,7 @@ from kvaudit.core.grid import EngineSpec
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
+EVICTING = "start_size=32,recent_size=32,max_cache_size=128,snapkv_window_size=0"
 CONDITIONS = {
     "f32": "openvino:KV_CACHE_PRECISION=f32",
     "u8": "openvino",
@@ -79,7 +80,17 @@ def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> Non
         ("openvino:KV_CACHE_PRECISON=u4", "device CPU has no property KV_CACHE_PRECISON"),
         ("openvino:KV_CACHE_PRECISION=u5", "u5"),
         ("openvino:KEY_CACHE_PRECISION=u4,VALUE_CACHE_PRECISION=f32", "key_cache_type u4 with value_cache_type f32 is"),
-        ("openvino:max_cache_size=96,aggregation_mode=MEAN", "openvino_genai has "),
+        (f"openvino:{EVICTING},aggregation_mode=MEAN", "openvino_genai has SUM, NORM_SUM"),
+        (
+            f"openvino:{EVICTING},kvcrush_config.budget=1,kvcrush_config.anchor_point_mode=TOP",
+            "openvino_genai has RANDOM",
+        ),
+        (
+            f"openvino:{EVICTING},kvcrush_config.budget=1,kvcrush_config.seed=7",
+            "openvino_genai's has anchor_point_mode",
+        ),
+        ("openvino:sparse_attention_config.mode=A_SHAPE", "openvino_genai has TRISHAPE, XATTENTION"),
+        ("openvino:sparse_attention_config.threshold=.5", "has no threshold; openvino_genai's has mode, num_last"),
     ],
 )
 def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, cache: Path, text: str, words: str) -> None:
@@ -88,6 +99,75 @@ def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, cache: 
     assert words in str(error.value)
     assert str(error.value).startswith("engine openvino refuses: ")
     assert str(error.value).isprintable()
+
+
+# what acts on long prompts alone: an eviction, and a prefill in more chunks than one; f32 in all else
+ON_LONG = {
+    "f32": "",
+    "evicting": EVICTING,
+    "crush": f"{EVICTING},kvcrush_config.budget=1,kvcrush_config.anchor_point_mode=MEAN",
+    "crush by chance": f"{EVICTING},kvcrush_config.budget=1",
+    "crush by another": f"{EVICTING},kvcrush_config.budget=1,kvcrush_config.rng_seed=1",
+    "tri": "sparse_attention_config.mode=TRISHAPE,sparse_attention_config.num_last_dense_tokens_in_prefill=16,"
+    "sparse_attention_config.num_retained_start_tokens_in_cache=32,"
+    "sparse_attention_config.num_retained_recent_tokens_in_cache=32",
+    "x": "sparse_attention_config.mode=XATTENTION,sparse_attention_config.num_last_dense_tokens_in_prefill=16,"
+    "sparse_attention_config.xattention_threshold=0.1,sparse_attention_config.xattention_block_size=32",
+    "tri that keeps all": "use_sparse_attention=true",
+}
+
+
+@pytest.fixture(scope="module")
+def on_long(here: World, cache: Path) -> dict[str, tuple[list[Reply], dict[str, str]]]:
+    """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
+    words = [f"{name} {n * n}" for n in range(24) for name in ("alpha", "bravo", "charlie", "delta")]
+    ids = tuple(here.model.chat.tokenizer(" ".join(words)).input_ids)
+    found = {}
+    for name, settings in ON_LONG.items():
+        text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=64{settings and ','}{settings}"
+        with here.start(text, cache) as session:
+            found[name] = session.answer([here.asked[0]._replace(ids=ids)]), dict(session.about)
+    return found
+
+
+def test_kvcrush_and_sparse_prefill_act_as_they_are_told(
+    on_long: dict[str, tuple[list[Reply], dict[str, str]]],
+) -> None:
+    worths = {name: replies[0].logprob for name, (replies, _) in on_long.items()}
+    assert worths.pop("tri that keeps all") == worths["f32"], "its 128 first and 1920 last tokens are all there are"
+    assert len(set(worths.values())) == len(worths), worths
+
+
+def test_it_says_what_it_made_of_them(on_long: dict[str, tuple[list[Reply], dict[str, str]]]) -> None:
+    crush, sparse, plain = (on_long[name][1] for name in ("crush", "x", "f32"))
+    assert (crush["kvcrush_config.budget"], crush["kvcrush_config.anchor_point_mode"]) == ("1", "MEAN")
+    assert "max_cache_size: 128" in crush["eviction"]
+    assert sparse["sparse_attention_config.mode"] == "XATTENTION"
+    assert sparse["sparse_attention_config.xattention_threshold"].startswith("0.1")
+    assert plain["scheduler"].endswith("eviction off")
+    assert not [name for name in plain if "config" in name or name == "eviction"]
+
+
+def test_the_reference_neither_evicts_nor_reads_sparsely() -> None:
+    found = parse_condition(f"openvino:KV_CACHE_PRECISION=f32,{ON_LONG['crush']},{ON_LONG['x']}")
+    assert found.reference.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=f32,cache_size=2"
+    assert "use_sparse_attention" in found.compressing
+    assert parse_condition("openvino:KV_CACHE_PRECISION=f32,use_sparse_attention=false").compressing == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("max_cache_size=128", "wants start_size, recent_size, max_cache_size beside it; add start_size, recent_size"),
+        ("kvcrush_config.budget=1", "wants start_size, recent_size, max_cache_size beside it"),
+        (f"{EVICTING},kvcrush_config.rng_seed=1", "does nothing without a kvcrush_config.budget above 0"),
+        (f"{EVICTING},kvcrush_config.budget=1,aggregation_mode=ADAPTIVE_RKV", "does nothing under aggregation_mode"),
+        ("use_sparse_attention=false,sparse_attention_config.mode=TRISHAPE", "does nothing with use_sparse_attention"),
+    ],
+)
+def test_settings_of_a_part_that_is_off_are_refused(settings: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_condition(f"openvino:{settings}")
 
 
 def test_it_says_what_it_is(here: World, cache: Path) -> None:

@@ -12,12 +12,14 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
+from kvaudit.audit.again.answers import ServedAgain
+from kvaudit.audit.again.explain import Explain, Where
+from kvaudit.audit.again.finished import load_checkpoint
+from kvaudit.audit.again.measure import serve_again
+from kvaudit.audit.again.shade import Shades
 from kvaudit.audit.commands.shading import COLUMNS, Shaded, shading_svg
-from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.checkpoints import load_checkpoint
-from kvaudit.audit.runs.explain import Where, explain
-from kvaudit.audit.runs.folder import begun_run
-from kvaudit.audit.runs.shading import shade
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.runs.folder import RunFolder, begun_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
 from kvaudit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
@@ -57,6 +59,10 @@ def where(record: Record) -> Where:
     return Where(record.item_id, record.arm, record.train_seed, None, record.sample_index)
 
 
+def explain(run: RunFolder, place: Where, policies: list[Policy]) -> list[ServedAgain]:
+    return [answer for _, answer in serve_again(Explain(run, place, policies))]
+
+
 def rewritten(path: Path, **changes: object) -> Record:
     """The first record of a file with other fields, sealed again."""
     first, *rest = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -85,23 +91,22 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
         assert one.played.spans == record.spans  # which was written from a prefill shared with other policies
         assert "question" in record.spans
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
-        assert sum(one.depth) / len(one.depth) == pytest.approx(record.retention, abs=1e-9)
-        assert len(one.pieces) == len(one.held) >= record.prompt_tokens
+        depth = one.shading.depth[ALL]
+        assert sum(depth) / len(depth) == pytest.approx(record.retention, abs=1e-9)
+        assert len(one.shading.pieces) == len(one.held) >= record.prompt_tokens
 
 
 def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
-    opened, told = begun_run(run), list[int]()
+    opened = begun_run(run)
     record = next(record for record in records(run) if record.policy == parse_policy(POLICY).canonical)
     unit = next(run.glob(f"records/*{record.policy_hash}*.jsonl"))
     wanted = {unit.stem: {AnswerKey(record.item_id, record.sample_index)}}
-    for _ in range(2):  # the second time nothing is served
-        shade(opened, wanted, lambda done, _: told.append(done))
-    assert told == [1]
+    for served in (1, 0):  # the second time nothing is served
+        assert len(serve_again(Shades(opened, wanted))) == served
     (shading,) = read_shadings(run, unit.stem).values()
     (one,) = explain(opened, where(record), [parse_policy(record.policy)])
     assert shading is not None
-    assert [count / shading.heads for count in shading.held] == list(one.held)
-    assert (shading.pieces, shading.depth[ALL]) == (list(one.pieces), list(one.depth))
+    assert shading == one.shading
     places = {name: [(at.message, at.start, at.end) for at in kept.places] for name, kept in one.played.spans.items()}
     for name, ((message, start, end), *_) in places.items():
         said = record.transcript[message].content[start:end]

@@ -47,7 +47,7 @@ def table(**changes: Any) -> Table:
 
 
 def test_the_documented_example_reads_as_it_says(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "verify-rollouts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "rollout-files.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (rollout,) = read_rollouts(written(tmp_path / "r.json", example)).rollouts
     assert rollout.evicted_at.tolist() == [

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 import kvaudit.audit.cache.attention
 from kvaudit import CompressedCache, shadow
+from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.ledger import Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.routing import watched_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.replay.recorded import Recorded, check_replayable
-from kvaudit.audit.runs.verify import verify
 from kvaudit.core.errors import DataError, RunError
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
+from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.replay.recorded import Recorded, check_replayable
-from kvaudit.audit.runs.verify import verify
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 

@@ -19,7 +19,8 @@ RANK = {
     "kvaudit.core": 0,
     "kvaudit.audit.policies": 1, "kvaudit.audit.scan": 1, "kvaudit.audit.cache": 2, "kvaudit.audit.replay": 3,
     "kvaudit.audit.sampling": 3, "kvaudit.audit.engines": 4, "kvaudit.audit.judges": 4, "kvaudit.audit.serving": 4,
-    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
+    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.again": 7,
+    "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
     "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
     "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
@@ -30,7 +31,7 @@ TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a 
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
     *("FILE", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
-    *("explain", "scan", "train", "verify"),  # a command and the work that it calls
+    *("scan", "train", "verify"),  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables
 }

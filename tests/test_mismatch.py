@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from kvaudit.audit.again import mismatch as command
+from kvaudit.audit.again.mismatch import Survey, measure, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import imported
-from kvaudit.audit.runs import mismatch as command
-from kvaudit.audit.runs.mismatch import Survey, measure, survey
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, Spread, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH

@@ -102,7 +102,7 @@ def test_both_pages_say_the_kappa_that_is_computed(source: str) -> None:
     """Of every labelled answer: what a judge's card leaves out of PyRIT is told with the help of these very rules."""
     found = agreement(list(labelled(Path(os.environ["KVAUDIT_DATA"]) / source)))
     docs = Path(__file__).parent.parent / "docs"
-    for page in ("judges.md", "choose-suites.md"):
+    for page in ("grading.md", "choose-suites.md"):
         assert f"{found.kappa:.2f}".removeprefix("0") in (docs / page).read_text(), page
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvaudit.audit.runs.displacement.units import units
+from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.training.config import TrainConfig

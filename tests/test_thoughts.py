@@ -8,8 +8,8 @@ import pytest
 from conftest import CHATML, byte_tokenizer
 from test_evaluate_episodes import GREEDY, Counting, Scripted, item
 
+from kvaudit.audit.again.trajectories import trajectory
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.displacement.trajectories import trajectory
 from kvaudit.audit.runs.evaluate import asked_suite
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat

@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "trl_grpo.py"
 @pytest.mark.filterwarnings("ignore")  # TRL calls its rollout functions experimental, and old names of transformers
 def test_a_learner_of_trl_sees_what_the_compressed_sampler_saw(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason='the extra is not installed: pip install "kvaudit[trl]"')
-    from kvaudit.audit.runs.mismatch import measure, survey
+    from kvaudit.audit.again.mismatch import measure, survey
     from kvaudit.audit.sampling.model import load_model
 
     spec = importlib.util.spec_from_file_location("trl_grpo", EXAMPLE)

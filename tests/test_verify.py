@@ -18,6 +18,8 @@ from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
+from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
@@ -27,7 +29,6 @@ from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_o
 from kvaudit.audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
 from kvaudit.audit.replay.recorded import Recorded
 from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
-from kvaudit.audit.runs.verify import checkpoint_rollouts, verify
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
-from kvaudit.audit.commands.displace import opened, threads_of
+from kvaudit.audit.commands.serving_again import opened
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -52,15 +52,9 @@ def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
     """Serve answers again, and keep what their caches held beside the run."""
-    import torch
     from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
 
-    from kvaudit.audit.runs.progress import Meter
-    from kvaudit.audit.runs.shading import shade
+    from kvaudit.audit.again.measure import serve_again
+    from kvaudit.audit.again.shade import Shades
 
-    run = opened(path, plugins)
-    torch.set_num_threads(threads_of(run))
-    disable_progress_bar()
-    with Meter(Console(stderr=True), "shade", sum(map(len, wanted.values()))) as meter:
-        shade(run, wanted, meter.at)
+    serve_again(Shades(opened(path, plugins), wanted), Console(stderr=True))

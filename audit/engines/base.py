@@ -48,16 +48,18 @@ class Asked(NamedTuple):
 class Reply:
     """An answer. ``logprob`` is the sum of the engine's log-probs of its tokens in nats, None where it gives none.
 
-    ``text`` is the answer of an engine that gives no tokens, which then are none.
+    ``text`` is the answer of an engine that gives no tokens, which then are none. ``refused`` is what a server said
+    that would not answer this request, though it may others.
     """
 
     ids: tuple[int, ...]
-    finish: str  # stop | length
+    finish: str  # stop | length | error, where it was refused
     logprob: float | None = None
     text: str | None = None
+    refused: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.finish in ("stop", "length"), self
+        assert self.finish in (("stop", "length") if self.refused is None else ("error",)), self
         assert self.logprob is None or math.isfinite(self.logprob), self
 
 

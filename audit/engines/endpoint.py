@@ -15,7 +15,7 @@ from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Sett
 from kvaudit.audit.engines.served import all_at_once, first_difference
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.chat_calls import answer, wire
-from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
+from kvaudit.core.endpoint import ChatCompletion, Endpoint, RefusedRequest, Unanswered
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message, Role
@@ -77,7 +77,7 @@ class _EndpointSession(Session):
         self.about = {"prompts": self._held_to_ours(), "model": self._first()}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """See ``Session.answer``; replies are texts."""
+        """See ``Session.answer``; replies are texts, or what the server said instead of one."""
         until = time.monotonic() + self._part.answer
         try:
             return all_at_once(lambda one: self._reply(one, until), asked, self._part.at_once, until)
@@ -95,11 +95,14 @@ class _EndpointSession(Session):
             "seed": asked.seed % _LARGEST_SEED,
             **({"top_p": asked.top_p} if asked.top_p < 1 else {}),
         }
-        said = self._said(asked.messages, body, until)
-        seconds = time.monotonic() - began
-        found = answer(
-            said, sent=len(asked.ids), messages=len(asked.messages), exact=True, limit=asked.most, seconds=seconds
-        )
+        try:
+            said = self._said(asked.messages, body, until)
+            seconds = time.monotonic() - began
+            found = answer(
+                said, sent=len(asked.ids), messages=len(asked.messages), exact=True, limit=asked.most, seconds=seconds
+            )
+        except RefusedRequest as why:
+            return Reply((), "error", refused=str(why))
         self._check_read(asked.messages, len(asked.ids), found.prompt_tokens)
         return Reply((), found.finish, text=found.text)
 

@@ -1,4 +1,8 @@
-"""OpenVINO GenAI: ``KV_CACHE_PRECISION`` and its kin, cache eviction; its default is a compressed cache (u8).
+"""OpenVINO GenAI: ``KV_CACHE_PRECISION`` and its kin, cache eviction, sparse prefill; by default it compresses (u8).
+
+    start_size, recent_size, max_cache_size    its CacheEvictionConfig, with aggregation_mode and the like
+    kvcrush_config.budget, ...                 the KVCrushConfig in it
+    sparse_attention_config.mode, ...          its SparseAttentionConfig, which use_sparse_attention turns on
 
 A checkpoint is converted once, by OpenVINO's own PyTorch frontend (``openvino_export``), in the precision of float32.
 """
@@ -18,6 +22,17 @@ from kvaudit.core.spec import expand
 _IR = "openvino_model.xml"
 _MODULES = ("openvino_genai",)
 _APART = ("KEY_CACHE_PRECISION", "VALUE_CACHE_PRECISION")
+_SIZES = ("start_size", "recent_size", "max_cache_size")  # without which nothing is evicted
+_EVICTION = (*_SIZES, "aggregation_mode", "apply_rotation", "snapkv_window_size")
+_CRUSH = tuple(f"kvcrush_config.{name}" for name in ("budget", "anchor_point_mode", "rng_seed"))
+_SPARSE = tuple(
+    f"sparse_attention_config.{name}"
+    for name in (
+        *("mode", "num_last_dense_tokens_in_prefill", "num_retained_start_tokens_in_cache"),
+        *("num_retained_recent_tokens_in_cache", "xattention_threshold", "xattention_block_size", "xattention_stride"),
+    )
+)
+_SWITCH = "use_sparse_attention"
 _PRECISIONS = ("u8", "u4", "f16", "bf16", "f32")  # that --kv knows
 
 
@@ -25,13 +40,16 @@ class OpenVino(Engine):
     """OpenVINO GenAI's continuous batching on a CPU."""
 
     name = "openvino"
-    about = "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, cache eviction"
+    about = (
+        "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, start_size recent_size "
+        "max_cache_size (eviction), kvcrush_config.budget, sparse_attention_config.mode"
+    )
     install = "pip install 'kvaudit[openvino]'"
     compresses: ClassVar = {
         **dict.fromkeys(("KV_CACHE_PRECISION", *_APART), ("f32", "bf16", "f16")),
         **dict.fromkeys(("KEY_CACHE_GROUP_SIZE", "VALUE_CACHE_GROUP_SIZE", "KEY_CACHE_QUANT_MODE"), ()),
-        **dict.fromkeys(("start_size", "recent_size", "max_cache_size", "aggregation_mode"), ()),
-        **dict.fromkeys(("apply_rotation", "snapkv_window_size"), ()),
+        **dict.fromkeys((*_EVICTION, *_CRUSH, *_SPARSE), ()),
+        _SWITCH: ("false",),
     }
     uncompressed: ClassVar[Settings] = {"KV_CACHE_PRECISION": "f32"}  # or whatever INFERENCE_PRECISION_HINT is
     # by itself the engine computes in whatever the processor has, and lets the cache grow, which with u4 breaks the
@@ -40,7 +58,12 @@ class OpenVino(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """With the precision that the engine would choose by itself written out: u8, of keys or values alone too."""
+        """With the precision that the engine would choose by itself written out: u8, of keys or values alone too.
+
+        Raises SpecError for settings of a part that is not turned on: the engine would take them and do nothing.
+        """
+        settings = {**({_SWITCH: "true"} if _beginning(settings, "sparse_attention_config.") else {}), **settings}
+        _check_acting(settings)
         if "KV_CACHE_PRECISION" in settings:
             return super().filled(settings)
         named = _APART if set(_APART) & set(settings) else ("KV_CACHE_PRECISION",)
@@ -79,6 +102,27 @@ class OpenVino(Engine):
         session = WorkedSession(cls.name, "openvino_inside.py", told, work, python)
         session.about = {**session.about, "weights": source}
         return session
+
+
+def _beginning(settings: Settings, start: str) -> list[str]:
+    return [name for name in settings if name.startswith(start)]
+
+
+def _check_acting(settings: Settings) -> None:
+    """Raise SpecError for eviction without its sizes, KVCrush without a budget, sparse prefill that is off."""
+    crush, sparse = _beginning(settings, "kvcrush_config."), _beginning(settings, "sparse_attention_config.")
+    evicting = [name for name in settings if name in _EVICTION] + crush
+    lacking = [name for name in _SIZES if name not in settings]
+    if evicting and lacking:
+        raise SpecError(f"engine openvino: {evicting[0]} wants {', '.join(_SIZES)} beside it; add {', '.join(lacking)}")
+    if crush and settings.get(_CRUSH[0], "0") == "0":
+        raise SpecError(f"engine openvino: {crush[0]} does nothing without a {_CRUSH[0]} above 0; name one, in blocks")
+    if crush and settings.get("aggregation_mode") == "ADAPTIVE_RKV":
+        raise SpecError(
+            f"engine openvino: {crush[0]} does nothing under aggregation_mode ADAPTIVE_RKV; take one of them"
+        )
+    if sparse and settings[_SWITCH] == "false":
+        raise SpecError(f"engine openvino: {sparse[0]} does nothing with {_SWITCH} false; leave that out")
 
 
 def _folder(work: Work) -> tuple[Path, str]:

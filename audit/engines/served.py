@@ -9,15 +9,19 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvaudit.audit.engines.base import Asked, Gone, Reply, Session, Work
+from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
+from kvaudit.audit.engines.checkpoint import served_folder
+from kvaudit.audit.engines.flags import check_flags, one_spelling
 from kvaudit.audit.engines.life import Process, free_port
-from kvaudit.audit.engines.worked import as_reply, vocabulary_of
+from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
 from kvaudit.core.endpoint import Endpoint, Line, Unanswered, over_http
+from kvaudit.core.grid import EngineSpec
 from kvaudit.core.text import inline, one_line
 
 _PORTS = 3  # tried, where somebody takes one before the engine does
@@ -31,6 +35,44 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 _Q = TypeVar("_Q")
 _R = TypeVar("_R")
+
+
+class ServedEngine(Engine):
+    """An engine that is a server of its own environment: its settings are flags of its command line, and variables.
+
+    It is known by its module, which has its ``name``. ``ours`` are the flags that are kvaudit's own to say.
+    """
+
+    ours: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def filled(cls, settings: Settings) -> Settings:
+        """See ``Engine.filled``; flags in one spelling."""
+        check_flags(cls.name, one_spelling(settings), cls.ours)
+        return super().filled(one_spelling(settings))
+
+    @classmethod
+    def kv(cls, text: str) -> Settings:
+        """``kv_cache_dtype``, which the server's own parser knows."""
+        return {"kv_cache_dtype": text}
+
+    @classmethod
+    def check(cls, settings: Settings, part: EngineSpec) -> None:  # noqa: ARG003
+        """Raise SpecError where it is not installed."""
+        python_with((cls.name,), part, cls.name, cls.install)
+
+    @classmethod
+    def start(cls, settings: Settings, work: Work) -> Session:
+        """See ``Engine.start``."""
+        folder, source = served_folder(work, cls.name)
+        session = cls.served_from(folder, settings, work)
+        session.about = {**session.about, "weights": source}
+        return session
+
+    @classmethod
+    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+        """The server at work on a checkpoint's folder."""
+        raise NotImplementedError
 
 
 class ServedSession(Session):

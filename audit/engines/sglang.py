@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvaudit.audit.engines.base import Asked, Engine, Session, Settings, Work
-from kvaudit.audit.engines.checkpoint import served_folder
-from kvaudit.audit.engines.flags import check_flags, flags, one_spelling, variables
-from kvaudit.audit.engines.served import ServedSession
-from kvaudit.audit.engines.worked import python_of, python_with
-from kvaudit.core.grid import EngineSpec
+from kvaudit.audit.engines.base import Asked, Settings, Work
+from kvaudit.audit.engines.flags import flags, variables
+from kvaudit.audit.engines.served import ServedEngine, ServedSession
+from kvaudit.audit.engines.worked import python_of
 
 _OURS = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
@@ -30,7 +28,7 @@ _INFO = (
 )
 
 
-class SgLang(Engine):
+class SgLang(ServedEngine):
     """SGLang's server and its own ``/generate``."""
 
     name = "sglang"
@@ -41,31 +39,13 @@ class SgLang(Engine):
         **dict.fromkeys(("quantization_param_path", "enable_hisparse", "hisparse_config"), ()),
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
+    ours: ClassVar = _OURS
     always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
 
     @classmethod
-    def filled(cls, settings: Settings) -> Settings:
-        """See ``Engine.filled``; flags in one spelling."""
-        check_flags(cls.name, one_spelling(settings), _OURS)
-        return super().filled(one_spelling(settings))
-
-    @classmethod
-    def kv(cls, text: str) -> Settings:
-        """``kv_cache_dtype``, which the server's own parser knows."""
-        return {"kv_cache_dtype": text}
-
-    @classmethod
-    def check(cls, settings: Settings, part: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError where it is not installed."""
-        python_with(("sglang",), part, cls.name, cls.install)
-
-    @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
-        folder, source = served_folder(work, cls.name)
-        session = SgLangSession(folder, settings, work)
-        session.about = {**session.about, "weights": source}
-        return session
+    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+        """See ``ServedEngine.served_from``."""
+        return SgLangSession(folder, settings, work)
 
 
 class SgLangSession(ServedSession):

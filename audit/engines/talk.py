@@ -47,7 +47,11 @@ class _Row:
         return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, seed, said)
 
     def take(self, reply: Reply) -> None:
-        """Hear what the engine said, and what the environment says to it."""
+        """Hear what the engine said, and what the environment says to it; end where it says nothing."""
+        if reply.refused is not None:
+            self.logprob = None
+            self.talk.exchange.break_off()
+            return
         if reply.text is not None:
             self._take_text(reply.text, reply.finish)
             return
@@ -67,6 +71,9 @@ class _Row:
 
     def _take_text(self, text: str, finish: str) -> None:
         self.logprob = None
+        end = self.talk.end_of(text)
+        if end is not None:
+            text, finish = text[:end], "stop"
         self.talk.new_tokens += self._model.chat.count_tokens(text)
         messages = self.talk.exchange.hear(text, finish)
         self.talk.exchange.go_on(messages)

@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvaudit.audit.engines.base import Asked, Engine, Session, Settings, Work
-from kvaudit.audit.engines.checkpoint import served_folder
-from kvaudit.audit.engines.flags import check_flags, flags, one_spelling, variables
-from kvaudit.audit.engines.served import ServedSession
-from kvaudit.audit.engines.worked import python_of, python_with
+from kvaudit.audit.engines.base import Asked, Settings, Work
+from kvaudit.audit.engines.flags import flags, variables
+from kvaudit.audit.engines.served import ServedEngine, ServedSession
+from kvaudit.audit.engines.worked import python_of
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
@@ -31,7 +29,7 @@ _SCALES = re.compile(r"scaling factor|\b[qkv]\w*_scales?\b")
 _GIB = 1 << 30
 
 
-class Vllm(Engine):
+class Vllm(ServedEngine):
     """vLLM's OpenAI-compatible server."""
 
     name = "vllm"
@@ -42,31 +40,13 @@ class Vllm(Engine):
         **dict.fromkeys(("kv_cache_dtype_skip_layers", "calculate_kv_scales"), ()),
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
+    ours: ClassVar = _OURS
     always: ClassVar[Settings] = {"dtype": "float32", "kv_cache_dtype": "auto"}
 
     @classmethod
-    def filled(cls, settings: Settings) -> Settings:
-        """See ``Engine.filled``; flags in one spelling."""
-        check_flags(cls.name, one_spelling(settings), _OURS)
-        return super().filled(one_spelling(settings))
-
-    @classmethod
-    def kv(cls, text: str) -> Settings:
-        """``kv_cache_dtype``, which the server's own parser knows."""
-        return {"kv_cache_dtype": text}
-
-    @classmethod
-    def check(cls, settings: Settings, part: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError where it is not installed."""
-        python_with(("vllm",), part, cls.name, cls.install)
-
-    @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
-        folder, source = served_folder(work, cls.name)
-        session = _VllmSession(folder, settings, work)
-        session.about = {**session.about, "weights": source}
-        return session
+    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+        """See ``ServedEngine.served_from``."""
+        return _VllmSession(folder, settings, work)
 
 
 class _VllmSession(ServedSession):

@@ -1,6 +1,6 @@
 """Rollouts of another engine, as JSON or safetensors: who was kept when becomes the ledger's one integer per entry.
 
-Both forms are described in docs/verify-rollouts.md. Every value is checked, since the file is a stranger's.
+Both forms are described in docs/rollout-files.md. Every value is checked, since the file is a stranger's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interchange form as pydantic checks it part by part, and its lists as tensors. See docs/verify-rollouts.md."""
+"""The interchange form as pydantic checks it part by part, and its lists as tensors. See docs/rollout-files.md."""
 
 from __future__ import annotations
 

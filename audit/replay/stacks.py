@@ -1,6 +1,6 @@
 """Rollouts of other stacks, one JSON object a line, by the names that vLLM, verl, slime and we write.
 
-Described in docs/check-my-loop.md. Every value is checked, since the file is a stranger's. A file is read line by
+Described in docs/rollout-files.md. Every value is checked, since the file is a stranger's. A file is read line by
 line, as often as somebody asks, and never held.
 """
 
@@ -23,7 +23,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import HeatOrGreedy
 from kvaudit.core.text import clip
 
-PAGE = "docs/check-my-loop.md"
+PAGE = "docs/rollout-files.md"
 _LEDGERS = (".json", ".safetensors")  # of kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _SHOWN = 200  # characters of what is wrong

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
@@ -29,7 +28,7 @@ from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.audit.training.tryout import try_out
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.grid import EvaluateSpec
-from kvaudit.core.records import Item, Record
+from kvaudit.core.records import CacheUse, Item, Record, Serving, Spoken
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -215,7 +214,7 @@ class Evaluator:
         session = self._seat.under(unit.policy, self._model)
         thinks = part.think is not None
         talked = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
-        return [self._told(unit, suite, one) for one in talked]
+        return [self._record(unit, suite, one) for one in talked]
 
     def _answered(self, unit: Unit, run: RunFolder) -> Mapping[Row, Record]:
         """What the pilot of a run has answered of a unit, nothing where it did not ask it."""
@@ -267,28 +266,9 @@ class Evaluator:
             items, lengths, part.batch_tokens // part.samples_of(suite.name)
         )  # an item takes a row for each sample
 
-    def _record(self, unit: Unit, suite: Suite, played: Played) -> Record:
-        rollout = played.rollout
-        return self._row(
-            unit,
-            suite,
-            played,
-            retention=rollout.retention,
-            survival=played.survival,
-            kv_bytes_peak=rollout.kv_bytes_peak,
-            kv_bytes_dense=rollout.kv_bytes_dense,
-            kv_bytes_live=rollout.kv_bytes_live,
-            spans=played.spans,
-        )
-
-    def _told(self, unit: Unit, suite: Suite, talked: Talked) -> Record:
-        """An engine shows nobody its cache."""
-        unseen: dict[str, Any] = {"retention": None, "survival": {}, "kv_bytes_peak": None, "kv_bytes_dense": None}
-        return self._row(unit, suite, talked, logprob=talked.logprob, **unseen)
-
-    def _row(self, unit: Unit, suite: Suite, said: Played | Talked, **cache: Any) -> Record:
-        item = said.item
-        return Record(
+    def _record(self, unit: Unit, suite: Suite, said: Played | Talked) -> Record:
+        """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
+        serving = Serving(
             run=self._spec.name,
             checkpoint=self._model.sha256,
             arm=unit.arm,
@@ -297,22 +277,31 @@ class Evaluator:
             policy_hash=unit.policy.hash,
             suite=suite.name,
             suite_version=suite.version,
-            item_id=item.item_id,
-            cluster_id=item.cluster_id,
             context_tokens=unit.context_tokens,
-            placement=item.placement,
+        )
+        logprob, cache = (None, _cache_use(said)) if isinstance(said, Played) else (said.logprob, CacheUse())
+        spoken = Spoken(
             sample_index=said.sample_index,
-            outcome=said.grade.outcome,
-            score=said.grade.score,
             finish_reason=said.finish_reason,
             prompt_tokens=said.prompt_tokens,
             new_tokens=said.new_tokens,
             seconds=said.seconds,
-            judge=said.grade.judge,
             transcript=said.transcript,
-            facets=said.grade.facets,
-            **cache,
+            logprob=logprob,
         )
+        return Record.of(serving, said.item, said.grade, spoken, cache)
+
+
+def _cache_use(played: Played) -> CacheUse:
+    rollout = played.rollout
+    return CacheUse(
+        retention=rollout.retention,
+        survival=played.survival,
+        kv_bytes_peak=rollout.kv_bytes_peak,
+        kv_bytes_dense=rollout.kv_bytes_dense,
+        kv_bytes_live=rollout.kv_bytes_live,
+        spans=played.spans,
+    )
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:

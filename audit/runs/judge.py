@@ -20,7 +20,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from kvaudit.core.options import IDENTITY_DIGITS
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.recipe import RECIPE
-from kvaudit.core.records import RECORD_FORMAT, Grade, Item, Record
+from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
@@ -218,21 +217,7 @@ def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = Non
     said = None if judge is None else Said(judge.judge, _said(unit, asked, judge))
     for old, item in answered_items(unit, asked):
         grade, sure = _grade(old, item, asked.suite, said)
-        yield (
-            old,
-            replace(
-                old,
-                suite_version=asked.suite.version,
-                cluster_id=item.cluster_id,
-                placement=item.placement,
-                outcome=grade.outcome,
-                score=grade.score,
-                judge=grade.judge,
-                facets=grade.facets,
-                unsure=not sure,
-                format=RECORD_FORMAT,
-            ),
-        )
+        yield old, old.graded_again(asked.suite.version, item, grade, unsure=not sure)
 
 
 def _said(unit: StoredUnit, asked: AskedItems, judge: Remembered) -> dict[str, Reading | None]:

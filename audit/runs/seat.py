@@ -62,7 +62,9 @@ class Seat(Session):
                 self.under(*self._wanted)
             assert self._held is not None
             try:
-                return self._held[1].answer(asked)
+                replies = self._held[1].answer(asked)
+                self._note_refused(replies)
+                return replies
             except Gone as error:
                 wanted = self._wanted
                 self.stop()
@@ -71,6 +73,12 @@ class Seat(Session):
                     raise RunError(f"{error}; what is written stays: go on with --resume") from None
                 self._say(f"{error}; starting it again")
         raise AssertionError
+
+    def _note_refused(self, replies: Sequence[Reply]) -> None:
+        """Say which requests the engine would not answer; they are unscored, in the records too."""
+        words = [reply.refused for reply in replies if reply.refused is not None]
+        if words:
+            self._say(f"{len(words)} of {len(replies)} requests were refused, and are unscored: {words[0]}")
 
     def stop(self) -> None:
         """End the engine, if there is one."""
@@ -128,6 +136,6 @@ def try_out_engines(
             except Gone as error:
                 raise RunError(f"{error} (condition {condition.canonical})") from None
         if heard is not None:
-            text = model.chat.text(reply.ids) if reply.text is None else reply.text
-            heard(condition.canonical, item, text)
+            said = model.chat.text(reply.ids) if reply.text is None else reply.text
+            heard(condition.canonical, item, said if reply.refused is None else f"refused: {reply.refused}")
     shutil.rmtree(logs)

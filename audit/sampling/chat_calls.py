@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvaudit.audit.sampling.chat import TOOL_PREFIX
-from kvaudit.core.endpoint import ChatCompletion, Scope, Unanswered
+from kvaudit.core.endpoint import ChatCompletion, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 from kvaudit.core.thoughts import heard
 
 # how a finish is called here and there; what else there is (a filter, a tool call) is no answer
 _FINISHES = {"stop": "stop", "end_turn": "stop", "eos": "stop", "length": "length", "max_tokens": "length"}
+_FILTERED = "content_filter"
 _FRAME = 64, 16  # tokens that a chat template may put around a conversation, and around a message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
 _SPARE = 16  # tokens beyond the limit of an answer that count as rounding
@@ -55,6 +56,8 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
     ``sent`` tokens in so many ``messages``, by a tokenizer where ``exact``; at most ``limit`` were to be written.
     """
     finish = _FINISHES.get(completion.finish_reason)
+    if completion.finish_reason == _FILTERED:
+        raise RefusedRequest(f"it ended by {_FILTERED!r}, which is no end of an answer")
     if finish is None:
         raise _broken(f"it ended by {completion.finish_reason[:40]!r}, which is no end of an answer")
     read, drawn = _usage(completion.usage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -235,8 +236,17 @@ class Conversation:
         """Whether an answer has come to a text that ends it; in a thought it ends nothing."""
         if not holds_stop(self._model.chat, ids, self.suite.until):
             return False
-        answer = self.exchange.said(self._model.chat.text(ids))[-1].content
-        return not self._thinks or any(text in answer for text in self.suite.until)
+        return not self._thinks or self._holds_end(self._model.chat.text(ids))
+
+    def end_of(self, text: str) -> int | None:
+        """Where an answer as text comes to the first text that ends it, which still is of it; None where none does."""
+        found = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
+        return next((place for place in sorted(found) if self._holds_end(text[:place])), None)
+
+    def _holds_end(self, text: str) -> bool:
+        """Whether an answer holds a text that ends it, outside of a thought."""
+        answer = self.exchange.said(text)[-1].content
+        return any(end in answer for end in self.suite.until)
 
     def answer(self, completion: Completion) -> bool:
         """Take the model's answer; end the row, or hold the environment's reply ready. Whether the model speaks again.

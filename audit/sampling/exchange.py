@@ -12,7 +12,7 @@ from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
 from kvaudit.suites.base import Suite
 
-OUT_OF_POSITIONS = "the conversation outgrew the model's positions"
+NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
 
 
 class Exchange:
@@ -103,7 +103,7 @@ def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish
     """The grade of a conversation in which nothing was said that anybody could grade whole; None of any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
-        return Grade(Outcome.UNSCORED, None, note=OUT_OF_POSITIONS, facets=unknown(facets))
+        return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown(facets))
     fault = _fault(transcript[len(item.messages) :], finish_reason)
     if fault and not (fault == "truncated" and suite.reads_cut and _spoke(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE

@@ -2,7 +2,7 @@
 
 Teacher-forced on the reference's trajectories, KL(reference || candidate) per token. KL is never negative, so there is
 no test of zero: every row is held against the A/A floor, the reference run again. Columns as in llama.cpp's
-``--kl-divergence``, so the numbers can be compared with published ones. The format is in docs/measure-displacement.md.
+``--kl-divergence``, so the numbers can be compared with published ones. The format is in docs/replaying.md.
 """
 
 from __future__ import annotations

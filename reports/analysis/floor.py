@@ -2,7 +2,8 @@
 
 What a compressed engine answers can depend on what is answered beside it. A flip under a condition is one of the
 setting only beyond what the condition and its reference do by themselves, so both floors stand beside every figure.
-They decide nothing: flips of an A/A go both ways, and are in the variance of the interval already.
+They decide whether a setting acts at all (``drift.canary``), and nothing else: flips of an A/A go both ways, and are in
+the variance of the interval already.
 """
 
 from __future__ import annotations

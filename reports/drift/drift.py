@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvaudit.core.errors import DataError
 from kvaudit.core.facets import UNSAFE
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.drift.answers import reference_answers
-from kvaudit.reports.drift.canary import canary_reasons, held_by_canary, unmoved
+from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_canary
 from kvaudit.reports.drift.comparison import Comparison, Reason, run_reasons
 from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
 from kvaudit.reports.records.load import RunData
@@ -69,19 +70,29 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: Where 
     ``facets``: where they are contrasted, None for everywhere; they are most of the contrasts.
     """
     tables = data.panels
-    still = unmoved(data.records, comparison)
+    acting = canaries_of(data.records, _asked_again(data, comparison), comparison)
     found = contrasts(comparison, tables, alpha, facets)
     return Drift(
         run=data.spec.name,
         comparison=comparison,
         alpha=alpha,
         cells=tuple(cells_of(data.records, tables, comparison)),
-        contrasts=tuple(held_by_canary(c, comparison, still) for c in found),
-        reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, still)),
+        contrasts=tuple(held_by_canary(c, comparison, acting) for c in found),
+        reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, acting)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
         answers=reference_answers(data.records, comparison.reference),
     )
+
+
+def _asked_again(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
+    """The records of the floor by way of asking; none of a floor that cannot be read, which is among the problems."""
+    if not comparison.references:
+        return {}
+    try:
+        return data.floor.records
+    except DataError:
+        return {}
 
 
 def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:

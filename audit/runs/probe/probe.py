@@ -32,7 +32,7 @@ from kvaudit.core.endpoint import Line, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
-from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, Spoken
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import SUITES
@@ -220,7 +220,11 @@ class Probe:
         grade = exchange.grade()
         read = talk.answers[0].prompt_tokens if talk.answers else None
         drawn = [said.new_tokens for said in talk.answers]
-        return Record(
+        new_tokens = sum(
+            self._plan.count(said.text) if known is None else known
+            for said, known in zip(talk.answers, drawn, strict=True)
+        )
+        serving = Serving(
             run=self._spec.name,
             checkpoint=UNKNOWN,
             arm=ENDPOINT_ARM,
@@ -229,25 +233,16 @@ class Probe:
             policy_hash=UNKNOWN,
             suite=unit.suite.name,
             suite_version=unit.suite.version,
-            item_id=item.item_id,
-            cluster_id=item.cluster_id,
             context_tokens=unit.context_tokens,
-            placement=item.placement,
+        )
+        spoken = Spoken(
             sample_index=talk.sample,
-            outcome=grade.outcome,
-            score=grade.score,
             finish_reason=exchange.finish,
             prompt_tokens=self._plan.tokens(item) if read is None else read,
-            new_tokens=sum(
-                self._plan.count(said.text) if known is None else known
-                for said, known in zip(talk.answers, drawn, strict=True)
-            ),
-            retention=0.0,  # the cache is out of sight: kept and allocated are unknown
-            survival={},
-            kv_bytes_peak=0,
-            kv_bytes_dense=0,
+            new_tokens=new_tokens,
             seconds=sum(said.seconds for said in talk.answers),
-            judge=grade.judge,
             transcript=exchange.transcript,
-            facets=grade.facets,
         )
+        # the cache is out of sight: kept and allocated are unknown
+        cache = CacheUse(retention=0.0, kv_bytes_peak=0, kv_bytes_dense=0)
+        return Record.of(serving, item, grade, spoken, cache)

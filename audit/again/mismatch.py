@@ -9,27 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvaudit.audit.again.measure import Measure, serve_again
+from kvaudit.audit.again.verify import PASS_TOKENS
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.replay.recorded import beyond
 from kvaudit.audit.replay.stacks import Imported, imported
-from kvaudit.audit.runs.verify import PASS_TOKENS
-from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
+from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
-from kvaudit.core.alarms import Bound
+from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.text import inline
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import scientific
 
+MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held
 
 
@@ -65,12 +72,25 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """The panel of a file, at one temperature, and the declared bounds that it passes."""
+class Panel:
+    """The numbers of a file, at one temperature, and the declared bounds that they pass."""
 
     temperature: float
     panel: dict[str, float | None]
     alarms: list[Bound]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A few rollouts, padded [B, R]: log-probs in nats under sampler and learner, what was drawn, and advantages."""
+
+    sampler: Tensor
+    learner: Tensor
+    sampled: Tensor
+    advantages: Tensor
+
+    def __len__(self) -> int:
+        return len(self.sampled)
 
 
 def survey(path: Path) -> Survey:
@@ -87,26 +107,112 @@ def survey(path: Path) -> Survey:
             f"was drawn, {found.undrawn[0]} first; see that the mask is 1 where the model drew, or leave them out"
         )
     if not found.rollouts:
-        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/check-my-loop.md")
+        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/rollout-files.md")
     return found
 
 
-def measure(model: LoadedModel, found: Survey, *, temperature: float | None = None) -> Mismatch:
-    """Pass every rollout densely; raises DataError where the model cannot have sampled them.
+class Mismatch(Measure[Survey, Passed, Panel]):
+    """How far a file's sampler was from the learner's dense pass; ``temperature`` replaces the recorded one."""
 
-    ``temperature`` replaces the recorded one.
-    """
-    _check_model(model, found)
-    heat, panel = _temperature(found, temperature), MismatchPanel()
-    for rows in _handfuls(imported(found.path)):
-        rollouts = [_dense(row.rollout, model.model.config) for row in rows]
-        sampler = _padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts])
-        sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
-        # greedy draws are recorded with the log-probs of temperature 1
-        learner = _learner(model.model, rollouts, sampled, heat or 1.0)
-        panel.add(sampler, learner, sampled, _padded([_advantages(row, found) for row in rows]))
-    numbers = panel.numbers()
-    return Mismatch(heat, numbers, alarms(numbers))
+    name = "mismatch"
+    says = "how far a sampler's log-probs were from the learner's dense pass, whatever stack sampled"
+    needs = "rollouts with log-probs, one a line, or with their ledgers"
+    decides = True
+
+    def __init__(self, model: LoadedModel, found: Survey, *, temperature: float | None = None) -> None:
+        self._model, self._survey, self._temperature = model, found, temperature
+
+    @classmethod
+    def trial(cls, run: RunFolder) -> Self:
+        folder = run.checkpoint(*run.spec.arms[0])
+        return cls(load_model(str(folder)), survey(folder / LEDGERS / f"{FINAL_LEDGER}.safetensors"))
+
+    def pieces(self) -> Sequence[Survey]:
+        return [self._survey]
+
+    def size(self, piece: Survey) -> int:
+        return piece.rollouts
+
+    def model(self, piece: Survey) -> LoadedModel:  # noqa: ARG002
+        return self._model
+
+    def served(self, piece: Survey, model: LoadedModel) -> Iterator[Passed]:
+        _check_model(model, piece)
+        temperature = self._temperature_of(piece)
+        for rows in _handfuls(imported(piece.path)):
+            rollouts = [_dense(row.rollout, model.model.config) for row in rows]
+            sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
+            yield Passed(
+                sampler=_padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
+                # greedy draws are recorded with the log-probs of temperature 1
+                learner=_learner(model.model, rollouts, sampled, temperature or 1.0),
+                sampled=sampled,
+                advantages=_padded([_advantages(row, piece) for row in rows]),
+            )
+
+    def summed(self, piece: Survey, model: LoadedModel, parts: Iterator[Passed]) -> Panel:  # noqa: ARG002
+        panel = MismatchPanel()
+        for part in parts:
+            panel.add(part.sampler, part.learner, part.sampled, part.advantages)
+        numbers = panel.numbers()
+        return Panel(self._temperature_of(piece), numbers, alarms(numbers))
+
+    def differs(self, total: Panel) -> bool:
+        return bool(total.alarms)
+
+    def lines(self, found: Sequence[tuple[Survey, Panel]]) -> Iterator[str | Table]:
+        bounds = {bound.name: bound.words for bound in MISMATCH}
+        for piece, total in found:
+            model, written = self._model, ", ".join(sorted(piece.stacks))
+            source = f"{inline(str(piece.path))} ({written})"
+            yield f"rollouts    {piece.rollouts} of {source}, {piece.tokens} sampled tokens"
+            name, dtype = f"{inline(model.name)} {model.sha256[:12]}", str(model.dtype).removeprefix("torch.")
+            yield f"model       {name}, {dtype}, temperature {total.temperature:g}"
+            if piece.undrawn:
+                yield f"skipped     {len(piece.undrawn)} without a drawn token, {piece.undrawn[0]} first"
+            rows = ((name, scientific(value), bounds.get(name, "")) for name, value in total.panel.items())
+            yield Table(("number", "value", "alarm"), tuple(rows))
+            for bound in total.alarms:
+                yield f"alarm: {bound.name} is {scientific(total.panel[bound.name])}, {bound.words}: {bound.meaning}"
+            if not total.alarms:
+                yield "no alarm: the numbers keep within the bounds above"
+
+    def to_json(self, total: Panel) -> str:
+        """The numbers of the file as a program reads them."""
+        found, model = self._survey, self._model
+        rung = [
+            {"name": bound.name, "value": total.panel[bound.name], "least": bound.least, "most": bound.most}
+            for bound in total.alarms
+        ]
+        table = {
+            "format": MISMATCH_FORMAT,
+            "version": MISMATCH_VERSION,
+            "rollouts": found.rollouts,
+            "skipped": len(found.undrawn),
+            "tokens": found.tokens,
+            "written_by": sorted(found.stacks),
+            "model": model.name,
+            "model_sha256": model.sha256,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "temperature": total.temperature,
+            "panel": total.panel,
+            "alarms": rung,
+        }
+        return json.dumps(table, indent=1, allow_nan=False) + "\n"
+
+    def _temperature_of(self, found: Survey) -> float:
+        if self._temperature is not None:
+            return self._temperature
+        if len(found.temperatures) > 1:
+            known = ", ".join(f"{value:g}" for value in sorted(found.temperatures))
+            raise SpecError(f"{str(found.path)!r} was sampled at several temperatures ({known}); give a file of each")
+        return next(iter(found.temperatures), 1.0)
+
+
+def measure(model: LoadedModel, found: Survey, *, temperature: float | None = None) -> Panel:
+    """``Mismatch`` by itself; raises DataError where the model cannot have sampled the rollouts."""
+    ((_, total),) = serve_again(Mismatch(model, found, temperature=temperature))
+    return total
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -129,15 +235,6 @@ def _check_model(model: LoadedModel, found: Survey) -> None:
                 f"{str(found.path)!r}, {place} has tokens of a vocabulary of sha256 {declared[:12]}, that of model "
                 f"{model.name!r} is {own[:12]}; give the model that sampled it"
             )
-
-
-def _temperature(found: Survey, asked: float | None) -> float:
-    if asked is not None:
-        return asked
-    if len(found.temperatures) > 1:
-        known = ", ".join(f"{value:g}" for value in sorted(found.temperatures))
-        raise SpecError(f"{str(found.path)!r} was sampled at several temperatures ({known}); give a file of each")
-    return next(iter(found.temperatures), 1.0)
 
 
 def _handfuls(rows: Iterator[Imported]) -> Iterator[list[Imported]]:

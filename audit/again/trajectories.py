@@ -1,4 +1,4 @@
-"""Recorded answers as token sequences that every model can be led along (teacher forcing).
+"""Recorded answers as token sequences that every model can be led along (teacher forcing), and who is led along whose.
 
 The opening, each answer and each reply of the environment are rendered as they were while sampling. A record holds
 text, so an answer's tokens are those the tokenizer makes of it; where it was sampled in other pieces, both models are
@@ -7,17 +7,22 @@ still asked about the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 
+from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.runs.evaluate import row_seed
+from kvaudit.audit.runs.evaluate import row_seed, served_by_us
 from kvaudit.audit.sampling.chat import Chat, Rendered
-from kvaudit.core.errors import DataError
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import in_file_name
 from kvaudit.core.records import Item, Message, Record, Role
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.thoughts import drawn
 
+DENSE = Dense()
 NOTHING = Rendered((), ())
 
 
@@ -151,3 +156,62 @@ def batches(found: Sequence[Trajectory], *, tokens: int, logits: int, vocabulary
             result.append([one])
             columns = set(one.scored)
     return result
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One checkpoint under one policy on the answers of ``reference_seed``; ``floor`` is the reference run again."""
+
+    arm: str
+    seed: int
+    policy: Policy
+    suite: str
+    context_tokens: int
+    reference_seed: int
+    floor: bool
+
+    @property
+    def name(self) -> str:
+        """The file name of the unit, without its ending."""
+        kind = "floor" if self.floor else self.policy.hash
+        return f"{self.arm}-seed{self.seed}--{kind}--{in_file_name(self.suite)}--{self.context_tokens}"
+
+
+def units(spec: RunSpec) -> list[Measured]:
+    """Every unit of a run; those of one checkpoint and reference stand together, the floors first.
+
+    Seed s of an arm follows seed s of the reference; a reference of one seed serves all. The reference itself is
+    measured under every policy but ``none``, and uncompressed its other seeds against its first.
+    Raises SpecError where engines alone served: they show no distributions.
+    """
+    if DENSE not in served_by_us(spec):
+        raise SpecError(
+            "engines alone served this run, and they show nobody their distributions; add none and policies of our own "
+            "cache to evaluate.policies"
+        )
+    reference = spec.gate.reference
+    own = [seed for arm, seed in spec.arms if arm == reference]
+    found: list[Measured] = []
+    for arm, seed in spec.arms:
+        if arm == reference:
+            found += _grid(spec, arm, seed, seed, (DENSE,), floor=True)
+    for arm, seed in spec.arms:
+        known = seed if seed in own else own[0]
+        policies = served_by_us(spec, arm)
+        deployed = [policy for policy in policies if policy != DENSE]
+        if arm == reference:
+            found += _grid(spec, arm, seed, seed, deployed)
+            if seed != own[0]:
+                found += _grid(spec, arm, seed, own[0], (DENSE,))
+        elif arm != BASE_ARM:
+            found += _grid(spec, arm, seed, known, policies)
+    return found
+
+
+def _grid(
+    spec: RunSpec, arm: str, seed: int, reference_seed: int, policies: Sequence[Policy], *, floor: bool = False
+) -> Iterator[Measured]:
+    for suite in spec.evaluate.suites:
+        for context in spec.evaluate.contexts_of(suite):
+            for policy in policies:
+                yield Measured(arm, seed, policy, suite, context, reference_seed, floor)

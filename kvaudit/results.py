@@ -1,0 +1,168 @@
+"""What a run and a comparison came to, as objects and as tables; no torch.
+
+run = kvaudit.load_run("runs/quickstart")
+run.verdict.status                      # Status.PASS, FAIL, INCONCLUSIVE, INVALID or NOT_MEASURABLE
+run.table()[["contrast", "arm", "policy", "suite", "estimate", "low", "high", "status"]]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvaudit.core.records import Record
+    from kvaudit.core.spec import RunSpec
+    from kvaudit.reports.compare.files import Compared
+    from kvaudit.reports.drift.results import Contrast, Drift
+    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.gate.verdict import Decision, Verdict
+    from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.records.load import RunData
+
+_POINTS = 100.0  # scores are shares; tables speak of percentage points
+
+
+class Run:
+    """A run folder, read when it is asked for: its spec, records, drift and verdict.
+
+    Raises DataError, in one line, for a folder that is no run, whose files are not those that it sealed, or whose
+    checkpoints have changed since; SpecError for rules that cannot be used.
+    """
+
+    def __init__(self, path: Path | str, asked: Asked | None = None) -> None:
+        from kvaudit.core.provenance import check_checkpoints
+
+        self.path = Path(path)
+        self._asked = asked
+        check_checkpoints(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @cached_property
+    def data(self) -> RunData:
+        """Everything that reports read of the folder."""
+        from kvaudit.reports.records.load import load_run
+
+        return load_run(self.path)
+
+    @cached_property
+    def findings(self) -> Findings:
+        """Drift, rules and verdict of every facet, human labels before the judge's."""
+        from kvaudit.reports.run import decided
+
+        return decided(self.data, self._asked)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec as the run wrote it, complete."""
+        return self.data.spec
+
+    @property
+    def records(self) -> pd.DataFrame:
+        """One row for each graded sample: arm, seed, policy, suite, item_id, outcome, score, facets, ..."""
+        return self.data.records
+
+    def answers(self) -> Iterator[Record]:
+        """Every record whole, with its transcript, file by file as they lie on disk."""
+        places = zip(self.records["file"], self.records["line"], strict=True)
+        return (record for _, record in self.data.records_at((str(file), int(line)) for file, line in places))
+
+    @property
+    def drift(self) -> Drift:
+        """Cells and contrasts, with intervals; knows no verdict."""
+        return self.findings.drift
+
+    @property
+    def verdict(self) -> Verdict:
+        """PASS, FAIL, INCONCLUSIVE, INVALID or NOT MEASURABLE, with the decision of every cell."""
+        return self.findings.verdict
+
+    def table(self) -> pd.DataFrame:
+        """One row for each contrast, as ``contrast_table``."""
+        return contrast_table(self.findings)
+
+    def report(self) -> Path:
+        """Write report/ into the folder; returns the path of report.html."""
+        from kvaudit.reports.run import write_decided
+
+        write_decided(self.data, self.findings)
+        return self.path / "report" / "report.html"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two result files, compared by one metric."""
+
+    compared: Compared
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.compared.verdict
+
+    @property
+    def records(self) -> pd.DataFrame:
+        """One row for each answer of either side."""
+        return self.compared.records
+
+    def table(self) -> pd.DataFrame:
+        """One row for each contrast, as ``contrast_table``."""
+        return contrast_table(self.compared.findings)
+
+
+def contrast_table(findings: Findings) -> pd.DataFrame:
+    """One row for each contrast and facet: who, the rates of both sides, the drift and what the gate says of it.
+
+    Rates are in percent, ``estimate``, ``low``, ``high`` (95 %), ``lower`` and ``margin`` in percentage points, drift
+    is candidate minus reference. What does not exist is missing, never 0; ``status`` of what nothing gates is None.
+    """
+    import pandas as pd
+
+    decisions = {_key(one): one for one in findings.verdict.decisions}
+    rows = [_row(one, decisions.get(_key(one))) for one in findings.drift.contrasts]
+    return pd.DataFrame(rows, columns=list(_row_names()))
+
+
+def _key(one: Contrast | Decision) -> tuple[str, str, str, str, int]:
+    return one.estimand, one.arm, one.policy, one.suite, one.context_tokens
+
+
+def _row_names() -> tuple[str, ...]:
+    return (
+        *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate"),
+        *("estimate", "low", "high", "lower", "margin", "gated", "status"),
+    )
+
+
+def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
+    from kvaudit.core.spec import CONTRASTS
+
+    words = {code: word for word, code in CONTRASTS.items()} | {"E4": "serving", "E5": "interaction"}
+    effect, rates = one.effect, one.rates
+    return {
+        "contrast": words.get(one.estimand, one.estimand),
+        "arm": one.arm,
+        "policy": one.policy,
+        "suite": one.suite,
+        "context_tokens": one.context_tokens,
+        "reference": _points(rates.reference if rates else None),
+        "candidate": _points(rates.candidate if rates else None),
+        "estimate": _points(effect.estimate if effect else None),
+        "low": _points(effect.low if effect else None),
+        "high": _points(effect.high if effect else None),
+        "lower": _points(effect.lower if effect else None),
+        "margin": _points(decision.margin if decision else None),
+        "gated": bool(decision and decision.gated),
+        "status": decision.status.value if decision else None,
+    }
+
+
+def _points(share: float | None) -> float:
+    return math.nan if share is None else _POINTS * share

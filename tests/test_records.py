@@ -1,0 +1,61 @@
+"""How a record is made: from whose answer it is, what was said, what a grader made of it, and what the cache held."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from test_layers import FILES, module_of
+
+from kvaudit.core.records import (
+    RECORD_FORMAT,
+    CacheUse,
+    Grade,
+    Item,
+    Message,
+    Outcome,
+    Record,
+    Role,
+    Serving,
+    Spoken,
+)
+
+SERVING = Serving("run", "sha", "dense", 3, "none", "hash", "math", "2", 192)
+ITEM = Item("math", "math-1", "sums", (Message(Role.USER, "1+1?"),), 192, "front")
+SPOKEN = Spoken(1, "stop", 9, 4, 0.5, (*ITEM.messages, Message(Role.ASSISTANT, "2")), logprob=-0.25)
+RIGHT = Grade(Outcome.DESIRED, 1.0, facets={"solved": True})
+
+
+def test_a_record_says_what_its_parts_say() -> None:
+    record = Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse(0.5, {"user": 0.25}, 10, 20, 8))
+    assert (record.arm, record.train_seed, record.suite, record.suite_version) == ("dense", 3, "math", "2")
+    assert (record.item_id, record.cluster_id, record.placement) == ("math-1", "sums", "front")
+    assert (record.sample_index, record.new_tokens, record.seconds, record.logprob) == (1, 4, 0.5, -0.25)
+    assert (record.retention, record.survival, record.kv_bytes_live, record.spans) == (0.5, {"user": 0.25}, 8, {})
+    assert (record.outcome, record.score, record.facets) == (Outcome.DESIRED, 1.0, {"solved": True})
+    assert Record.from_json(record.to_json()) == record
+
+
+def test_a_cache_that_nobody_shows_has_no_numbers() -> None:
+    record = Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse())
+    assert (record.retention, record.kv_bytes_peak, record.kv_bytes_dense, record.survival) == (None, None, None, {})
+
+
+def test_an_answer_that_is_graded_again_stays_and_its_grade_is_another() -> None:
+    old = replace(Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse()), format=1)
+    wrong = Grade(Outcome.UNDESIRED, 0.0, "someone", facets={"solved": False})
+    new = old.graded_again("3", replace(ITEM, cluster_id="other"), wrong, unsure=True)
+    assert (new.suite_version, new.cluster_id, new.outcome, new.score) == ("3", "other", Outcome.UNDESIRED, 0.0)
+    assert (new.judge, new.facets, new.unsure, new.format) == ("someone", {"solved": False}, True, RECORD_FORMAT)
+    kept = {
+        name: getattr(old, name)
+        for name in ("suite_version", "cluster_id", "outcome", "score", "judge", "facets", "unsure", "format")
+    }
+    assert replace(new, **kept) == old
+
+
+def test_a_record_is_made_in_one_place() -> None:
+    def calls_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Record"
+
+    assert [module_of(path) for path in FILES if any(map(calls_it, ast.walk(ast.parse(path.read_text()))))] == []

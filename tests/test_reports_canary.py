@@ -1,0 +1,145 @@
+"""Whether a setting acts, on rows as they lie: beside what the engine moves when it is asked the same again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import wilcoxon
+
+from kvaudit.reports.drift.canary import Canary, canaries_of, canary_reasons
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.reports.stats.signed_rank import signed_rank_above
+from tests.test_reports_engines import F32, U8, floored
+
+PLAIN, CODED = "plain", "coded"
+COMPARISON = cast(
+    Comparison,
+    SimpleNamespace(references={CODED: PLAIN}, label=lambda policy: policy, uncompressed_of=lambda _: PLAIN),
+)
+ITEMS = 16
+SAME = [0.0] * ITEMS
+
+Answers = Sequence[float]  # by how much each log-prob is moved; whole nats move the text too
+
+
+def rows(policy: str, moved: Answers, *, silent: bool = False) -> pd.DataFrame:
+    """A run of one arm: item i has log-prob -20 - i, moved."""
+    return pd.DataFrame(
+        {
+            "policy": policy,
+            "arm": "base",
+            "suite": "refusal",
+            "context_tokens": 0,
+            "train_seed": 0,
+            "item_id": [f"item-{i}" for i in range(len(moved))],
+            "sample_index": 0,
+            "said": [f"text {i} {int(by)}" for i, by in enumerate(moved)],
+            "logprob": [np.nan if silent else -20.0 - i + by for i, by in enumerate(moved)],
+        }
+    )
+
+
+def held(setting: Answers, again: dict[str, Answers] | None = None, *, silent: bool = False) -> tuple[Canary, str]:
+    """What is found of a setting that moves answers so, on an engine that moves them so when it is asked again."""
+    grid = pd.concat([rows(PLAIN, SAME, silent=silent), rows(CODED, setting, silent=silent)])
+    asked = {
+        way: pd.concat(
+            [rows(PLAIN, moved, silent=silent), rows(CODED, np.add(setting[: len(moved)], moved), silent=silent)]
+        )
+        for way, moved in (again or {}).items()
+    }
+    found = canaries_of(grid, asked, COMPARISON)
+    (place,) = found.places.values()
+    assert place == found.conditions[CODED]
+    return place, "; ".join(reason.text for reason in canary_reasons(COMPARISON, found))
+
+
+SOME = [0.0, 2.0, 0.001, -0.002] * 4  # four texts of sixteen, and other log-probs of eight more
+OTHERS = [0.0, 0.001, -2.0, 0.002] * 4  # as many of others
+ALL_A_LITTLE = [0.01 * (1 + i) for i in range(ITEMS)]
+
+
+def test_an_engine_that_repeats_itself_and_changed_nothing_does_not_act() -> None:
+    found, words = held(SAME, {"again": SAME[:8], "shuffled": SAME[:8]})
+    assert (found.acts, found.noise) == (False, None)
+    assert words == "coded: the setting changed nothing: 16 answers and their log-probs are the same as under plain"
+
+
+def test_an_engine_that_repeats_itself_acts_by_one_bit_of_one_answer() -> None:
+    one = [*SAME[:-1], 1e-6]
+    found, words = held(one, {"again": SAME[:8], "shuffled": SAME[:8]})  # an answer beyond the floor, even
+    assert (found.acts, found.moved, words) == (True, 1, "")
+
+
+def test_an_engine_that_moves_as_much_by_itself_does_not_act() -> None:
+    found, words = held(SOME, {"again": OTHERS, "shuffled": OTHERS})
+    assert (found.acts, found.moved) == (False, 12)
+    assert words == (
+        "coded: the setting changed nothing beyond what the engine changes by answering again: of 16 answers 25.0 % "
+        "have another text (log-probs 1 nats apart, root mean square) against plain, and 25.0 % have another text "
+        "(log-probs 1 nats apart, root mean square) when it is asked the same again"
+    )
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param([2.5] * ITEMS, id="texts and log-probs"), pytest.param(ALL_A_LITTLE, id="log-probs alone")]
+)
+def test_an_engine_that_moves_less_by_itself_acts(setting: Answers) -> None:
+    """A floor of one text, and of log-probs of a few thousandths."""
+    found, words = held(setting, {"again": SAME, "shuffled": [2.0, *[0.002] * 15]})
+    assert (found.acts, words) == (True, "")
+    assert found.noise is not None
+    assert found.noise.by_itself.texts == 1 / ITEMS
+
+
+def test_a_few_answers_that_part_ways_by_chance_hide_no_code_that_moves_all() -> None:
+    """Root mean squares are as good as equal, and made by one answer."""
+    found, _ = held([2.0, *ALL_A_LITTLE[1:]], {"shuffled": [0.0, 2.0, *[0.001] * 14]})
+    assert found.acts
+
+
+def test_without_log_probs_texts_alone_tell() -> None:
+    found, words = held([1.0] * 4 + SAME[4:], {"shuffled": SAME[:8] + [1.0] * 4 + SAME[:4]}, silent=True)
+    assert not found.acts
+    assert "25.0 % have another text against plain, and 25.0 % have another text when it is asked" in words
+    assert held([1.0] * 12 + SAME[:4], {"shuffled": [1.0, *SAME[1:]]}, silent=True)[0].acts
+
+
+def test_where_nobody_asked_for_a_floor_any_difference_acts() -> None:
+    assert held([*SAME[:-1], 1e-6])[0].acts
+    assert not held(SAME)[0].acts
+
+
+def test_the_noisiest_way_of_asking_is_what_counts() -> None:
+    assert not held(SOME, {"again": SAME, "shuffled": OTHERS})[0].acts
+    assert not held(SOME, {"again": OTHERS, "shuffled": SAME})[0].acts
+
+
+def test_in_a_run_such_a_setting_is_invalid_and_one_that_acts_is_not(tmp_path: Path) -> None:
+    """Four texts under u8, eight under u4; thirty of 64 by asking u8 again in another order."""
+    found = decided(load_run(floored(tmp_path, {U8: (30, 0, 0)}, silent=(U8, F32))))
+    (one,) = [d for d in found.verdict.decisions if d.policy == U8]
+    assert (one.status, one.effect) == (Status.INVALID, None)
+    (reason,) = found.verdict.reasons
+    assert reason.text.startswith(
+        "openvino u8: the setting changed nothing beyond what the engine changes by answering"
+    )
+    assert not any(r.code == "CANARY" for d in found.verdict.decisions if d.policy != U8 for r in d.reasons)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 12])
+def test_the_signed_rank_test_is_that_of_scipy(size: int) -> None:
+    drawn = np.random.default_rng(size).normal(0.3, 1, size)
+    assert signed_rank_above(drawn) == pytest.approx(wilcoxon(drawn, alternative="greater", method="exact").pvalue)
+
+
+def test_ties_are_a_sign_test_and_no_difference_is_no_evidence() -> None:
+    assert signed_rank_above([1, 1, 1, 1, -1, 0, 0]) == 6 / 32
+    assert signed_rank_above([0.0, 0.0]) == signed_rank_above(cast(Any, [])) == 1.0
