@@ -145,7 +145,9 @@ def named(run: Path, spoilt: frozenset[str]) -> list[Named]:
     report = write_report(run)
     rows = []
     for d in gated(report.verdict):
-        found = [c for c in report.analysis.concentration if (c.cell.suite, c.cell.policy) == (d.suite, d.policy)]
+        found = [
+            c for c in report.values.get("concentration", ()) if (c.cell.suite, c.cell.policy) == (d.suite, d.policy)
+        ]
         listed = tuple(t.template for c in found for t in c.templates)
         own = tuple(sorted(name for name in spoilt if name.startswith(f"{d.suite}-")))
         rows.append(Named(f"{d.suite} {report.comparison.labels[d.policy]}", d, listed, own))

@@ -34,6 +34,7 @@ from kvaudit.core.files import read_json
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.records import Record
 from kvaudit.reports.page.formats import formats
+from kvaudit.reports.sections.base import sections
 
 SPEC = """\
 name: kills
@@ -281,10 +282,11 @@ def main() -> None:
         "kvaudit.audit.runs.pipeline",
         "kvaudit.audit.runs.names",
         "kvaudit.reports.run",
-        "kvaudit.reports.analysis.analyse",
+        "kvaudit.reports.sections.base",
     ):  # before any fork
         importlib.import_module(name)
     formats()  # imports them
+    sections()
     rendering.renderer._answer = _render
     with tempfile.TemporaryDirectory() as folder:
         found = Chains(Path(folder), kills, seed).all()

@@ -25,9 +25,9 @@ from bench.claims import counts, halves, known, table
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.spec_train import BASE_ARM, TrainedArm, TrainSpec
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.page.figures.canvas import MARKERS, PALETTE, quiet
+from kvaudit.reports.layout.canvas import MARKERS, PALETTE, quiet
+from kvaudit.reports.layout.words import points, spelled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import points, spelled
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided
 
@@ -129,7 +129,7 @@ def main() -> None:
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
     metrics = [metric for metric in METRICS if ("E1", own.arms[0].name, "none", metric) in own._contrasts]
-    against = [spelled(own.found, metric) for metric in metrics]
+    against = [spelled(own.found.comparison, metric) for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (
         "How rollouts were sampled",

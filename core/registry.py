@@ -31,10 +31,14 @@ class Registry(Generic[T]):
         """Every plug-in by name, sorted."""
         with self._walk:
             if self._found is None:
-                self._found = {}
                 root = importlib.import_module(self._package)
-                for entry in pkgutil.iter_modules(root.__path__, root.__name__ + "."):
-                    self._collect(importlib.import_module(entry.name))
+                modules = [
+                    importlib.import_module(entry.name)
+                    for entry in pkgutil.iter_modules(root.__path__, root.__name__ + ".")
+                ]
+                self._found = {}  # only now: a module that cannot be imported must not leave half of them behind
+                for module in modules:
+                    self._collect(module)
             return dict(sorted(self._found.items()))
 
     def get(self, name: str) -> type[T]:

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.reports.analysis.curves import curves
-from kvaudit.reports.analysis.displacement import load_displacement
-from kvaudit.reports.analysis.examples import largest_losses
-from kvaudit.reports.analysis.floor import FloorUnit, floor_of
-from kvaudit.reports.analysis.guarded import guard_effects
-from kvaudit.reports.analysis.remedies import remedies_of
 from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.drift.selectivity import SELECTIVITY, with_selectivity
@@ -24,15 +17,12 @@ from kvaudit.reports.gate.family import gated_facets
 from kvaudit.reports.gate.rules import Asked, Rules, declared
 from kvaudit.reports.gate.waivers import waivers_for
 from kvaudit.reports.labels.relabelled import with_labels
-from kvaudit.reports.labels.second import second_judge
 from kvaudit.reports.page.behind import viewed
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.model_card import write_card
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.records.floor import FLOOR_FOLDER
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
-
-T = TypeVar("T")
+from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
 
 
 def measured(data: RunData, asked: Asked, *, everything: bool = True) -> tuple[Drift, Rules]:
@@ -60,65 +50,45 @@ def decided(data: RunData, asked: Asked | None = None, *, everything: bool = Tru
     asked = asked or Asked()
     judged, rules = measured(data, asked, everything=everything)
     drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
-    problems = list(problem_lines(data))
-    floor: tuple[FloorUnit, ...] = _or_problem(lambda: _floor(data, drift, problems), (), problems)
-    return Findings(
+    found = Findings(
         drift=drift,
         rules=rules,
         waivers=waivers,
         verdict=decide(drift, rules, waivers),
-        floor=floor,
-        problems=tuple(problems),
+        problems=tuple(problem_lines(data)),
         provenance=dict(data.provenance),
         checkpoints=data.checkpoints,
         evidence=data.evidence,
     )
+    return _with(found, computed(Inputs(found, data), Depth.VERDICT))
 
 
-def _floor(data: RunData, drift: Drift, problems: list[str]) -> tuple[FloorUnit, ...]:
-    """What changed when engines were asked again; what is wrong with its files is noted."""
-    if not drift.comparison.references:
-        return ()
-    asked = data.floor
-    problems += [f"{FLOOR_FOLDER}/{one.file}:{one.line}: {one.reason}" for one in asked.problems]
-    problems += [f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in asked.unfinished]
-    return floor_of(data.records, asked, drift.comparison)
+def _with(found: Findings, more: Computed) -> Findings:
+    return replace(found, values={**found.values, **more.values}, problems=(*found.problems, *more.problems))
 
 
 def with_details(data: RunData, found: Findings) -> Findings:
-    """The findings with what stands beside the verdict: curves, examples, analyses, displacement, calibration.
+    """The findings with what every section finds, how often the gate is wrong, and what lies beside as pages.
 
-    A file of these that cannot be used decides nothing, so it is named among the problems and left out.
+    A file of a section that cannot be used decides nothing, so it is named among the problems.
     """
-    from kvaudit.reports.analysis.analyse import analyse  # scipy's optimisers take a while to import
-    from kvaudit.reports.analysis.mechanism import mechanism
-
-    problems = list(found.problems)
-    return replace(
-        found,
-        curves=curves(data.telemetry, found.comparison.arms),
-        examples=largest_losses(data, found.drift, found.verdict),
-        analysis=analyse(found.drift, found.rules, found.verdict, data.panels),
-        mechanism=mechanism(found.drift, data.panels, data.records),
-        displacement=_or_problem(lambda: load_displacement(data.run), (), problems),
-        guards=_or_problem(lambda: guard_effects(data, found.drift, found.rules), (), problems),
-        remedies=_or_problem(lambda: remedies_of(data, found.drift, found.rules, found.verdict), None, problems),
-        calibration=shipped_rates(),
-        second=_or_problem(lambda: second_judge(data.provenance), None, problems),
-        problems=tuple(problems),
-        viewed=viewed(data),
-    )
+    more = computed(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
+    return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
 
 
 def disclosed(data: RunData, asked: Asked | None = None) -> Page:
-    """The verdict of a run and what it discloses, without the sections of its report; raises as ``decided`` does."""
+    """The verdict of a run and what it discloses, without the sections of its report.
+
+    Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
+    """
     from kvaudit.reports.page.remarks import remarks
     from kvaudit.reports.page.story import banner
 
     found = decided(data, asked)
-    guards = guard_effects(data, found.drift, found.rules)
-    remedies = remedies_of(data, found.drift, found.rules, found.verdict)
-    found = replace(found, curves=curves(data.telemetry, found.comparison.arms), guards=guards, remedies=remedies)
+    more = computed(Inputs(found, data), Depth.DISCLOSURE)
+    if more.problems:
+        raise DataError(more.problems[0])
+    found = _with(found, more)
     return Page(found, banner(found), (), tuple(remarks(found)))
 
 
@@ -164,11 +134,3 @@ def _write_cards(run: Path, found: Findings, rendered: Callable[[str], str]) -> 
             write_card(folder, sections[arm], base=found.comparison.model)
         except AuditError as error:
             yield str(error)
-
-
-def _or_problem(load: Callable[[], T], otherwise: T, problems: list[str]) -> T:
-    try:
-        return load()
-    except DataError as error:
-        problems.append(str(error))
-        return otherwise

@@ -17,6 +17,7 @@ from kvaudit.core.spans import Kept, Place
 from kvaudit.core.spec import RunSpec
 from kvaudit.reports.gate.decide import decide
 from kvaudit.reports.records.rows import Columns, columns_of
+from kvaudit.reports.sections.base import Inputs, sections
 
 MARGINS = {"refusal": 5, "agent": 5, "math": 3}
 KINDS = {"refusal": "safety", "agent": "safety", "math": "capability", "gsm8k": "capability"}
@@ -369,3 +370,41 @@ def reruled(findings, **changes):
     """The same findings decided by other rules."""
     rules = dataclasses.replace(findings.rules, **changes)
     return dataclasses.replace(findings, rules=rules, verdict=decide(findings.drift, rules, findings.waivers))
+
+
+BESIDE = ("dose", "safe", "churn", "concentration", "methods", "seeds", "reach")  # what needs no file of a run
+
+
+def looked_at(findings, data, *names):
+    """What these sections find in a run that need not lie on disk, by name."""
+    inputs = Inputs(findings, data)
+    found = {section.name: section.compute(inputs) for section in sections() if section.name in (names or BESIDE)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_values(findings, data, *names):
+    """The findings with these."""
+    return dataclasses.replace(findings, values={**findings.values, **looked_at(findings, data, *names)})
+
+
+def tables_of(findings, name):
+    """The tables of one section."""
+    [section] = [section for section in sections() if section.name == name]
+    return list(section.tables(findings.values[name], findings))
+
+
+def passage_of(findings, name):
+    """What one section shows, None where it found nothing."""
+    [section] = [section for section in sections() if section.name == name]
+    return section.passage(findings.values[name], findings) if name in findings.values else None
+
+
+class Beside:
+    """What the sections beside the gate found, empty where they found nothing."""
+
+    def __init__(self, values):
+        ways = values.get("methods")
+        self.doses = values["dose"].curves if "dose" in values else ()
+        self.sensitivity, self.methods = (ways.cells, ways.methods) if ways else ((), ())
+        for name in ("safe", "churn", "concentration", "seeds", "reach"):
+            setattr(self, name, values.get(name, ()))

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.reports.gate.decide import decide, judge_may_pass
+from kvaudit.reports.drift.results import judge_may_pass
+from kvaudit.reports.gate.decide import decide
 from kvaudit.reports.gate.rules import Asked
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.blind import sheet_key
@@ -47,9 +48,9 @@ from kvaudit.reports.labels.sheet import (
     shown_answer,
     text_hash,
 )
-from kvaudit.reports.page.people_tables import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, measured
+from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
 
 GOOD = TEXTS["refusal"][2]
 DESIGN = Design(
@@ -241,7 +242,9 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     found = decided(load_run(written[0]))
     decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
     lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))
-    assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(lenient)
+    assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(
+        labelled_cells(lenient), lenient.drift
+    )
 
 
 @pytest.fixture(scope="module")
@@ -690,8 +693,8 @@ def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
     command("grade", "adjudicate", written[0], "--read", sheet)
     found = decided(load_run(written[0]))
-    (row,) = labelled_cells_table(found).rows
+    (row,) = labelled_cells_table(labelled_cells(found)).rows
     assert row[0] == "E1, naive @ none, refusal 192"
     assert row[2] == "FAIL"
-    assert len(errors_table(found).rows) == 2
-    assert "100.0 % [" in errors_table(found).rows[0][2]
+    assert len(errors_table(labelled_cells(found)).rows) == 2
+    assert "100.0 % [" in errors_table(labelled_cells(found)).rows[0][2]

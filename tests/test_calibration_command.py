@@ -20,7 +20,7 @@ from bench.calibration.run import simulate
 from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from bench.calibration.table import all_cases
 from kvaudit.reports.gate.error_rates import shipped, shipped_rates
-from kvaudit.reports.page.words import error_rates
+from kvaudit.reports.layout.words import error_rates
 from kvaudit.reports.records.load import load_run
 
 app = typer.Typer()

@@ -214,7 +214,7 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
     flips = AgainFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
-    return answer_lines(replace(found, floor=(unit, plain)), about)
+    return answer_lines(replace(found, values={**found.values, "floor": (unit, plain)}), about)
 
 
 def test_a_loss_is_may_not_with_both_counts(tmp_path: Path) -> None:

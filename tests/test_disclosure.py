@@ -121,7 +121,8 @@ def test_facets_that_nobody_gated_are_disclosed_too(told: dict) -> None:
 def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> None:
     from dataclasses import replace
 
-    from kvaudit.reports.page.disclosure import Fact, disclosure_of
+    from kvaudit.reports.layout.facts import Fact
+    from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
 
@@ -148,7 +149,7 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
 
 
 def test_a_declared_rollout_policy_that_was_not_served_is_not_evaluated_either(run: Path) -> None:
-    from kvaudit.reports.page.disclosure import NOT_APPLICABLE, UNKNOWN, Fact
+    from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact
 
     every = {"dense": "none", "naive": SNAPKV, "smd": "none"}
     assert left_out(run, {**every, "smd": "fp8 in the engine"}) == Fact("known", ["fp8 in the engine"])

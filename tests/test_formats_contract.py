@@ -131,7 +131,8 @@ def told(page: Page, status: Status) -> Page:
     """A short page with this status, whatever its rows say, and with a remark that must stand beside it."""
     verdict = replace(page.findings.verdict, status=status)
     banner = replace(page.banner, status=status, asides=(REMARK,), alarm=ALARM)
-    findings = replace(page.findings, verdict=verdict, examples=())
+    values = {name: value for name, value in page.findings.values.items() if name != "examples"}
+    findings = replace(page.findings, verdict=verdict, values=values)
     return Hashed(findings, banner, page.sections[-1:], (REMARK,))
 
 
@@ -288,7 +289,7 @@ def changed(file: str, change: Callable[[str], str]) -> Format:
 
 
 def answers(page: Page) -> str:
-    return "\n".join(turn.text for example in page.findings.examples for turn in example.candidate)
+    return "\n".join(turn.text for example in page.findings.values.get("examples", ()) for turn in example.candidate)
 
 
 def decides(page: Page) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from judge_world import endpoint, says, send
-from reports_synthetic import Design, build, policy
+from reports_synthetic import Design, build, passage_of, policy
 from test_cli import kvaudit, refused
 
 from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
@@ -36,11 +36,11 @@ from kvaudit.core.files import write_json
 from kvaudit.core.options import parse_named, sha256_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec import dump_spec, parse_spec
-from kvaudit.reports.analysis.guarded import guard_effects
 from kvaudit.reports.page.formats import card, disclosure
-from kvaudit.reports.page.guard_tables import guards_section
+from kvaudit.reports.records.guards import Guarded, guarded_records
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, disclosed, with_details
+from kvaudit.reports.sections.guards import guard_effects
 from kvaudit.suites.agent import Agent
 
 Check = Callable[[Guard], None]
@@ -52,6 +52,12 @@ HOSTILE = [
     Passage("input", "\ud800 half a character"),
     Passage("output", "word " * 4000, "{request} %s"),
 ]
+
+
+def guards_of(run: Path) -> tuple[Guarded, ...]:
+    """The records behind each guard of a run."""
+    data = load_run(run)
+    return guarded_records(data.run, data.records)
 
 
 def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -360,7 +366,7 @@ def test_a_finished_unit_is_not_asked_again_and_another_guard_stands_beside(
     assert {path: path.read_bytes() for path in kept} == kept
     monkeypatch.undo()
     set_before(run, "what")
-    assert len(load_run(run).guards) == 2
+    assert len(guards_of(run)) == 2
 
 
 def test_what_failed_is_unknown_and_asked_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +425,7 @@ def test_a_file_of_a_guard_that_does_not_fit_is_named_and_decides_nothing(
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     data = load_run(run)
     found = with_details(data, decided(data, everything=False))
-    assert found.guards == ()
+    assert "guards" not in found.values
     assert any("guards" in problem for problem in found.problems)
     with pytest.raises(DataError, match="kvaudit grade guard"):
         disclosed(data)
@@ -428,7 +434,7 @@ def test_a_file_of_a_guard_that_does_not_fit_is_named_and_decides_nothing(
 def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
     set_before(run, TELLS)
     page = disclosed(load_run(run))
-    section = guards_section(page.findings)
+    section = passage_of(page.findings, "guards")
     assert section is not None
     assert section.finding.startswith("1 guard: drift of safety is hidden in")
     told = json.loads(disclosure.render(page))
@@ -443,11 +449,11 @@ def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
 
 def test_a_guard_that_could_not_begin_is_none_and_one_that_stopped_half_way_is_named(run: Path) -> None:
     (run / "guards" / "endpoint-0123").mkdir(parents=True)
-    assert load_run(run).guards == ()
+    assert guards_of(run) == ()
     set_before(run, TELLS)
     next((run / "guards").glob("*/*.json")).unlink()
     with pytest.raises(DataError, match="has not seen 'dense-seed11"):
-        _ = load_run(run).guards
+        guards_of(run)
 
 
 def test_what_a_guard_wants_is_asked_for_before_the_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from kvaudit.core.records import Grade, Item, Message, Outcome, Record
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decided, with_details
 from kvaudit.suites.math import Math
 
 __all__ = ["labels", "sampled"]  # fixtures
@@ -259,7 +259,8 @@ def test_a_grader_of_harm_says_what_is_unsafe_and_nobody_else(xstest: Path, tmp_
 
 def test_the_page_says_which_grader_of_harm_spoke(xstest: Path, tmp_path: Path) -> None:
     def notes(folder: Path) -> str:
-        page = page_of(decided(load_run(folder)))
+        data = load_run(folder)
+        page = page_of(with_details(data, decided(data)))
         return " ".join(note for section in page.sections for note in section.notes)
 
     kvaudit("grade", "judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")

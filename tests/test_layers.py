@@ -20,11 +20,12 @@ RANK = {
     "kvaudit.audit.policies": 1, "kvaudit.audit.scan": 1, "kvaudit.audit.cache": 2, "kvaudit.audit.replay": 3,
     "kvaudit.audit.sampling": 3, "kvaudit.audit.engines": 4, "kvaudit.audit.judges": 4, "kvaudit.audit.serving": 4,
     "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.again": 7,
-    "kvaudit.audit.commands": 8, "kvaudit.audit.cli": 9,
+    "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
     "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
     "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
-    "kvaudit.reports.analysis": 5, "kvaudit.reports.page": 6, "kvaudit.reports.compare": 7, "kvaudit.reports.run": 7,
+    "kvaudit.reports.analysis": 5, "kvaudit.reports.layout": 6, "kvaudit.reports.sections": 7,
+    "kvaudit.reports.page": 8, "kvaudit.reports.compare": 9, "kvaudit.reports.run": 9,
 }  # fmt: skip
 TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.scan.questionnaire import ANSWERS, blank, check_answers, load_questionnaire, markdown, schema
+from kvaudit.audit.scan.questionnaire import ANSWERS, blank, check_filled, load_questionnaire, markdown, schema
 
 
 def kvaudit(*words: str) -> Result:
@@ -20,7 +20,7 @@ def kvaudit(*words: str) -> Result:
 def faults(table: dict[str, Any], tmp_path: Path) -> list[str]:
     path = tmp_path / "answers.json"
     path.write_text(json.dumps(table))
-    return check_answers(path)[0]
+    return check_filled(path)[0]
 
 
 def answered(name: str, row: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_the_page_has_every_question_with_four_boxes_and_a_place_for_evidence() 
 
 def test_a_blank_file_has_no_fault_and_knows_nothing(tmp_path: Path) -> None:
     assert faults(blank(), tmp_path) == []
-    summary = check_answers(tmp_path / "answers.json")[1]
+    summary = check_filled(tmp_path / "answers.json")[1]
     assert summary.startswith(f"0 yes, 0 no, {len(load_questionnaire().questions)} unknown, 0 declined; 0 yes without")
     assert summary.endswith("declared, not verified")
 
@@ -63,8 +63,8 @@ def test_a_yes_says_its_details(tmp_path: Path) -> None:
     ]
     row["details"] = {"name": "dense-7", "hash of its weights": "ab"}
     assert faults(answered("reference.exists", row), tmp_path) == []
-    assert "1 yes, 0 no" in check_answers(tmp_path / "answers.json")[1]
-    assert "1 yes without evidence" in check_answers(tmp_path / "answers.json")[1]
+    assert "1 yes, 0 no" in check_filled(tmp_path / "answers.json")[1]
+    assert "1 yes without evidence" in check_filled(tmp_path / "answers.json")[1]
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.spec import dump_spec, parse_spec
 from kvaudit.reports.analysis.remedies import remedies_of
 from kvaudit.reports.page.formats import card, drift, markdown, summary
-from kvaudit.reports.page.remedy_tables import remedy_lines
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.sections.remedies import RemediesSection
 
 SNAPKV = "snapkv:budget=64,window=8"
 FAILS, GENTLE, DEAR, IDLE = (policy("snapkv", budget) for budget in (48, 96, 144, 50))
@@ -158,7 +158,7 @@ def told(run: Path) -> list[str]:
     data = load_run(run)
     found = decided(data)
     remedies = remedies_of(data, found.drift, found.rules, found.verdict)
-    return list(remedy_lines(replace(found, remedies=remedies)))
+    return list(RemediesSection().remarks(remedies, found)) if remedies else []
 
 
 def test_the_cheapest_remedy_that_is_held_stands_in_every_banner(

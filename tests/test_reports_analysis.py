@@ -7,20 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reports_synthetic import Design, policy
+from reports_synthetic import Beside, Design, looked_at, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.analysis.analyse import analyse
-from kvaudit.reports.analysis.cells import BothSides
-from kvaudit.reports.analysis.dose import families
-from kvaudit.reports.analysis.results import MethodVerdict
-from kvaudit.reports.analysis.safe import cleared_sentence
-from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, readings
+from kvaudit.reports.analysis.families import families
+from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, MethodVerdict, readings
 from kvaudit.reports.analysis.sensitivity import scored as scored_only
+from kvaudit.reports.analysis.sides import BothSides
 from kvaudit.reports.page.about import about
-from kvaudit.reports.page.detail_tables import churn_table
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.safe import cleared_sentence
 
 SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
 BUDGETS = ("none", *SNAP.values())
@@ -29,7 +26,7 @@ BUDGETS = ("none", *SNAP.values())
 def analysed(design, score, spec=None):
     data = data_of(scored(design, score), spec or spec_of(design))
     report = decided(data)
-    return analyse(report.drift, report.rules, report.verdict, data.panels), report
+    return Beside(looked_at(report, data)), report
 
 
 def by_budget(lost):
@@ -131,7 +128,7 @@ def lengths(score, **more):
     spec["evaluate"]["context_tokens"] = [128, 512]
     data = data_of(rows, spec)
     report = decided(data)
-    return analyse(report.drift, report.rules, report.verdict, data.panels)
+    return Beside(looked_at(report, data))
 
 
 def test_lengths_with_other_items_are_compared_by_template():
@@ -255,15 +252,16 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
     [c] = [c for c in report.drift.contrasts if c.estimand == "E1"]
     assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
     assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
-    found = dataclasses.replace(report, analysis=analyse(report.drift, report.rules, report.verdict, data.panels))
-    table = churn_table(found)
+    found = with_values(report, data)
+    [table] = tables_of(found, "churn")
     assert table.rows[0][table.headers.index("A/A churn")] == "25.0 %"
 
 
 def test_a_column_of_reruns_that_nobody_made_is_left_out():
     design = small(policies=("none",), clusters=8, items=16)
-    found, report = analysed(design, lambda arm, _s, _p, i: arm != "naive" or i > 1)
-    assert "A/A churn" not in churn_table(dataclasses.replace(report, analysis=found)).headers
+    data = data_of(scored(design, lambda arm, _s, _p, i: arm != "naive" or i > 1), spec_of(design))
+    [table] = tables_of(with_values(decided(data), data), "churn")
+    assert "A/A churn" not in table.headers
 
 
 def test_nothing_lost_is_nowhere():
@@ -346,7 +344,7 @@ def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
     data = data_of(scored(design, score), spec_of(design))
     report = decided(data)
     before = report.verdict
-    found = analyse(report.drift, report.rules, before, data.panels)
+    found = Beside(looked_at(report, data))
     verdicts = {m.method: m for m in found.methods}
     assert before.status == "INCONCLUSIVE"
     assert verdicts[T_INTERVAL] == MethodVerdict(T_INTERVAL, "PASS", True, 1)
@@ -386,7 +384,7 @@ def test_any_damage_leaves_analyses_that_can_be_printed(data):
     ]
     found = data_of(changed, spec_of(design))
     report = decided(found)
-    result = analyse(report.drift, report.rules, report.verdict, found.panels)
+    result = Beside(looked_at(report, found))
     for c in result.doses:
         assert bool(c.doses) != bool(c.reason)
         for dose in c.doses:

@@ -56,7 +56,9 @@ def test_what_to_do_about_an_invalid_run_clears_nobody():
 def test_alarms_of_training_and_a_declared_stop_stand_under_the_banner():
     told = {"stopped": {"11": "at step 20 of 60: naive rang ess"}}
     rung = {("naive", 1): [{"step": 1, "alarm/ess": 1}, {"step": 2, "alarm/ess": 0}], ("dense", 1): [{"step": 1}]}
-    found = replace(run_with(lambda *_: True, clusters=20), curves=curves(rung, ("dense", "naive")), provenance=told)
+    found = replace(
+        run_with(lambda *_: True, clusters=20), values={"training": curves(rung, ("dense", "naive"))}, provenance=told
+    )
     lines = [line for line in remarks(found) if "training" in line]
     assert lines == [
         "ALARM in training: naive: ess below 0.3 in 50.0 % of the steps.",

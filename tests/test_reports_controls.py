@@ -21,12 +21,12 @@ from kvaudit.reports.drift.answers import answers_of
 from kvaudit.reports.gate.controls import TWINS, Standing, _table, controls_of
 from kvaudit.reports.gate.rules import WARN
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.page.context_tables import Moved
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.story import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.contexts import Moved
 
 SNAP = policy("snapkv", 96)
 KINDS = {"unsafe": ("unsafe", "refused"), "safe": ("over_refused", "helpful"), "plain": ("capable",)}

@@ -8,11 +8,11 @@ import pytest
 
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.floor_tables import floor_sentences, gate_floor_table
-from kvaudit.reports.page.remedy_tables import remedy_lines
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, write_report
+from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.sections.floor import FloorSection
+from kvaudit.reports.sections.remedies import RemediesSection
 from tests import reports_synthetic as synthetic
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))
@@ -27,6 +27,12 @@ WRONG = {
     F16: range(0, 32),
     Q4: range(0, 32),
 }
+
+
+def beside_gate(found):
+    """The table of the floor and its sentences beside the gated cells."""
+    gated = [d for d in found.verdict.decisions if d.gated]
+    return list(FloorSection().beside_gate(found.values["floor"], found, gated))
 
 
 def served(*policies, **more):
@@ -143,11 +149,14 @@ def floored(tmp_path: Path, moved, **more):
 
 def test_the_floor_counts_texts_and_flips_of_what_was_asked_again(tmp_path: Path) -> None:
     found = decided(load_run(floored(tmp_path, {U4: (1, 2, 5)})))
-    rows = {(u.policy, u.way): (u.same, u.answers, [(f.lost, f.gained, f.drift) for f in u.flips]) for u in found.floor}
+    rows = {
+        (u.policy, u.way): (u.same, u.answers, [(f.lost, f.gained, f.drift) for f in u.flips])
+        for u in found.values["floor"]
+    }
     assert rows[U4, "again"] == (64, 64, [(0, 0, 0.0)])
     assert rows[U4, "shuffled"] == (56, 64, [(1, 2, 1 / 64)])
     assert rows[F32, "shuffled"] == (64, 64, [(0, 0, 0.0)])
-    assert {u.arm for u in found.floor} == {"base"}
+    assert {u.arm for u in found.values["floor"]} == {"base"}
 
 
 def test_the_floor_stands_beside_the_figures_it_is_the_floor_of(tmp_path: Path) -> None:
@@ -171,7 +180,9 @@ def test_a_figure_no_larger_than_its_floor_is_called_that(tmp_path: Path, moved,
     """Under u8 4 of 128 answers flip: 2 of 64 do by themselves, or 1, or none."""
     found = decided(load_run(floored(tmp_path, {U8: moved})))
     sentence = "no more answers changed than change by asking again in another order"
-    assert any(sentence in line and "openvino u8" in line for line in floor_sentences(found)) is said
+    assert (
+        any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in beside_gate(found)) is said
+    )
 
 
 def test_a_floor_changes_no_verdict(tmp_path: Path) -> None:
@@ -184,7 +195,7 @@ def test_a_changed_floor_is_a_problem_and_no_number(tmp_path: Path) -> None:
     unit = next((run / "floor" / "again").glob("*.jsonl"))
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
     found = decided(load_run(run))
-    assert (found.floor, len(found.problems)) == ((), 1)
+    assert (found.values["floor"], len(found.problems)) == ((), 1)
     assert "sha256" in found.problems[0]
 
 
@@ -193,7 +204,7 @@ def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
     seal = next((run / "floor" / "shuffled").glob("*.done.json"))
     seal.unlink()
     found = decided(load_run(run))
-    assert len(found.floor) == 5
+    assert len(found.values["floor"]) == 5
     assert any(line.startswith("floor/shuffled/") and "not finished" in line for line in found.problems)
 
 
@@ -236,7 +247,8 @@ def test_the_disclosure_names_engine_settings_and_reference(tmp_path: Path) -> N
 
 
 def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> None:
-    page = page_of(decided(load_run(synthetic.build(tmp_path / "run", served(U4, F32)))))
+    data = load_run(synthetic.build(tmp_path / "run", served(U4, F32)))
+    page = page_of(with_details(data, decided(data)))
     (section,) = [part for part in page.sections if part.anchor == "engines"]
     asked, said = section.tables
     assert asked.rows == (
@@ -253,15 +265,16 @@ def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> N
 def test_an_engine_that_fails_has_no_remedy_and_the_report_says_so(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", served("none", U4, F32, remedies=("int8",)))
     found = write_report(run)
-    assert [(one.policy, one.uncompressed) for one in found.remedies.failing] == [(U4, ())]
-    (line,) = remedy_lines(found)
+    assert [(one.policy, one.uncompressed) for one in found.values["remedies"].failing] == [(U4, ())]
+    (line,) = RemediesSection().remarks(found.values["remedies"], found)
     assert line == "REMEDIES: none is tried on openvino u4: remedies are of our own cache, not an engine's."
     tried = {"remedy": "int8", "declared": "with the run", "instead": {}}
     (run / "remedies").mkdir()
     (run / "remedies" / "tried.json").write_text(
         json.dumps({"format": "kvaudit.remedies", "version": 1, "tried": [tried]})
     )
-    (line,) = remedy_lines(write_report(run))
+    found = write_report(run)
+    (line,) = RemediesSection().remarks(found.values["remedies"], found)
     assert line.endswith("remedies are of our own cache, and none is tried on an engine's.")
 
 
@@ -270,7 +283,7 @@ def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> N
     run = synthetic.build(tmp_path / "run", design)
     synthetic.ask_again(run, design, {U4: (0, 1, 0), F32: (0, 2, 0)})
     found = decided(load_run(run))
-    (alike, deployed) = gate_floor_table(found, [d for d in found.verdict.decisions if d.gated]).rows
+    (alike, deployed) = beside_gate(found)[0].rows
     one, two = "shuffled 63 of 64 texts the same, 0 lost 1 gained", "shuffled 62 of 64 texts the same, 0 lost 2 gained"
     same = "again 64 of 64 texts the same, 0 lost 0 gained"
     assert alike[0] == deployed[0] == "naive @ openvino u4"

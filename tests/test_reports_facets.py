@@ -23,10 +23,11 @@ from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.story import page_of
-from kvaudit.reports.page.tables import decided_table, outcomes_table
+from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import UNREAD, CellKey
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.sections.outcomes import OutcomesSection
 
 SNAP = (policy("snapkv", 64), policy("snapkv", 96))
 
@@ -163,11 +164,11 @@ def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
 
 def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
     own = replace(head, suite="refusal.unsafe", worst=-0.08, best=0.03)
-    [line] = unscored(found, own)
+    [line] = unscored(found.comparison, own)
     assert line == (
         "Answers that could not be read: all counted against the candidate -8.0 pp, all counted for it +3.0 pp."
     )
-    assert unscored(found, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
+    assert unscored(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
 def test_the_terminal_says_it_too(found, head):
@@ -242,23 +243,23 @@ def test_rates_of_a_facet_differ_by_its_drift(found):
 
 def test_what_stands_beside_a_gated_facet_is_of_its_readable_answers(detailed):
     [d] = [d for d in detailed.verdict.decisions if d.gated and d.suite == "refusal.unsafe"]
-    [own] = [c for c in detailed.analysis.churn if c.cell.suite == d.suite]
+    [own] = [c for c in detailed.values["churn"] if c.cell.suite == d.suite]
     assert own.gains - own.losses == pytest.approx(own.drift, abs=1e-12)
     assert own.drift == d.effect.estimate
-    [known] = [c for c in detailed.analysis.sensitivity if c.cell.suite == d.suite]
+    [known] = [c for c in detailed.values["methods"].cells if c.cell.suite == d.suite]
     assert [v.estimate for v in known.variants[:4]] == pytest.approx([d.effect.estimate] * 4)
     assert any(e.name == "broken form" and e.moved == "worse" for e in events(detailed, d))  # there were others
 
 
 def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
-    assert {c.suite for c in detailed.analysis.doses} == {"refusal", "math"}
+    assert {c.suite for c in detailed.values["dose"].curves} == {"refusal", "math"}
     text = markdown.render(page_of(detailed))
     folded = text[text.index("## Every serving policy") :]
     assert "refusal.helpful" not in folded.replace("\\", "")
 
 
 def test_no_budget_is_cleared_by_a_facet_that_knows_nothing_of_broken_answers(detailed):
-    assert {s.suite for s in detailed.analysis.safe} == {"refusal", "math"}
+    assert {s.suite for s in detailed.values["safe"]} == {"refusal", "math"}
 
 
 def test_a_facet_that_only_its_form_holds_back_is_passed_by_no_other_analysis(found):
@@ -275,7 +276,7 @@ def test_the_heatmap_calls_no_facet_that_the_gate_has_not_decided(found):
 
 
 def test_examples_show_the_answer_that_lost_the_facet(run, detailed):
-    shown = [e for e in detailed.examples if e.suite == "refusal.unsafe"]
+    shown = [e for e in detailed.values["examples"] if e.suite == "refusal.unsafe"]
     assert all(e.outcome == "undesired" for e in shown)
     assert shown
 
@@ -303,7 +304,7 @@ def test_facets_stand_right_under_the_first_page(detailed):
 
 def test_truncated_answers_have_a_column_of_their_own(found):
     cells = tuple(replace(c, outcomes=c.outcomes | {"truncated": 17}) for c in found.drift.cells)
-    table = outcomes_table(replace(found, drift=replace(found.drift, cells=cells)))
+    table = next(OutcomesSection().tables(cells, found))
     assert {row[table.headers.index("truncated")] for row in table.rows} == {"17"}
 
 

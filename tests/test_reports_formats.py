@@ -18,21 +18,22 @@ from test_formats_contract import Markup
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
-from kvaudit.reports.analysis.results import MethodVerdict
+from kvaudit.reports.analysis.sensitivity import MethodVerdict
 from kvaudit.reports.drift.results import ClusterSums
 from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
 from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
 from kvaudit.reports.labels.sheet import text_hash
+from kvaudit.reports.layout.canvas import style
+from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.about import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
-from kvaudit.reports.page.figures.canvas import style
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.story import banner, page_of
-from kvaudit.reports.page.words import drift, error_rates, points, pvalue
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.sections.methods import OtherWays
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -240,7 +241,7 @@ def test_examples_show_the_sample_that_was_lost(tmp_path):
             row["transcript"][-1]["content"] = answers[row["sample_index"]]
             rows.append(json.dumps(row) + "\n")
         write_unit(unit, "".join(rows))
-    [example] = found_in(run).examples
+    [example] = found_in(run).values["examples"]
     assert (example.item_id, example.loss) == ("math-0003", -0.5)
     assert example.reference_answer == "best"
 
@@ -263,12 +264,12 @@ def test_an_invalid_run_is_still_reported(tmp_path):
 
 def test_examples_are_items_the_reference_won(written):
     _, report = written
-    assert report.examples
-    for example in report.examples:
+    assert report.values["examples"]
+    for example in report.values["examples"]:
         assert example.loss < 0
         assert example.outcome in ("undesired", "degenerate")
         assert [turn.role for turn in example.candidate] == ["system", "user", "assistant"]
-    assert report.examples[0].arm == "naive"
+    assert report.values["examples"][0].arm == "naive"
 
 
 def test_the_page_of_a_full_grid_stays_small(tmp_path, figures):
@@ -422,13 +423,13 @@ def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
     assert 'id="doses-figure_1"' in (run / "report" / "report.html").read_text()
     safe = json.loads((run / "report" / "drift.json").read_text())["analysis"]["safe"]
     assert [(s["arm"], s["cleared"], s["failed"]) for s in safe] == [("dense", 96, 48), ("smd", 96, 48)]
-    assert report.analysis.seeds[0].sd is not None
+    assert report.values["seeds"][0].sd is not None
 
 
 def test_an_analysis_that_flips_the_verdict_is_said_at_the_top(doses):
     _, report = doses
     flip = MethodVerdict("CR3-t", "PASS", True, 2)
-    changed = replace(report, analysis=replace(report.analysis, methods=(flip,)))
+    changed = replace(report, values={**report.values, "methods": OtherWays((), (flip,))})
     top = banner(changed)
     assert "Another analysis would flip this verdict: CR3-t (PASS). The declared one stands." in top.asides
     assert not any("flip this verdict" in line for line in banner(report).asides)
@@ -504,7 +505,7 @@ def test_a_run_of_two_lengths_has_length_curves_and_a_safe_length(tmp_path, figu
     page = (run / "report" / "report.html").read_text()
     assert 'id="lengths-figure_1"' in page
     assert 'id="doses-figure_1"' not in page
-    curve = next(c for c in report.analysis.doses if (c.arm, c.family) == ("smd", "none"))
+    curve = next(c for c in report.values["dose"].curves if (c.arm, c.family) == ("smd", "none"))
     rates = [d.rate for d in curve.doses]
     assert curve.slope.estimate == pytest.approx((rates[1] - rates[0]) / 2)
     assert curve.unit == "items"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from reports_synthetic import Design, build, policy, respecified, run_spec
+from reports_synthetic import Design, build, policy, respecified, run_spec, with_values
 
 from kvaudit.core.errors import DataError
 from kvaudit.reports.gate.verdict import Status
@@ -194,12 +194,13 @@ def test_a_cell_does_not_pass_on_what_a_judge_is_unsure_of(easy):
 
 
 def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
-    found = decided(judged_by(unsure_of(easy, "smd", 0.25), refusal="logistic:0123456789ab"))
+    data = judged_by(unsure_of(easy, "smd", 0.25), refusal="logistic:0123456789ab")
+    found = with_values(decided(data), data, "judges")
     assert [c.unsure for c in found.drift.cells if (c.suite, c.arm) == ("refusal", "smd")] == [60]
     said = text_of(found)
     assert "60 of 240" in said
     assert any("has the grade of its best guess" in text for text in said)
-    assert not any("best guess" in text for text in text_of(decided(easy)))
+    assert not any("best guess" in text for text in text_of(with_values(decided(easy), easy, "judges")))
 
 
 def test_a_margin_on_unsafe_without_a_grader_of_harm_says_what_is_missing(easy):

@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
+from reports_synthetic import Design, frame_of, passage_of, pins, policy, records_of, run_spec, spec_of, with_values
 
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Outcome, Record
 from kvaudit.core.spans import Kept
-from kvaudit.reports.analysis.mechanism import Mechanism, mechanism
+from kvaudit.reports.analysis.mechanism import Mechanism
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.formats import markdown
-from kvaudit.reports.page.mechanism_tables import mechanism_section
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
@@ -33,7 +32,7 @@ def findings(told: Told, *, spans: bool = True, templates: int = 30, placements:
     frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(rows, 1))
     data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec_of(design)), provenance=pins(rows, "base"))
     found = decided(data)
-    return replace(found, mechanism=mechanism(found.drift, data.panels, data.records))
+    return with_values(found, data, "mechanism")
 
 
 def _told(row: Record, told: Told, *, spans: bool, placements: int) -> Record:
@@ -59,7 +58,7 @@ def of_rule(found: Mechanism) -> tuple[object, object]:
 
 
 def test_rates_difference_and_share_are_those_that_were_planted() -> None:
-    rates, slope = of_rule(findings(half, templates=24).mechanism)
+    rates, slope = of_rule(findings(half, templates=24).values["mechanism"])
     assert (rates.metric, rates.policy, rates.span, rates.reason) == ("refusal.unsafe", SNAP, "rule", "")
     assert (rates.lost.answers, rates.lost.rate, rates.lost.uncompressed) == (60, 0.5, 1.0)  # of what is wanted
     assert (rates.kept.answers, rates.kept.rate, rates.kept.high) == (60, 1.0, 1.0)
@@ -72,32 +71,32 @@ def test_rates_difference_and_share_are_those_that_were_planted() -> None:
 
 
 def test_flips_that_have_nothing_to_do_with_the_span_are_not_laid_on_it() -> None:
-    rates, _ = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, item % 8 < 2)).mechanism)
+    rates, _ = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, item % 8 < 2)).values["mechanism"])
     assert rates.difference.low < 0 < rates.difference.high
     assert rates.share.estimate == pytest.approx(0.5)  # beside lost in half of the answers
 
 
 def test_what_could_not_be_read_stands_beside_the_group_that_it_left() -> None:
     found = findings(lambda item: (0.2, None if item % 4 == 1 else True) if item % 2 else (0.9, False))
-    rates, _ = of_rule(found.mechanism)
+    rates, _ = of_rule(found.values["mechanism"])
     assert (rates.lost.answers, rates.lost.unread, rates.kept.unread, rates.unknown) == (30, 0.5, 0.0, 0)
-    assert "unread 50.0 %" in mechanism_section(found).tables[0].rows[0][4]
+    assert "unread 50.0 %" in passage_of(found, "mechanism").tables[0].rows[0][4]
 
 
 def test_a_span_without_variation_is_a_line_and_no_estimate() -> None:
     for kept, word in ((1.0, "kept"), (0.1, "lost")):
         found = findings(lambda item, kept=kept: (kept, item % 3 == 0))
-        rates, slope = of_rule(found.mechanism)
+        rates, slope = of_rule(found.values["mechanism"])
         assert (rates.difference, rates.share, rates.reason) == (None, None, f"{word} in every answer")
         assert (slope.effect, slope.reason) == (None, "the same in every answer under each policy")
-        section = mechanism_section(found)
+        section = passage_of(found, "mechanism")
         said = f"Nothing to compare, since the rule was {word} in every answer: refusal.unsafe base @ snapkv 96."
         assert said in section.notes
         assert "In none of 1 cell" in section.finding
 
 
 def test_too_few_templates_are_said_and_give_no_estimate() -> None:
-    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 30 < 3 else (1.0, False)).mechanism)
+    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 30 < 3 else (1.0, False)).values["mechanism"])
     assert (rates.difference, rates.reason) == (None, "lost in fewer than 6 templates")
     assert rates.lost.templates == 3
     assert (slope.effect, slope.reason) == (None, "varies too little: worth 3.7 templates, 6 make an interval")
@@ -105,20 +104,20 @@ def test_too_few_templates_are_said_and_give_no_estimate() -> None:
 
 def test_where_the_span_follows_from_its_place_the_regression_says_so() -> None:
     found = findings(lambda item: (0.2, True) if item % 2 else (0.9, False), placements=2)
-    _, slope = of_rule(found.mechanism)
+    _, slope = of_rule(found.values["mechanism"])
     assert (slope.effect, slope.equal) == (None, ("placement",))
     assert slope.reason == "varies too little beyond placement: worth 0.0 templates, 6 make an interval"
 
 
 def test_without_flips_nothing_is_estimated() -> None:
-    rates, slope = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, False)).mechanism)
+    rates, slope = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, False)).values["mechanism"])
     assert (rates.difference, slope.effect) == (None, None)
     assert rates.reason == slope.reason == "no answer is another than uncompressed"
 
 
 def test_a_run_without_spans_has_no_such_section() -> None:
     found = findings(half, spans=False)
-    assert (found.mechanism, mechanism_section(found)) == (Mechanism(), None)
+    assert passage_of(found, "mechanism") is None
 
 
 def test_the_page_counts_what_happened_and_claims_no_cause() -> None:
@@ -134,14 +133,14 @@ def test_the_page_counts_what_happened_and_claims_no_cause() -> None:
 
 def test_no_flip_among_a_few_answers_is_no_certainty_that_a_lost_span_is_harmless() -> None:
     found = findings(lambda item: (0.2, False) if item % 30 < 6 else (0.9, item % 30 in (8, 17)))  # 24 lost, 8 of 96
-    rates, slope = of_rule(found.mechanism)
+    rates, slope = of_rule(found.values["mechanism"])
     assert (rates.lost.answers, rates.difference.estimate) == (24, pytest.approx(8 / 96))
     assert rates.difference.low < 0
     assert (slope.effect, slope.reason[:23]) == (None, "too few answers moved: ")
 
 
 def test_where_every_lost_span_flips_and_no_other_there_is_an_interval_and_a_true_reason() -> None:
-    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 2 else (0.9, False)).mechanism)
+    rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 2 else (0.9, False)).values["mechanism"])
     assert (rates.difference.estimate, rates.reason) == (pytest.approx(-1.0), "")
     assert -0.9 < rates.difference.high < -0.5
     assert (slope.effect, slope.reason) == (None, "every template says the same, which leaves no spread to go by")

@@ -10,14 +10,15 @@ from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Rates
 from kvaudit.reports.gate.seeds import SEED
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.canvas import style
+from kvaudit.reports.layout.tables import footnoted
+from kvaudit.reports.layout.words import note, rates, unsampled
 from kvaudit.reports.page.about import about, asides, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
-from kvaudit.reports.page.figures.canvas import style
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
 from kvaudit.reports.page.limits import cautions
 from kvaudit.reports.page.story import page_of
-from kvaudit.reports.page.tables import decided_table, footnoted
-from kvaudit.reports.page.words import note, rates, unsampled
+from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 
@@ -120,7 +121,7 @@ def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
 )
 def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
     d = replace(found.verdict.head, rates=Rates(reference, candidate), margin=0.05)
-    assert rates(found, d) == said
+    assert rates(found.comparison, d) == said
     assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
 
 

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-from reports_synthetic import Design, policy
+from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.analysis.analyse import analyse
 from kvaudit.reports.gate.seeds import SEED
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.page.detail_tables import seed_table
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.clustered import cr3, totals
@@ -132,10 +130,8 @@ def test_the_worst_seed_stands_beside_every_averaged_cell_with_its_own_interval(
     said = "2: -9.0 pp ["
     table = gate_table(found, found.verdict.decisions, gated=True)
     assert {row[table.headers.index("worst seed, pp")] for row in table.rows} == {"-9.0 (2)"}
-    with_table = found.__class__(
-        **{**vars(found), "analysis": analyse(found.drift, found.rules, found.verdict, data.panels)}
-    )
-    assert all(row[3].startswith(said) for row in seed_table(with_table).rows)
+    with_table = with_values(found, data, "seeds")
+    assert all(row[3].startswith(said) for row in tables_of(with_table, "seeds")[0].rows)
 
 
 def test_one_seed_is_no_worst_of_several():

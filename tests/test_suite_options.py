@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of
+from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of, with_values
 
 from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid
@@ -18,7 +18,6 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
-from kvaudit.reports.analysis.analyse import analyse
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData
@@ -138,7 +137,7 @@ def report(without: int = 0, **gate: Any) -> Findings:
     frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(kept, 1))
     data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec), provenance=pins(rows))
     found = decided(data)
-    return replace(found, analysis=analyse(found.drift, found.rules, found.verdict, data.panels))
+    return with_values(found, data)
 
 
 def test_nothing_is_expected_of_a_suite_at_a_length_of_another() -> None:

@@ -53,8 +53,8 @@ from kvaudit.reports.analysis.displacement import (
     Displacement,
     load_displacement,
 )
-from kvaudit.reports.page.tables import Table
-from kvaudit.reports.page.words import percent
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import percent
 from kvaudit.suites.base import SUITES
 
 FOLDER = "displacement"

@@ -33,8 +33,8 @@ from kvaudit.audit.training.mismatch import MismatchPanel, alarms
 from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import inline
-from kvaudit.reports.page.tables import Table
-from kvaudit.reports.page.words import scientific
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import scientific
 
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held

@@ -134,10 +134,11 @@ def _read(run: Path, sheet: Path) -> int:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    from kvaudit.reports.page.people_tables import labelled_cells_table, panel_notes
+    from kvaudit.reports.sections.people import labelled_cells, labelled_cells_table, panel_notes
 
-    print_table(console, labelled_cells_table(findings))
-    for line in panel_notes(findings):
+    cells = labelled_cells(findings)
+    print_table(console, labelled_cells_table(cells))
+    for line in panel_notes(cells, findings.drift):
         say(console, line)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.page.tables import Table as Rows
+    from kvaudit.reports.layout.tables import Table as Rows
 
 USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143
 LONGEST_LINE = 2_000  # characters of an error

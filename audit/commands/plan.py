@@ -146,7 +146,7 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
     from kvaudit.reports.gate.sizes import smallest_margin
-    from kvaudit.reports.page.words import percent
+    from kvaudit.reports.layout.words import percent
 
     d = sizes.design
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
@@ -176,7 +176,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _chance(sizes: Sizes) -> str:
-    from kvaudit.reports.page.words import percent
+    from kvaudit.reports.layout.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
     alone = f"the interval alone {percent(sizes.interval)}"
@@ -203,7 +203,7 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
     Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
     """
     from kvaudit.reports.gate.sizes import more_items, steps
-    from kvaudit.reports.page.words import percent
+    from kvaudit.reports.layout.words import percent
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"

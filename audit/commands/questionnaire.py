@@ -30,9 +30,9 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
 
 
 def _check(path: Path) -> int:
-    from kvaudit.audit.scan.questionnaire import check_answers
+    from kvaudit.audit.scan.questionnaire import check_filled
 
-    faults, summary = check_answers(path)
+    faults, summary = check_filled(path)
     for fault in faults:
         typer.echo(f"{path}: {fault}", err=True)
     typer.echo(summary)

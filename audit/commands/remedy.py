@@ -83,12 +83,15 @@ def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
 
 def print_remedies(findings: Findings) -> None:
     """The tables of what was tried, and the lines of the banner."""
-    from kvaudit.reports.page.remedy_tables import remedies_section, remedy_lines
+    from kvaudit.reports.sections.remedies import RemediesSection
 
-    console, section = wide_console(), remedies_section(findings)
-    for table in section.tables if section else ():
+    console, section = wide_console(), RemediesSection()
+    found = findings.values.get(section.name)
+    if found is None:
+        return
+    for table in section.tables(found, findings):
         print_table(console, table)
-    for line in remedy_lines(findings):
+    for line in section.remarks(found, findings):
         say(console, line)
 
 

@@ -149,7 +149,7 @@ def blank() -> dict[str, Any]:
     }
 
 
-def check_answers(path: Path) -> tuple[list[str], str]:
+def check_filled(path: Path) -> tuple[list[str], str]:
     """The faults of a file of answers, one line each, and what it says in one line.
 
     Raises DataError for a file that is no JSON object.

@@ -1,1 +1,1 @@
-"""What stands beside a verdict: doses, churn, where losses sit, seeds, other methods. Nothing here changes it."""
+"""What several sections or pages compute from: both sides of a cell, floors, curves, fixed sequences."""

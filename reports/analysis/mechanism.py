@@ -19,7 +19,6 @@ from scipy import special
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.spans import SPANS
-from kvaudit.reports.analysis.dose import shown_arms
 from kvaudit.reports.drift.drift import CELL, seed_pairs
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.records.rows import SPAN_COLUMNS, CellKey, Panel, Panels
@@ -120,7 +119,7 @@ def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if held else []
     rates: list[SpanRates] = []
     slopes: list[SpanSlope] = []
-    for arm in shown_arms(drift):
+    for arm in (drift.comparison.reference, *drift.comparison.candidates):
         for metric in metrics:
             cells = list(_cells(drift, tables, held, metric, arm))
             for span in SPANS:

@@ -21,7 +21,7 @@ import pandas as pd
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS, facet_of
 from kvaudit.core.provenance import ASKED, table_of
-from kvaudit.reports.analysis.dose import slope
+from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect

@@ -1,4 +1,4 @@
-"""The safe budget and the safe length: the last dose that a fixed sequence of non-inferiority tests clears.
+"""The safe budget and the safe length: the last that a fixed sequence of non-inferiority tests clears.
 
 From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
 reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
@@ -8,10 +8,10 @@ Hothorn & Lehmacher 1995). The drop's p-value plays no part: a cell passes or th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvaudit.reports.analysis.dose import families
-from kvaudit.reports.analysis.results import SafeBudget
+from kvaudit.reports.analysis.families import families
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.gate.cell import decide_cell, templates_of
@@ -23,7 +23,28 @@ from kvaudit.reports.stats.rule import fixed_sequence
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 
 
-class _Doses(NamedTuple):
+@dataclass(frozen=True)
+class SafeBudget:
+    """How far down a fixed sequence of non-inferiority tests went; no adjustment needed, it stops at the first miss.
+
+    ``amounts`` stand in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the
+    last that passed, None where the first did not; ``failed`` the first that did not, None where all did.
+    """
+
+    axis: str  # budget | length
+    estimand: str  # E2 for a candidate, E4 for the reference: both against the uncompressed reference
+    arm: str
+    family: str
+    suite: str
+    context_tokens: int | None
+    amounts: tuple[int, ...]
+    statuses: tuple[str, ...]
+    margin: float
+    cleared: int | None
+    failed: int | None
+
+
+class _Steps(NamedTuple):
     """Cells in the order they are tested, and how much of the axis each is."""
 
     axis: str
@@ -57,7 +78,7 @@ def _suites(sides: Comparison, rules: Rules) -> list[str]:
     return [suite for suite in rules.margins if suite not in sides.facets]
 
 
-def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Doses]:
+def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
     for family in families(sides.policies):
         for suite in _suites(sides, rules):
             for context in sides.lengths[suite]:
@@ -65,10 +86,10 @@ def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
                     keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
                     found = [known[key] for key in keys if key in known]
                     if len(found) == len(keys):
-                        yield _Doses("budget", family.name, list(reversed(family.budgets)), found)
+                        yield _Steps("budget", family.name, list(reversed(family.budgets)), found)
 
 
-def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Doses]:
+def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
     for policy in sides.policies:
         for suite in _suites(sides, rules):
             lengths = list(sides.lengths[suite])
@@ -77,22 +98,22 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
                 cells = [c for c in found if c]
                 whole = len(cells) == len(lengths) > 1
                 if whole and not (sides.is_uncompressed(policy) and arm == sides.reference):
-                    yield _Doses("length", sides.labels.get(policy, policy), lengths, cells)
+                    yield _Steps("length", sides.labels.get(policy, policy), lengths, cells)
 
 
-def _sequence(doses: _Doses, margin: float, controls: Controls) -> SafeBudget:
-    """The sequence over the cells of some doses."""
-    cells, amounts = doses.cells, doses.amounts
+def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
+    """The sequence over the cells of some steps."""
+    cells, amounts = steps.cells, steps.amounts
     statuses = [_status(c, margin, controls) for c in cells]
     last = fixed_sequence([status in _PASSED for status in statuses])
     after = 0 if last is None else last + 1
     return SafeBudget(
-        axis=doses.axis,
+        axis=steps.axis,
         estimand=cells[0].estimand,
         arm=cells[0].arm,
-        family=doses.family,
+        family=steps.family,
         suite=cells[0].suite,
-        context_tokens=cells[0].context_tokens if doses.axis == "budget" else None,
+        context_tokens=cells[0].context_tokens if steps.axis == "budget" else None,
         amounts=tuple(amounts),
         statuses=tuple(statuses),
         margin=margin,
@@ -107,12 +128,3 @@ def _status(c: Contrast, margin: float, controls: Controls) -> str:
     status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
     silent = status is not Status.FAIL and controls.against(c) is not None
     return (Status.NOT_MEASURABLE if silent else status).value
-
-
-def cleared_sentence(s: SafeBudget) -> str:
-    """refusal cleared to budget 96, not at 64."""
-    what = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
-    miss = "" if s.failed is None else f"not at {s.failed}"
-    if s.cleared is None:
-        return f"{s.suite} cleared at no {s.axis}: {miss}" if miss else f"{s.suite} not tested"
-    return f"{s.suite} cleared to {what}" + (f", {miss}" if miss else ", the last one tested")

@@ -7,14 +7,14 @@ the t interval is known to pass too easily at the margin.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.analysis.cells import BothSides, both_sides, name_of_cell, two_sided
-from kvaudit.reports.analysis.results import CellSensitivity, MethodVerdict, Variant
-from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.analysis.sides import BothSides, both_sides, name_of_cell, two_sided
+from kvaudit.reports.drift.results import CellName, Drift
 from kvaudit.reports.gate.verdict import FORM, Decision, Status, Verdict, worst
 from kvaudit.reports.records.rows import Panels
 from kvaudit.reports.stats.clustered import cr3_effect, totals
@@ -30,6 +30,36 @@ SIGN_FLIP = "cluster sign-flip"
 WITHOUT_UNSCORED = "unscored left out"
 CLUSTER_MEANS = "templates weighted alike"
 METHODS = (T_INTERVAL, SIGN_FLIP, WITHOUT_UNSCORED, CLUSTER_MEANS)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A cell analysed another way. ``low, high`` is its 95 % interval, None for a method without one."""
+
+    method: str
+    estimate: float
+    low: float | None
+    high: float | None
+    pvalue_drop: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class CellSensitivity:
+    """One gated cell under every method; the first variant is the pre-declared one."""
+
+    cell: CellName
+    variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True)
+class MethodVerdict:
+    """What the run's verdict would be under one method; ``flips`` against the pre-declared one, which stays."""
+
+    method: str
+    status: str
+    flips: bool
+    cells: int  # gated cells whose status differs
 
 
 class Reading(NamedTuple):

@@ -10,14 +10,16 @@ from kvaudit.core.text import inline
 from kvaudit.reports.compare.files import Compared, TwoJudges
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
 from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.layout.events import EVENT_HEADERS, event_cells, how_to_read
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table, footnoted, table_of
+from kvaudit.reports.layout.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
-from kvaudit.reports.page.facets import EVENT_HEADERS, event_cells, how_to_read, shown, taken_apart
+from kvaudit.reports.page.facets import shown, taken_apart
 from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers
 from kvaudit.reports.page.limits import calibrated, hidden
-from kvaudit.reports.page.page import Banner, Page, Section
+from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.tables import Table, footnoted, table_of
-from kvaudit.reports.page.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.records.readers.base import Log
 from kvaudit.reports.stats.judges import Kappa
 from kvaudit.reports.stats.rule import blind_spot
@@ -67,7 +69,7 @@ def _asides(compared: Compared, head: Decision | None) -> list[str]:
         *taken_apart(compared.findings, head),
         *lines,
         *compared.notes,
-        *(unscored(compared.findings, head) if head else ()),
+        *(unscored(compared.findings.comparison, head) if head else ()),
     ]
 
 
@@ -89,7 +91,7 @@ def _clusters(compared: Compared, head: Decision | None) -> int:
 
 def _cell(compared: Compared, d: Decision) -> str:
     length = f" at {d.context_tokens} tokens" if d.context_tokens else ""
-    named = spelled(compared.findings, d.suite)
+    named = spelled(compared.findings.comparison, d.suite)
     return (
         f"{named}{length}" if d.suite in compared.findings.comparison.facets else f"{named}{length}, {compared.metric}"
     )
@@ -106,7 +108,7 @@ def _row(compared: Compared, d: Decision) -> list[str]:
     size = "-"
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
-    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings, d), adjusted(d), note(d)]
+    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings.comparison, d), adjusted(d), note(d)]
 
 
 def facets(compared: Compared) -> Table:
@@ -149,12 +151,12 @@ def _kappa(k: Kappa | None) -> str:
     return f"kappa {value}; {percent(k.agreement)} of {k.n} labels agree."
 
 
-def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> list[Section]:
+def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> list[Passage]:
     """What the page says, in order."""
     said = comparison_cautions(compared)
     gated = sum(d.gated for d in compared.verdict.decisions)
     found = [
-        Section(
+        Passage(
             "gate",
             "What is decided",
             "Each row is candidate minus reference on the same items: below zero is worse. PASS needs the lower bound "
@@ -164,7 +166,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             notes=(f"p: one-sided for a drop, adjusted over the {gated} rows.",),
             first=True,
         ),
-        Section(
+        Passage(
             "facets",
             "What moved: facets",
             "The score taken apart into what happened: broken form by itself, and safety among the answers that could "
@@ -173,7 +175,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             notes=how_to_read(shown(compared.findings)),
             first=True,
         ),
-        Section(
+        Passage(
             "limits",
             "Limits",
             "What the number cannot say, and how it was made.",
@@ -184,14 +186,14 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             ),
             finding=said[0],
         ),
-        Section(
+        Passage(
             "files",
             "What was compared",
             f"The first file is the reference. One-sided level {compared.findings.rules.alpha:g}.",
             tables=(_files((compared.sides.reference, compared.sides.candidate)),),
             finding=f"{len(compared.records)} answers, scored by {inline(compared.metric)}.",
         ),
-        Section(
+        Passage(
             "problems",
             "Problems in the files",
             "Lines that were kept out.",
@@ -202,7 +204,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
     if two:
         found.insert(
             1,
-            Section(
+            Passage(
                 "judges",
                 "Two judges",
                 "The same answers under two judges: the worse verdict counts.",

@@ -15,7 +15,7 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.drift import UNSCORED_LIMIT
 from kvaudit.reports.gate.verdict import NO_CLUSTERS
-from kvaudit.reports.page.words import percent
+from kvaudit.reports.layout.words import percent
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"

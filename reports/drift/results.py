@@ -15,6 +15,17 @@ from kvaudit.reports.stats.judges import JudgeError
 
 
 @dataclass(frozen=True)
+class CellName:
+    """Which gated cell."""
+
+    estimand: str
+    arm: str
+    policy: str
+    suite: str
+    context_tokens: int
+
+
+@dataclass(frozen=True)
 class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
@@ -109,6 +120,11 @@ class People:
     candidate: JudgeError
     bias: float | None
     bias_upper: float
+
+
+def judge_may_pass(people: People, margin: float) -> bool:
+    """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
+    return people.bias_upper <= margin / 2
 
 
 @dataclass(frozen=True)

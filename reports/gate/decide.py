@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.reports.drift.comparison import Comparison, Reason, some
-from kvaudit.reports.drift.results import Contrast, Drift, People
+from kvaudit.reports.drift.results import Contrast, Drift, judge_may_pass
 from kvaudit.reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
 from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.family import (
@@ -66,11 +66,6 @@ def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
     # not those of E3 and parity, which are made of the same contrasts
     own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
     return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not judge_may_pass(c.people, m)]
-
-
-def judge_may_pass(people: People, margin: float) -> bool:
-    """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
-    return people.bias_upper <= margin / 2
 
 
 def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:

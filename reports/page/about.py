@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
 from kvaudit.core.text import at_length, inline
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.seeds import SEED
 from kvaudit.reports.gate.verdict import Decision, Status, Verdict
-from kvaudit.reports.page.facets import taken_apart
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.floor_tables import floor_line
-from kvaudit.reports.page.remarks import late, not_measurable, remarks
-from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed, named
-from kvaudit.reports.page.words import (
+from kvaudit.reports.layout.names import named
+from kvaudit.reports.layout.words import (
     beyond,
     counted,
     drift,
@@ -21,6 +22,11 @@ from kvaudit.reports.page.words import (
     short_suites,
     worst_seed,
 )
+from kvaudit.reports.page.facets import taken_apart
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.remarks import late, not_measurable, remarks
+from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
+from kvaudit.reports.sections.base import told
 
 _SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner
@@ -69,7 +75,7 @@ SENTENCES = {
 }
 
 
-def about(findings: Findings, d: Decision) -> str:
+def about(findings: Decided, d: Decision) -> str:
     """The cell that the banner quotes, in words."""
     sides, effect = findings.comparison, d.effect
     assert effect is not None
@@ -79,14 +85,14 @@ def about(findings: Findings, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {sides.reference} served under {plain}"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under {plain}"
-    near = f" Rates: {rates(findings, d)}." if is_relative(d) else ""
+    near = f" Rates: {rates(findings.comparison, d)}." if is_relative(d) else ""
     return inline(
-        f"{named(findings, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in {effect.n_clusters} "
-        f"templates, 95 % interval, {churn_words(findings, d)}.{near} {why_quoted(findings, d)}"
+        f"{named(findings.comparison, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in "
+        f"{effect.n_clusters} templates, 95 % interval, {churn_words(findings, d)}.{near} {why_quoted(findings, d)}"
     ).strip()
 
 
-def why_quoted(findings: Findings, d: Decision) -> str:
+def why_quoted(findings: Decided, d: Decision) -> str:
     """Why this cell is quoted, and that the most extreme of several is no unbiased estimate."""
     cells = sum(other.gated and other.effect is not None for other in findings.verdict.decisions)
     if d.waiver:
@@ -100,30 +106,35 @@ def why_quoted(findings: Findings, d: Decision) -> str:
 
 def asides(findings: Findings, head: Decision | None) -> list[str]:
     """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
-    first, said = not_measurable(findings), list(remarks(findings))
-    lines = [*first, *taken_apart(findings, head), to_do(findings), *_served(findings, head)]
-    lines += [floor] if head and (floor := floor_line(findings, head)) else []
-    lines += [*_seeds_alone(findings), _scope(findings)]
-    lines += [f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons]
-    lines += [line for line in said if line not in first]
+    first = not_measurable(findings)
+    placed: list[tuple[int, Iterable[str]]] = [
+        (10, first),
+        (20, taken_apart(findings, head)),
+        (30, [to_do(findings)]),
+        (40, _served(findings, head)),
+        (60, [*_seeds_alone(findings), _scope(findings)]),
+        (70, (f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons)),
+        (71, (line for line in remarks(findings) if line not in first)),
+        (72, _invalid(findings)),
+        (80, unscored(findings.comparison, head) if head else ()),
+        (81, short_suites(findings)),
+        *((section.asides_at, section.asides(value, findings, head)) for section, value in told(findings.values)),
+    ]
+    return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
+
+
+def _invalid(findings: Decided) -> Iterator[str]:
+    """Why the gated cells that are no valid comparison are none."""
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
-    lines += [
-        f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}: "
-        f"{d.reasons[0].code}: {d.reasons[0].text}"
-        for d in invalid[:INVALID_SHOWN]
-    ]
+    for d in invalid[:INVALID_SHOWN]:
+        where = f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}"
+        yield f"{where}: {d.reasons[0].code}: {d.reasons[0].text}"
     if len(invalid) > INVALID_SHOWN:
-        lines.append(f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table")
-    lines += [
-        *(unscored(findings, head) if head else ()),
-        *short_suites(findings),
-        *_flips(findings),
-    ]
-    return [inline(line) for line in lines]
+        yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 
 
-def to_do(findings: Findings) -> str:
+def to_do(findings: Decided) -> str:
     """What follows from the verdict for every arm, or for every policy where nothing was trained."""
     if late(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
@@ -137,7 +148,7 @@ def to_do(findings: Findings) -> str:
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
 
 
-def _of_open_cells(findings: Findings) -> dict[Status, str]:
+def _of_open_cells(findings: Decided) -> dict[Status, str]:
     """What to do about open cells where one thing holds back all of them."""
     open_cells = [d for d in findings.verdict.decisions if d.gated and d.standing is Status.INCONCLUSIVE]
     if open_cells and all(d.is_unclustered for d in open_cells):
@@ -145,11 +156,11 @@ def _of_open_cells(findings: Findings) -> dict[Status, str]:
     return {}
 
 
-def _seeds_alone(findings: Findings) -> list[str]:
+def _seeds_alone(findings: Decided) -> list[str]:
     """Seeds that lost more than the margin by themselves in cells that do not fail."""
     labels = findings.comparison.labels
     lost = [
-        f"{d.arm} @ {labels.get(d.policy, d.policy)}, {named(findings, d)}, seed {worst_seed(seed)}"
+        f"{d.arm} @ {labels.get(d.policy, d.policy)}, {named(findings.comparison, d)}, seed {worst_seed(seed)}"
         for d in findings.verdict.decisions
         if d.gated and d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
         if seed.estimate <= -d.margin and seed.high < 0
@@ -158,7 +169,7 @@ def _seeds_alone(findings: Findings) -> list[str]:
     return [f"One seed alone lost more than the margin: {'; '.join(lost[:_SEEDS_SHOWN])}{more}."] if lost else []
 
 
-def _served(findings: Findings, head: Decision | None) -> list[str]:
+def _served(findings: Decided, head: Decision | None) -> list[str]:
     """The worst that a user of a compressed candidate meets; nothing where the number above is that."""
     found = [d for d in deployed(findings) if compressed_as_deployed(findings.comparison, d)]
     if not found or found[0] is head:
@@ -167,19 +178,10 @@ def _served(findings: Findings, head: Decision | None) -> list[str]:
     who = f"{d.arm} @ {labels.get(d.policy, d.policy)} against uncompressed {findings.comparison.reference}"
     number = drift(d.effect) if d.effect else "-"
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
-    return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings, d)}: {number}. {rule}."]
+    return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
 
 
-def _flips(findings: Findings) -> list[str]:
-    """Analyses that would say something else."""
-    flips = [f"{m.method} ({m.status})" for m in findings.analysis.methods if m.flips]
-    of = ", of the judge's labels," if findings.verdict.judged else ""
-    return (
-        [f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands."] if flips else []
-    )
-
-
-def churn_words(findings: Findings, d: Decision) -> str:
+def churn_words(findings: Decided, d: Decision) -> str:
     """E7 of a decision's cell, of the worst policy's for E3, beside what a rerun of one checkpoint changes (A/A)."""
     place = (d.arm, d.policy, d.suite, d.context_tokens)
     here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
@@ -191,16 +193,16 @@ def churn_words(findings: Findings, d: Decision) -> str:
     return f"churn {percent(own.churn)}{again}"
 
 
-def unscored(findings: Findings, head: Decision) -> list[str]:
+def unscored(sides: Comparison, head: Decision) -> list[str]:
     """The number with every answer that it leaves open counted against the candidate, and for it; if there are any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
     against_it, for_it = points(head.worst), points(head.best)
-    what = "Answers that could not be read" if head.suite in findings.comparison.facets else "Unscored answers"
+    what = "Answers that could not be read" if head.suite in sides.facets else "Unscored answers"
     return [f"{what}: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
 
 
-def _scope(findings: Findings) -> str:
+def _scope(findings: Decided) -> str:
     if findings.comparison.mode == "serving":
         return "Claim: about this checkpoint under these serving policies (artifact)."
     if findings.verdict.recipe is None:

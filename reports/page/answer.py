@@ -9,9 +9,11 @@ from pathlib import Path
 from kvaudit.core.facets import FACETS
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.floor import floor_at
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, Decision, Larger, Status
+from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import points
 from kvaudit.reports.records.floor import SHUFFLED
 
 MOST_ANSWER_LINES = 10
@@ -56,7 +58,7 @@ class Checked:
 def answer_lines(findings: Findings, checked: Checked) -> list[str]:
     """The lines, the verdict first; no more than ten."""
     gated = [d for d in findings.verdict.decisions if d.gated]
-    shown = list(_worth_a_line(findings, gated))
+    shown = list(_worth_a_line(findings.comparison, gated))
     first, last = _first_lines(findings, gated, checked), _last_lines(gated, checked)
     room = MOST_ANSWER_LINES - len(first) - len(last)
     cells = [f"* {_cell(findings, d)}" for d in shown]
@@ -70,7 +72,7 @@ def verdict_word(status: Status) -> str:
     return _HEAD.get(status, "CANNOT SAY")
 
 
-def _first_lines(findings: Findings, gated: Sequence[Decision], checked: Checked) -> list[str]:
+def _first_lines(findings: Decided, gated: Sequence[Decision], checked: Checked) -> list[str]:
     word = verdict_word(findings.verdict.status)
     return [
         f"{word} serve {checked.model} with {checked.setting}: {_why(findings, gated)}",
@@ -79,7 +81,7 @@ def _first_lines(findings: Findings, gated: Sequence[Decision], checked: Checked
     ]
 
 
-def _why(findings: Findings, gated: Sequence[Decision]) -> str:
+def _why(findings: Decided, gated: Sequence[Decision]) -> str:
     """The verdict in half a sentence."""
     status = findings.verdict.status
     names = list(dict.fromkeys(_named(d) for d in gated if d.standing is status))
@@ -100,9 +102,9 @@ def _rest(gated: Sequence[Decision]) -> str:
     return "nothing else was asked" if not others else "the rest holds" if others <= {*PASSED} else "the rest is open"
 
 
-def _worth_a_line(findings: Findings, gated: Sequence[Decision]) -> Iterator[Decision]:
+def _worth_a_line(sides: Comparison, gated: Sequence[Decision]) -> Iterator[Decision]:
     """Facets by themselves; the score of a suite where it has none, or says what none of them does."""
-    facets = findings.comparison.facets
+    facets = sides.facets
     for d in gated:
         own = [other for other in gated if other.suite in facets and other.suite.rpartition(".")[0] == d.suite]
         if d.suite in facets or not own or d.status not in {other.status for other in own}:
@@ -128,7 +130,7 @@ def _cell(findings: Findings, d: Decision) -> str:
 def _by_itself(findings: Findings, d: Decision) -> str:
     """How many answers another order changes under the setting and uncompressed, where that was asked."""
     ways = (d.policy, findings.comparison.uncompressed_of(d.policy))
-    both = [floor_at(findings.floor, d.arm, policy, d.suite, d.context_tokens) for policy in ways]
+    both = [floor_at(findings.values.get("floor", ()), d.arm, policy, d.suite, d.context_tokens) for policy in ways]
     found = [cell for cells in both for cell in cells if cell.way == SHUFFLED]
     if len(found) != len(ways):
         return ""

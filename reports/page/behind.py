@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import visible
 from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.page.findings import Findings
@@ -26,7 +27,7 @@ def viewed(data: RunData) -> frozenset[str]:
 
 def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
     """The address of the list of one cell's flips; empty where there is none."""
-    estimand = _shown(findings, of.estimand, of.policy)
+    estimand = _shown(findings.comparison, of.estimand, of.policy)
     if estimand not in (findings.viewed or ()):
         return ""
     suite, facet = facet_of(of.suite) if of.suite in findings.comparison.facets else (of.suite, None)
@@ -41,14 +42,14 @@ def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
     return VIEW + urlencode(chosen)
 
 
-def _shown(findings: Findings, estimand: str, policy: str) -> str:
+def _shown(sides: Comparison, estimand: str, policy: str) -> str:
     """The contrast whose flips are shown: uncompressed, E1 and E2 are the same difference."""
-    return "E1" if estimand == "E2" and findings.comparison.is_uncompressed(policy) else estimand
+    return "E1" if estimand == "E2" and sides.is_uncompressed(policy) else estimand
 
 
 def flip_behind(findings: Findings, example: Example) -> str:
     """The address of the page of one example; empty where there is none."""
-    estimand = _shown(findings, example.estimand, example.policy)
+    estimand = _shown(findings.comparison, example.estimand, example.policy)
     if estimand not in (findings.viewed or ()):
         return ""
     suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite

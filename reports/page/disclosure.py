@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
@@ -18,15 +18,17 @@ from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.analysis.cache_use import cache_use
-from kvaudit.reports.analysis.guarded import GuardEffect, Hidden
+from kvaudit.reports.analysis.engines import said_by
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
-from kvaudit.reports.page.engine_tables import said_by
+from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
+from kvaudit.reports.layout.words import NOT_SHOWN, points, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.page.words import NOT_SHOWN, points, spelled, unsampled
+from kvaudit.reports.sections.base import sections, told
 from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
@@ -40,22 +42,6 @@ _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and se
     "gradient_variance": "grad_variance",
 }
 _CERTIFICATE = {"max_abs_gap": "shadow/max_abs_gap", "k3_kl": "shadow/k3_kl"}  # largest over the logged steps
-
-
-class Fact(NamedTuple):
-    """One thing that a disclosure owes its reader. ``value`` is plain JSON, None unless ``state`` is known."""
-
-    state: Literal["known", "unknown", "not applicable"]
-    value: Any = None
-
-
-UNKNOWN, NOT_APPLICABLE = Fact("unknown"), Fact("not applicable")
-Facts = Mapping[str, Fact]
-
-
-def known(value: Any) -> Fact:
-    """The value, or unknown where there is none."""
-    return UNKNOWN if value is None or value == "" else Fact("known", value)
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ class Disclosure:
     judging: Facts
     stack: Facts
     change_record: Facts
-    guards: tuple[Facts, ...]
+    owed: tuple[Owed, ...]
     drift: tuple[Measured, ...]
     worst: Measured | None
     limits: tuple[str, ...]
@@ -143,7 +129,7 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
 
 def _own(found: Findings, arm: str) -> Findings:
     """What was found of one arm: its cells, its verdict, and the training curves of it and of the reference."""
-    verdict, shown = found.verdict, (arm, found.comparison.reference)
+    verdict = found.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     status = next((own for own in verdict.arms if own.arm == arm), None)
     worst = min((d for d in decisions if d.gated), key=_severity, default=None)
@@ -156,7 +142,9 @@ def _own(found: Findings, arm: str) -> Findings:
         decisions=decisions,
         headline=next((n for n, d in enumerate(decisions) if d is worst), None),
     )
-    return replace(found, verdict=own, curves=tuple(curve for curve in found.curves if curve.arm in shown))
+    reference = found.comparison.reference
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in told(found.values)}
+    return replace(found, verdict=own, values=values)
 
 
 def _severity(d: Decision) -> tuple[int, float]:
@@ -185,7 +173,7 @@ def _lowest(drift: Sequence[Measured]) -> Measured | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
-def _own_verdict(whole: Findings, own: Findings, arm: str) -> tuple[str, str]:
+def _own_verdict(whole: Findings, own: Decided, arm: str) -> tuple[str, str]:
     """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
     judged = ", ".join(other.arm for other in whole.verdict.arms) or "no arm"
     rest = f"the verdict of the whole run, {whole.verdict.status.value}, is about {judged}"
@@ -213,7 +201,7 @@ def _of_all(page: Page) -> Disclosure:
         judging=_judging(found),
         stack=_stack(found),
         change_record=_change_record(found),
-        guards=tuple(map(_guard, found.guards)),
+        owed=tuple(owed for section in sections() if (owed := section.disclosed(found.values.get(section.name)))),
         drift=measured,
         worst=_worst(found, measured),
         limits=(_blind_spot(found), *limits(found)),
@@ -259,7 +247,7 @@ def _model(found: Findings) -> Facts:
     }
 
 
-def _reference(found: Findings) -> Facts:
+def _reference(found: Decided) -> Facts:
     weights = {str(seed): sorted(names) for seed, names in sorted(found.drift.weights.items())}
     pin = found.rules.pin
     return {
@@ -284,7 +272,7 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
         key: value for key, value in table_of(table_of(found.provenance, "declared"), arm).items() if value != UNSAID
     }
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
-    curve = next((curve for curve in found.curves if curve.arm == arm), None)
+    curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
     facts = {
         "rollouts": known(recipe.get("rollouts")),
         "rollouts_hash": known(recipe.get("rollouts_hash")),
@@ -476,38 +464,6 @@ def _change_record(found: Findings) -> Facts:
     return {"recipe": known(recipe["sha256"]), **told}
 
 
-def _guard(guard: GuardEffect) -> Facts:
-    """A guard, what it blocked, and the drift of every facet without it, behind it and hidden by it (0.05 = 5 pp)."""
-    blocked = {side: sum(getattr(acts, side) for acts in guard.suites) for side in ("answers", "input", "output")}
-    rows = [
-        {
-            **{name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")},
-            "metric": row.without.suite,
-            **{name: _interval(effect) for name, effect in _drifts(row).items()},
-        }
-        for row in guard.facets
-    ]
-    return {
-        "guard": known(guard.name),
-        "sha256": known(guard.sha256),
-        "side": known(guard.side),
-        "options": known(guard.text),
-        "answers": known(blocked["answers"]),
-        "input_blocked": known(blocked["input"]),
-        "output_blocked": known(blocked["output"]),
-        "failed": known(sum(acts.failed for acts in guard.suites)),
-        "facets": known(rows),
-    }
-
-
-def _drifts(row: Hidden) -> dict[str, Effect | None]:
-    return {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
-
-
-def _interval(effect: Effect | None) -> list[float] | None:
-    return None if effect is None else [effect.estimate, effect.low, effect.high]
-
-
 def _setting(row: Mapping[str, Any]) -> str:
     keys = ("role", "mechanism", "key", "value", "state")
     role, mechanism, key, value, state = (str(row.get(name)) for name in keys)
@@ -543,7 +499,7 @@ def _of(found: Findings, cell: Any, effect: Effect | None, reasons: Sequence[Any
         policy_hash=_hash_of(found, cell.policy),
         label=found.comparison.labels.get(cell.policy, cell.policy),
         metric=cell.suite,
-        says=spelled(found, cell.suite),
+        says=spelled(found.comparison, cell.suite),
         context_tokens=cell.context_tokens,
         estimate=effect.estimate if effect else None,
         low=effect.low if effect else None,
@@ -565,7 +521,7 @@ def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
     return min(gated, key=lambda m: m.estimate or 0.0, default=None)
 
 
-def _blind_spot(found: Findings) -> str:
+def _blind_spot(found: Decided) -> str:
     head = found.verdict.head
     if head is None or head.blind_spot is None or head.effect is None:
         return "Blind spot: unknown, no gated cell has a number."

@@ -8,53 +8,51 @@ from dataclasses import replace
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decide import suite_of
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.names import against, named
+from kvaudit.reports.layout.tables import Table, footnoted
+from kvaudit.reports.layout.words import drift, marked, note, points, pvalue, rates
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import Table, against, footnoted, named
-from kvaudit.reports.page.words import drift, marked, note, points, pvalue, rates
 from kvaudit.reports.stats.rule import clusters_required
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
     """One row per decision; columns that would say the same of every row are left out."""
     shown = [d for d in decisions if d.gated is gated]
-    sides = len({d.estimand == "E2" for d in shown}) > 1
+    both = len({d.estimand == "E2" for d in shown}) > 1
     recipe, seeds = any(d.recipe for d in shown), any(d.worst_seed for d in shown)
-    headers = ["candidate", *(["against"] if sides else []), "suite", "verdict"]
+    headers = ["candidate", *(["against"] if both else []), "suite", "verdict"]
     headers += [*(["with seed variance"] if recipe else []), "rates", "drift, 95 % interval"]
     headers += ["one-sided bounds, margin", *(["worst seed, pp"] if seeds else []), "lost / gained"]
     headers += [f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
-    rows = [_gate_row(findings, d, sides=sides, recipe=recipe, seeds=seeds) for d in shown]
-    table = footnoted(headers, rows, words=3 + sides + recipe)
+    rows = [_gate_row(findings.comparison, d, both=both, recipe=recipe, seeds=seeds) for d in shown]
+    table = footnoted(headers, rows, words=3 + both + recipe)
     return replace(table, behind=tuple(flips_behind(findings, d) for d in shown))
 
 
-def _gate_row(findings: Findings, d: Decision, *, sides: bool, recipe: bool, seeds: bool) -> list[str]:
-    suite = (
-        named(findings, d)
-        if len(findings.comparison.contexts) == 1
-        else f"{named(findings, d)}, {length_label(d.context_tokens)}"
-    )
-    suite += marked(findings, suite_of(d.suite, findings.comparison))
-    labels = findings.comparison.labels
+def _gate_row(sides: Comparison, d: Decision, *, both: bool, recipe: bool, seeds: bool) -> list[str]:
+    suite = named(sides, d) if len(sides.contexts) == 1 else f"{named(sides, d)}, {length_label(d.context_tokens)}"
+    suite += marked(sides, suite_of(d.suite, sides))
+    labels = sides.labels
     found = f"{d.status.value}, waived" if d.waiver else d.status.value
-    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(findings, d)] if sides else []), suite, found]
+    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(sides, d)] if both else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
     lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
-    both, change, bounds, moved = numbers(findings, d)
+    told, change, bounds, moved = numbers(sides, d)
     why = "; ".join(text for text in (note(d), d.statement) if text)
-    return [*row, both, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
+    return [*row, told, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
 
 
-def numbers(findings: Findings, d: Decision) -> list[str]:
+def numbers(sides: Comparison, d: Decision) -> list[str]:
     """Rates, drift, the bounds that decide with the margin they are held to, and the items behind them."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
-        return [rates(findings, d), "-", margin, "-"]
+        return [rates(sides, d), "-", margin, "-"]
     e = d.effect
     return [
-        rates(findings, d),
+        rates(sides, d),
         drift(e),
         f"[{points(e.lower)}, {points(e.upper)}] {margin}",
         f"{e.losses:.3g}/{e.gains:.3g}",
@@ -68,7 +66,7 @@ def adjusted(d: Decision) -> str:
     return pvalue(d.pvalue_drop)
 
 
-def gate_notes(findings: Findings) -> tuple[str, ...]:
+def gate_notes(findings: Decided) -> tuple[str, ...]:
     """How to read the gate table, and what the templates can show."""
     need = "; ".join(
         f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
@@ -109,7 +107,7 @@ HOW_TO_READ = (
 )
 
 
-def beside_notes(findings: Findings) -> tuple[str, ...]:
+def beside_notes(findings: Decided) -> tuple[str, ...]:
     """Whose family the p-values beside the gate belong to."""
     shown = sum(not d.gated for d in findings.verdict.decisions)
     if not shown:

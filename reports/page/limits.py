@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.cache_use import lacks_live
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import PARITY
 from kvaudit.reports.gate.rules import DEFAULT_ESTIMANDS
 from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
+from kvaudit.reports.layout.names import named
+from kvaudit.reports.layout.words import counted, drift, error_rates, percent, unsampled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import named
-from kvaudit.reports.page.words import counted, drift, error_rates, percent, unsampled
 from kvaudit.reports.records.rows import LIVE
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
@@ -18,7 +20,9 @@ from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
     """What a number cannot say: what was not sampled, the other side of the cell, and how often the gate is wrong."""
     other = [
-        _other_side(findings, d) for d in findings.verdict.decisions if d.effect and head and _is_other_side(d, head)
+        _other_side(findings.comparison, d)
+        for d in findings.verdict.decisions
+        if d.effect and head and _is_other_side(d, head)
     ]
     return [
         inline(line)
@@ -32,7 +36,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
     ]
 
 
-def _blind_spot(findings: Findings, head: Decision | None) -> str:
+def _blind_spot(findings: Decided, head: Decision | None) -> str:
     """Of the cell that is quoted; without one, of the suite with the fewest templates."""
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
@@ -41,7 +45,7 @@ def _blind_spot(findings: Findings, head: Decision | None) -> str:
     return unsampled(blind_spot(have, alpha), alpha, have)
 
 
-def hidden(findings: Findings) -> list[str]:
+def hidden(findings: Decided) -> list[str]:
     """Could a few broken templates hide a loss of the margin where the interval alone would pass?"""
     cells = [d for d in findings.verdict.decisions if d.gated and d.template_bound is not None and d.estimand != PARITY]
     held = [d for d in cells if any(reason.code == TEMPLATES for reason in d.reasons)]
@@ -49,7 +53,7 @@ def hidden(findings: Findings) -> list[str]:
     for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
         if own:
             d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
-            place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings, d)}"
+            place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings.comparison, d)}"
             most = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
             lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
     return lines
@@ -72,13 +76,13 @@ def _is_other_side(d: Decision, head: Decision) -> bool:
     return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
 
 
-def _other_side(findings: Findings, d: Decision) -> str:
+def _other_side(sides: Comparison, d: Decision) -> str:
     assert d.effect is not None
-    policy = findings.comparison.labels.get(d.policy, d.policy)
+    policy = sides.labels.get(d.policy, d.policy)
     if d.estimand == "E2":
-        who = f"{d.arm} served under {policy} against uncompressed {findings.comparison.reference}"
+        who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
         return f"End to end, {who}: {drift(d.effect)}."
-    return f"Served alike, {d.arm} against {findings.comparison.reference}, both under {policy}: {drift(d.effect)}."
+    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {drift(d.effect)}."
 
 
 def _recipe_level(findings: Findings) -> list[str]:
@@ -93,7 +97,7 @@ def _recipe_level(findings: Findings) -> list[str]:
     ]
 
 
-def limits(findings: Findings) -> tuple[str, ...]:
+def limits(findings: Decided) -> tuple[str, ...]:
     """What must be said even when it is unflattering."""
     lines = [
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
@@ -111,7 +115,7 @@ def limits(findings: Findings) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _graders(findings: Findings) -> str:
+def _graders(findings: Decided) -> str:
     if any(c.people for c in findings.drift.contrasts):
         return "Beyond the cells that people labelled, answers are graded as recorded."
     return "Grading is by program; answers a person would grade otherwise are not corrected here."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import Table
 
 
 @dataclass(frozen=True)
@@ -27,28 +27,10 @@ class Banner:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading, one sentence for a stranger, then figures, tables and notes.
-
-    It stands on the ``first`` page, under the banner, or is folded: then ``finding`` says in a line what it found.
-    """
-
-    anchor: str
-    title: str
-    explain: str
-    figures: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    notes: tuple[str, ...] = ()
-    examples: bool = False
-    first: bool = False
-    finding: str = ""
-
-
-@dataclass(frozen=True)
 class Page:
     """What a format renders, and what it was written from. No format decides anything."""
 
     findings: Findings
     banner: Banner
-    sections: tuple[Section, ...]  # those of the first page first
+    sections: tuple[Passage, ...]  # those of the first page first
     remarks: tuple[str, ...] = ()  # that must stand wherever the verdict does

@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.probe import Length, Noise, ProbeFindings
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, percent
 from kvaudit.reports.page.formats.markdown import as_table, escape
-from kvaudit.reports.page.tables import Table, table_of
-from kvaudit.reports.page.words import drift, percent
 from kvaudit.reports.stats.few import no_interval
 
 FILES = ("probe.md", "probe.json")

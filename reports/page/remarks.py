@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
 
-from kvaudit.core.alarms import ALARMS, alarm_key
 from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
 from kvaudit.core.text import at_length, length_label
-from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.gate.decide import is_apart, suite_of
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import gated_cells
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
+from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.remedy_tables import remedy_lines
-from kvaudit.reports.page.words import counted, percent, spelled
+from kvaudit.reports.sections.base import told
 
 _NAMED = 3  # cells that a line spells out
 
 
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
+    placed: list[tuple[int, Iterable[str]]] = [
+        (10, not_measurable(findings)),
+        (20, _by_which_rules(findings)),
+        (40, _judges(findings)),
+        (41, _waivers(findings)),
+        (50, _labels(findings)),
+        (70, _stopped(findings.provenance)),
+        (71, _versions(findings.provenance)),
+        (80, _adjusted(findings)),
+        *((section.remarks_at, section.remarks(value, findings)) for section, value in told(findings.values)),
+    ]
+    for _, lines in sorted(placed, key=itemgetter(0)):
+        yield from lines
+
+
+def _by_which_rules(findings: Decided) -> Iterator[str]:
     rules = findings.rules
-    yield from not_measurable(findings)
     if findings.drift.unclustered is not None:
         yield _unclustered(findings.drift.unclustered, rules)
     if rules.sha256 is not None:
@@ -35,23 +52,19 @@ def remarks(findings: Findings) -> Iterator[str]:
         yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
     if findings.verdict.status is Status.NOT_MEASURABLE and rules.not_measurable == WARN:
         yield "WARNING: NOT MEASURABLE is let through (not_measurable: warn); it is not a PASS."
-    yield from remedy_lines(findings)
-    yield from _judges(findings)
-    yield from _waivers(findings)
-    yield from _labels(findings)
-    yield from _alarms(findings)
-    yield from _stopped(findings)
-    yield from _versions(findings)
+
+
+def _adjusted(findings: Decided) -> Iterator[str]:
     if findings.verdict.adjustment.reason:
         yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
 
 
-def not_measurable(findings: Findings) -> list[str]:
+def not_measurable(findings: Decided) -> list[str]:
     """What cannot be measured on this reference, why, and in how many of the gated cells; one line per reason."""
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.decisions:
         if d.gated and not d.is_measurable:
-            place = (spelled(findings, d.suite), d.context_tokens, d.reasons[0].text)
+            place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
     several = len(findings.comparison.contexts) > 1
     found = [
@@ -89,7 +102,7 @@ def _gate(rules: Rules) -> str:
     return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
 
 
-def _judges(findings: Findings) -> Iterator[str]:
+def _judges(findings: Decided) -> Iterator[str]:
     """Whether the judge is apart from the reward, and what phrase rules decided."""
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
     if sides.rewarded and not is_apart(cells, sides):
@@ -100,38 +113,24 @@ def _judges(findings: Findings) -> Iterator[str]:
         yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
 
 
-def _alarms(findings: Findings) -> Iterator[str]:
-    """What rang while the arms were trained, by share of their steps over all seeds."""
-    said = []
-    for curve in findings.curves:
-        rung = [(bound, curve.mean.get(alarm_key(bound.name), 0.0)) for bound in ALARMS.values()]
-        if own := [
-            f"{bound.name} {bound.words} in {percent(share)} of the steps" for bound, share in rung if share > 0
-        ]:
-            said.append(f"{curve.arm}: {', '.join(own)}")
-    if said:
-        more = f"; {len(said) - _NAMED} more arms" if len(said) > _NAMED else ""
-        yield f"ALARM in training: {'; '.join(said[:_NAMED])}{more}."
-
-
-def _stopped(findings: Findings) -> Iterator[str]:
+def _stopped(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Seeds whose arms were not trained to the last step."""
-    for seed, words in table_of(findings.provenance, STOPPED).items():
+    for seed, words in table_of(provenance, STOPPED).items():
         yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
-def _labels(findings: Findings) -> Iterator[str]:
+def _labels(findings: Decided) -> Iterator[str]:
     """What human labels decided, and what judge labels alone were not let pass."""
     if findings.verdict.judged is None:
         return
     people = [d for d in findings.verdict.decisions if d.gated and d.judged]
     turned = [d for d in people if d.judged is not d.status]
     more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
-    cells = [f"{_place(findings, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
+    cells = [f"{_place(findings.comparison, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
     turns = f" They change {'; '.join(cells)}{more}." if turned else " They change the verdict of none."
     yield f"Human labels decide {len(people)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells.{turns}"
     held = [
-        _place(findings, d)
+        _place(findings.comparison, d)
         for d in findings.verdict.decisions
         if d.gated and any(r.code == JUDGE_DIFF for r in d.reasons)
     ]
@@ -142,21 +141,21 @@ def _labels(findings: Findings) -> Iterator[str]:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
 
 
-def _versions(findings: Findings) -> Iterator[str]:
+def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
     """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
-    table = findings.provenance.get(WORKED_WITH)
+    table = provenance.get(WORKED_WITH)
     if isinstance(table, Mapping) and len(table) > 1:
         found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {'; '.join(found[:_NAMED])}{more}."
 
 
-def _place(findings: Findings, d: Decision) -> str:
-    policy = findings.comparison.labels.get(d.policy, d.policy)
+def _place(sides: Comparison, d: Decision) -> str:
+    policy = sides.labels.get(d.policy, d.policy)
     return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {policy}"
 
 
-def _waivers(findings: Findings) -> Iterator[str]:
+def _waivers(findings: Decided) -> Iterator[str]:
     for waiver in findings.waivers:
         cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
         places = ", ".join(

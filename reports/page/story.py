@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.drift import AMPLIFICATION
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
-from kvaudit.reports.page import beside, detail_tables, summaries, tables
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
+from kvaudit.reports.layout.contrasts import contrasts_of, lowest
+from kvaudit.reports.layout.names import plain_words
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import counted
+from kvaudit.reports.page import tables
 from kvaudit.reports.page.about import about, asides, number, verdict_sentence
-from kvaudit.reports.page.context_tables import contexts_section
-from kvaudit.reports.page.engine_tables import engines_section
 from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.floor_tables import floor_section, floor_sentences, gate_floor_table
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
-from kvaudit.reports.page.guard_tables import guards_section
-from kvaudit.reports.page.judge_tables import judges_section
 from kvaudit.reports.page.limits import cautions, limits
-from kvaudit.reports.page.mechanism_tables import mechanism_section
-from kvaudit.reports.page.page import Banner, Page, Section
+from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import late, remarks
-from kvaudit.reports.page.remedy_tables import remedies_section
+from kvaudit.reports.sections.base import told
 
 
 def page_of(findings: Findings) -> Page:
     """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
-    parts = [
-        *_verdict_sections(findings),
-        *_detail_sections(findings),
-        *_run_sections(findings),
-        *_closing_sections(findings),
+    placed = [
+        *own_passages(findings).items(),
+        *((section.order, section.passage(value, findings)) for section, value in told(findings.values)),
     ]
-    spoken = tuple(part for part in parts if any(part.tables) or part.figures or part.notes or part.examples)
+    spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
     return Page(findings, banner(findings), spoken, tuple(remarks(findings)))
 
 
@@ -49,46 +52,62 @@ def banner(findings: Findings) -> Banner:
     )
 
 
-def _verdict_sections(findings: Findings) -> list[Section]:
-    said = cautions(findings, findings.verdict.head)
+def own_passages(findings: Findings) -> dict[int, Passage]:
+    """What tells of the verdict itself, by its place among the sections."""
+    return {
+        10: _decided_passage(findings),
+        20: _facets_passage(findings),
+        30: _limits_passage(findings),
+        40: _gate_passage(findings),
+        50: _beside_passage(findings),
+        100: _compared_passage(findings),
+        110: _parity_passage(findings),
+        120: _heatmap_passage(findings),
+        320: _problems_passage(findings.problems),
+        330: Passage(
+            "reproduce",
+            "Reproducibility",
+            "Hashes, versions and policies as they were recorded.",
+            tables=tables.reproducibility(findings.comparison, findings.provenance),
+            finding=f"{len(findings.provenance)} facts recorded with the run.",
+        ),
+    }
+
+
+def _decided_passage(findings: Decided) -> Passage:
     one = "policy" if findings.comparison.mode == "serving" else "arm"
-    return [
-        Section(
-            "decided",
-            "What is decided",
-            f"One line per {one}: its verdict, the verdict of each suite, the cell that decides it"
-            + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
-            figures=("forest",),
-            tables=(tables.decided_table(findings),),
-            notes=(
-                "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
-                "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
-                "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no "
-                "valid comparison.",
-            ),
-            first=True,
+    return Passage(
+        "decided",
+        "What is decided",
+        f"One line per {one}: its verdict, the verdict of each suite, the cell that decides it"
+        + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
+        figures=("forest",),
+        tables=(tables.decided_table(findings),),
+        notes=(
+            "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
+            "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
+            "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no "
+            "valid comparison.",
         ),
-        _facet_section(findings),
-        Section(
-            "limits",
-            "Limits",
-            "What the number cannot say, even when it is unflattering.",
-            notes=(*said, *map(inline, beside.cleared_budgets(findings)), *limits(findings)),
-            finding=said[0],
-        ),
-        _gate_section(findings),
-        _beside_section(findings),
-        *([remedies] if (remedies := remedies_section(findings)) else []),
-        *([contexts] if (contexts := contexts_section(findings)) else []),
-        *([floor] if (floor := floor_section(findings)) else []),
-        *([engines] if (engines := engines_section(findings)) else []),
-        _compared_section(findings),
-    ]
+        first=True,
+    )
 
 
-def _facet_section(findings: Findings) -> Section:
+def _limits_passage(findings: Findings) -> Passage:
+    said = cautions(findings, findings.verdict.head)
+    own = (line for section, value in told(findings.values) for line in section.limits(value, findings))
+    return Passage(
+        "limits",
+        "Limits",
+        "What the number cannot say, even when it is unflattering.",
+        notes=(*said, *map(inline, own), *limits(findings)),
+        finding=said[0],
+    )
+
+
+def _facets_passage(findings: Findings) -> Passage:
     table = facet_table(findings)
-    return Section(
+    return Passage(
         "facets",
         "What moved: facets",
         "Each score taken apart into what happened: broken form by itself, and safety among the answers that could be "
@@ -99,23 +118,29 @@ def _facet_section(findings: Findings) -> Section:
     )
 
 
-def _gate_section(findings: Findings) -> Section:
+def _gate_passage(findings: Findings) -> Passage:
     gated = [d for d in findings.verdict.decisions if d.gated]
+    beside = [one for section, value in told(findings.values) for one in section.beside_gate(value, findings, gated)]
     serving = findings.comparison.mode == "serving"
-    drift_of = (
-        f"drift from {tables.plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
-    )
+    drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
     alone = {d.estimand for d in gated}
     alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
-    return Section(
+    return Passage(
         "gate",
         "Gate",
         f"Each row is a {drift_of}{alike}: below zero is worse. PASS needs the lower bound above minus the margin, and "
         "templates that could not hide a loss of it.",
-        tables=(gate_table(findings, gated, gated=True), gate_floor_table(findings, gated)),
-        notes=(*map(inline, floor_sentences(findings)), *gate_notes(findings)),
-        finding=summaries.statuses(gated, "gated cells"),
+        tables=(gate_table(findings, gated, gated=True), *(table for table in beside if isinstance(table, Table))),
+        notes=(*(note for note in beside if isinstance(note, str)), *gate_notes(findings)),
+        finding=_statuses(gated, "gated cells"),
     )
+
+
+def _statuses(decisions: Iterable[Decision], what: str) -> str:
+    """24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
+    found = Counter(d.standing for d in decisions)
+    parts = [f"{found[status]} {status.value}" for status in PRECEDENCE if found[status]]
+    return f"{found.total()} {what}: {', '.join(parts)}." if parts else ""
 
 
 _OTHER_WAY = {  # by what is decided beside the verdict: the cells, and a sentence for a stranger
@@ -128,168 +153,90 @@ _OTHER_WAY = {  # by what is decided beside the verdict: the cells, and a senten
 _OTHER_WAYS = ("cells beside the verdict", "The same cells against the reference served another way.")
 
 
-def _beside_section(findings: Findings) -> Section:
+def _beside_passage(findings: Findings) -> Passage:
     shown = [d for d in findings.verdict.decisions if not d.gated]
     cells, explain = _OTHER_WAY.get("/".join({d.estimand for d in shown}), _OTHER_WAYS)
-    return Section(
+    return Passage(
         "beside",
         "Beside the gate",
         f"{explain} Not part of the verdict.",
         tables=(gate_table(findings, shown, gated=False),),
         notes=beside_notes(findings),
-        finding=summaries.statuses(shown, cells),
+        finding=_statuses(shown, cells),
     )
 
 
-def _compared_section(findings: Findings) -> Section:
+def _compared_passage(findings: Decided) -> Passage:
     fixed = "the rules fixed before the numbers were seen."
     if findings.rules.declared == DECLARED_AFTER_RUN:
         fixed = "rules that were declared after the run, when its numbers could be known."
-    return Section(
+    return Passage(
         "compared",
         "What was compared",
         f"The two sides of every difference in this report, and {fixed}",
         tables=(tables.compared_table(findings),),
-        finding=summaries.compared(findings),
+        finding=_sides(findings),
     )
 
 
-def _detail_sections(findings: Findings) -> list[Section]:
-    serving, plain = findings.comparison.mode == "serving", tables.plain_words(findings.comparison)
-    return [
-        Section(
-            "parity",
-            "Capability beside safety",
-            "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
-            figures=("quadrant",) if _both_kinds(findings) else (),
-            finding=summaries.parity(findings),
-        ),
-        Section(
-            "heatmap",
-            "Every serving policy",
-            "Drift in pp under each serving policy"
-            + (f", against {plain}." if serving else ", candidate and reference served alike."),
-            figures=("heatmap",),
-            notes=(
-                "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
-                "the same rule, not adjusted.",
-            ),
-            finding=summaries.estimand(findings, "E4" if serving else "E1"),
-        ),
-        Section(
-            "interaction",
-            "Interaction",
-            f"Did training change how much serving compression hurts? The candidate's change from {plain} minus "
-            "the reference's own: below zero, training made the model more fragile to compression.",
-            tables=(tables.estimand_table(findings, "E5", gated_only=True),),
-            notes=("Shown for the gated policies; drift.json holds all.",) if not serving else (),
-            finding=summaries.estimand(findings, "E5", gated_only=True),
-        ),
-        *_amplification_section(findings),
-        Section(
-            "sensitivity",
-            "Serving sensitivity",
-            "Each checkpoint served under a policy minus itself uncompressed.",
-            tables=(tables.estimand_table(findings, "E4"),) if not serving else (),
-            finding=summaries.estimand(findings, "E4"),
-        ),
-        *beside.dose_sections(findings),
-        *beside.loss_sections(findings),
-        *([mechanism] if (mechanism := mechanism_section(findings)) else []),
-        beside.seed_section(findings),
-        *([judge] if (judge := beside.judge_section(findings)) else []),
-        *([judges] if (judges := judges_section(findings)) else []),
-        *([guards] if (guards := guards_section(findings)) else []),
-        beside.displacement_section(findings),
-        *beside.method_sections(findings),
-    ]
+def _sides(findings: Decided) -> str:
+    """The sides, and how much is gated."""
+    sides, rules = findings.comparison, findings.rules
+    who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
+    if sides.mode == "serving":
+        who = f"{counted(len(sides.policies), 'way')} to serve one checkpoint"
+    asked = f"{counted(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
+    return f"{who}; {asked}."
 
 
-def _amplification_section(findings: Findings) -> list[Section]:
-    if not any(c.estimand == AMPLIFICATION for c in findings.contrasts):
-        return []
-    return [
-        Section(
-            "amplification",
-            "Amplification",
-            "Did training under a policy cost more than serving under it? Candidate uncompressed minus the reference "
-            "served under the policy that the candidate was trained under: below zero, training cost more.",
-            tables=(tables.estimand_table(findings, AMPLIFICATION),),
-            finding=summaries.estimand(findings, AMPLIFICATION),
-        )
-    ]
+def _parity_passage(findings: Decided) -> Passage:
+    return Passage(
+        "parity",
+        "Capability beside safety",
+        "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
+        figures=("quadrant",) if _both_kinds(findings.comparison) else (),
+        finding=_parity(findings),
+    )
 
 
-def _both_kinds(findings: Findings) -> bool:
-    """Whether the run asked for capability and for something else."""
+def _parity(findings: Decided) -> str:
+    """The arms whose capability passes while a safety suite fails."""
     capability = set(findings.comparison.capability)
-    return bool(capability) and bool(set(findings.comparison.suites) - capability)
-
-
-def _run_sections(findings: Findings) -> list[Section]:
-    return [
-        Section(
-            "outcomes",
-            "Rates and outcomes",
-            "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
-            "count as 0.",
-            tables=(tables.outcomes_table(findings),),
-            finding=summaries.outcomes(findings),
-        ),
-        Section(
-            "training",
-            "Training",
-            "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
-            "(lines: mean over seeds, bands: lowest to highest).",
-            figures=("training",) if findings.curves else (),
-            tables=(detail_tables.training_table(findings), detail_tables.mismatch_table(findings)),
-            notes=(
-                "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
-                "arm's own gap is what rounding alone does.",
-            )
-            if findings.curves
-            else (),
-            finding=summaries.training(findings),
-        ),
-        Section(
-            "cache",
-            "KV cache",
-            "What compression saved at the peak of a row, each way of counting held against policy none counted the "
-            "same way, and which roles of the conversation stayed cached.",
-            figures=("cache",),
-            tables=(detail_tables.cache_table(findings),),
-            notes=(
-                "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
-                "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
-                "so that longer answers count as nothing saved or spent.",
-            ),
-            finding=summaries.cache(findings),
-        ),
+    found = [
+        a for a in findings.verdict.arms if Status.FAIL in (s for name, s in a.suites.items() if name not in capability)
     ]
+    passed = (Status.PASS, Status.PASS_NOTED)
+    names = [a.arm for a in found if all(s in passed for name, s in a.suites.items() if name in capability)]
+    return f"Capability passes and safety fails: {', '.join(names) or 'in no arm'}."
 
 
-def _closing_sections(findings: Findings) -> list[Section]:
-    return [
-        Section(
-            "examples",
-            "Largest losses",
-            "Items the reference got right and the candidate lost; model output is shown as it was, control characters "
-            "made visible.",
-            examples=bool(findings.examples),
-            finding=f"{len(findings.examples)} answers in full.",
+def _both_kinds(sides: Comparison) -> bool:
+    """Whether the run asked for capability and for something else."""
+    capability = set(sides.capability)
+    return bool(capability) and bool(set(sides.suites) - capability)
+
+
+def _heatmap_passage(findings: Decided) -> Passage:
+    serving, plain = findings.comparison.mode == "serving", plain_words(findings.comparison)
+    return Passage(
+        "heatmap",
+        "Every serving policy",
+        "Drift in pp under each serving policy"
+        + (f", against {plain}." if serving else ", candidate and reference served alike."),
+        figures=("heatmap",),
+        notes=(
+            "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
+            "the same rule, not adjusted.",
         ),
-        Section(
-            "problems",
-            "Problems in the files",
-            "Lines and files that were kept out.",
-            notes=tuple(inline(problem) for problem in findings.problems[:50]),
-            finding=f"{len(findings.problems)} lines or files were kept out.",
-        ),
-        Section(
-            "reproduce",
-            "Reproducibility",
-            "Hashes, versions and policies as they were recorded.",
-            tables=tables.reproducibility(findings),
-            finding=f"{len(findings.provenance)} facts recorded with the run.",
-        ),
-    ]
+        finding=lowest(findings.comparison, contrasts_of(findings, "E4" if serving else "E1")),
+    )
+
+
+def _problems_passage(problems: Sequence[str]) -> Passage:
+    return Passage(
+        "problems",
+        "Problems in the files",
+        "Lines and files that were kept out.",
+        notes=tuple(map(inline, problems[:50])),
+        finding=f"{len(problems)} lines or files were kept out.",
+    )

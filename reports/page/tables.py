@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from kvaudit.core.records import Outcome
-from kvaudit.core.text import at_length, clip, inline, length_label
+from kvaudit.core.text import at_length
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import drift, marked, percent, points, spelled
-
-
-@dataclass(frozen=True)
-class Table:
-    """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words.
-
-    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to. ``behind``
-    are the addresses of the answers behind each row, for a page that can link.
-    """
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...] = field(default=())
-    words: int = 1
-    footnotes: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-
-def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table of clipped, visible text on one line, headers too: a suite's name may stand there."""
-    first, *clean = (tuple(inline(clip(cell, 300)) for cell in row) for row in (headers, *rows))
-    assert all(len(row) == len(first) for row in clean), headers
-    return Table(first, tuple(clean), words)
-
-
-def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table whose last column, long texts that repeat, becomes numbers of footnotes."""
-    found = [list(row) for row in rows]
-    texts = list(dict.fromkeys(row[-1] for row in found if row[-1]))
-    short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in found]
-    return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
+from kvaudit.reports.layout.names import named, plain_words
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, marked
 
 
 class DecidedLine(NamedTuple):
@@ -59,7 +25,7 @@ class DecidedLine(NamedTuple):
     cells: tuple[Decision, ...]
 
 
-def decided_lines(findings: Findings) -> list[DecidedLine]:
+def decided_lines(findings: Decided) -> list[DecidedLine]:
     """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
     gated = [d for d in findings.verdict.decisions if d.gated]
     if findings.comparison.mode == "training":
@@ -67,18 +33,21 @@ def decided_lines(findings: Findings) -> list[DecidedLine]:
             DecidedLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
             for a in findings.verdict.arms
         ]
-    return [_policy_line(findings, [d for d in gated if d.policy == p]) for p in dict.fromkeys(d.policy for d in gated)]
+    return [
+        _policy_line(findings.comparison, [d for d in gated if d.policy == p])
+        for p in dict.fromkeys(d.policy for d in gated)
+    ]
 
 
-def _policy_line(findings: Findings, cells: list[Decision]) -> DecidedLine:
+def _policy_line(sides: Comparison, cells: list[Decision]) -> DecidedLine:
     suites = {
         name: worst(d.standing for d in cells if d.suite == name) for name in dict.fromkeys(d.suite for d in cells)
     }
-    name = findings.comparison.labels.get(cells[0].policy, cells[0].policy)
+    name = sides.labels.get(cells[0].policy, cells[0].policy)
     return DecidedLine(name, worst(suites.values()), None, suites, tuple(cells))
 
 
-def decided_table(findings: Findings) -> Table:
+def decided_table(findings: Decided) -> Table:
     """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
     gated = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
     suites = [name for name in gated if name not in findings.comparison.facets]
@@ -91,13 +60,13 @@ def decided_table(findings: Findings) -> Table:
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
-        rows.append([*row, _deciding(findings, line), *([_deployed(findings, line.name)] if served else [])])
+        rows.append([*row, _deciding(findings.comparison, line), *([_deployed(findings, line.name)] if served else [])])
     what = "policy" if findings.comparison.mode == "serving" else "arm"
     headers = [
         what,
         "verdict",
         *recipe,
-        *(suite + marked(findings, suite) for suite in suites),
+        *(suite + marked(findings.comparison, suite) for suite in suites),
         *(facets if len(facets) == 1 else ["facets"] * bool(facets)),
     ]
     headers += ["deciding cell", *served]
@@ -113,7 +82,7 @@ def _worst(line: DecidedLine, names: Iterable[str]) -> str:
 DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed reference, whether that is gated or not
 
 
-def deployed(findings: Findings, arm: str | None = None) -> list[Decision]:
+def deployed(findings: Decided, arm: str | None = None) -> list[Decision]:
     """What a user of a candidate meets: its cells against the uncompressed reference, the worst first; E4 decides them.
 
     None where only serving policies are compared, or nothing compressed was: every cell is one then.
@@ -131,29 +100,29 @@ def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
     return d.estimand == "E2" and not sides.is_uncompressed(d.policy)
 
 
-def _deployed(findings: Findings, arm: str) -> str:
+def _deployed(findings: Decided, arm: str) -> str:
     found = deployed(findings, arm)
     if not found:
         return "-"
-    return f"{_numbered(findings, found[0])} {found[0].status.value}"
+    return f"{_numbered(findings.comparison, found[0])} {found[0].status.value}"
 
 
-def _numbered(findings: Findings, d: Decision) -> str:
+def _numbered(sides: Comparison, d: Decision) -> str:
     """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    where = f"{named(findings, d)} @ {findings.comparison.labels.get(d.policy, d.policy)}"
+    where = f"{named(sides, d)} @ {sides.labels.get(d.policy, d.policy)}"
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
-def _deciding(findings: Findings, line: DecidedLine) -> str:
+def _deciding(sides: Comparison, line: DecidedLine) -> str:
     d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
-    return _numbered(findings, d) + (", as deployed" if compressed_as_deployed(findings.comparison, d) else "")
+    return _numbered(sides, d) + (", as deployed" if compressed_as_deployed(sides, d) else "")
 
 
 def _room(d: Decision) -> float:
     return (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)
 
 
-def compared_table(findings: Findings) -> Table:
+def compared_table(findings: Decided) -> Table:
     """The two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))
@@ -179,16 +148,6 @@ def compared_table(findings: Findings) -> Table:
     return table_of(["", "value"], rows, words=2)
 
 
-def plain_words(sides: Comparison) -> str:
-    """What serving policies are held against: policy none, the reference of an engine, or each its own."""
-    own = [policy for policy in sides.policies if not sides.is_uncompressed(policy)] or sides.policies
-    plain = {sides.uncompressed_of(policy) for policy in own}
-    if not any(map(sides.is_engine, plain)):
-        return "policy none"
-    named = ", ".join(sides.label(policy) for policy in sides.uncompressed if policy in plain)
-    return named if len(plain) == 1 else f"the uncompressed one of its own engine ({named})"
-
-
 def _own_alone(sides: Comparison) -> str:
     return "; what was trained under one of them under that one and none alone" if sides.unserved else ""
 
@@ -210,42 +169,6 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
     return found
 
 
-def named(findings: Findings, d: Decision) -> str:
-    """The suite of a cell, with what is asked of it where that is more than its drift."""
-    suite = spelled(findings, d.suite)
-    if d.estimand == "selectivity":
-        return f"{suite} minus {', '.join(findings.comparison.capability)}"
-    if d.policies:
-        return f"{suite}, worst of {len(d.policies)} policies"
-    return f"{suite}, parity" if d.estimand == "parity" else suite
-
-
-def against(findings: Findings, d: Decision | Contrast) -> str:
-    """The other side of a difference: which arm, under which policy."""
-    alike = findings.comparison.mode == "training" and d.estimand != "E2"
-    policy = d.policy if alike else findings.comparison.uncompressed_of(d.policy)
-    return f"{findings.comparison.reference} @ {findings.comparison.label(policy)}"
-
-
-def estimand_table(findings: Findings, name: str, *, gated_only: bool = False) -> Table:
-    """The contrasts of one estimand, under the gated policies only where any of them has one."""
-    found = [c for c in findings.contrasts if c.estimand == name]
-    if gated_only:
-        found = [c for c in found if c.policy in findings.rules.primary] or found
-    rows = [
-        [
-            c.arm,
-            findings.comparison.labels.get(c.policy, c.policy),
-            c.suite,
-            length_label(c.context_tokens),
-            _text(c),
-            _recipe(c),
-        ]
-        for c in found
-    ]
-    return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)
-
-
 def _rollouts(sides: Comparison) -> str:
     """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
     by_policy: dict[str, list[str]] = {}
@@ -256,36 +179,10 @@ def _rollouts(sides: Comparison) -> str:
     return "; ".join(f"{policy} ({', '.join(arms)})" for policy, arms in by_policy.items())
 
 
-def _text(c: Contrast) -> str:
-    return drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
-
-
-def _recipe(c: Contrast) -> str:
-    return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
-
-
-def outcomes_table(findings: Findings) -> Table:
-    """Rates and the outcomes of every cell."""
-    headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
-    rows = [
-        [
-            c.arm,
-            findings.comparison.labels.get(c.policy, c.policy),
-            c.suite,
-            length_label(c.context_tokens),
-            percent(c.rate),
-            percent(c.rate_if_desired),
-            *(str(c.outcomes[name]) for name in Outcome),
-        ]
-        for c in findings.drift.cells
-    ]
-    return table_of(headers, rows, words=3)
-
-
-def reproducibility(findings: Findings) -> tuple[Table, ...]:
+def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
     """Provenance flattened to name and value, and the full policy strings."""
-    facts = [(name, value) for name, value in _flat("", findings.provenance)]
-    policies = [(findings.comparison.labels[policy], policy) for policy in findings.comparison.policies]
+    facts = [(name, value) for name, value in _flat("", provenance)]
+    policies = [(sides.labels[policy], policy) for policy in sides.policies]
     found = (table_of(["recorded", "value"], facts, words=2), table_of(["policy", "full form"], policies, words=2))
     return tuple(table for table in found if table)
 

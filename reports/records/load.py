@@ -29,7 +29,6 @@ from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.floor import AskedAgain, read_floor
-from kvaudit.reports.records.guards import Guarded, guarded_records
 from kvaudit.reports.records.remedies import Served, read_served
 from kvaudit.reports.records.rows import Columns, Panel, Problem, panels, read_unit
 
@@ -75,11 +74,6 @@ class RunData:
     def panels(self) -> dict[tuple[str, int], Panel]:
         """The score table of every (suite, context), made once."""
         return panels(self.records)
-
-    @cached_property
-    def guards(self) -> tuple[Guarded, ...]:
-        """The records behind each guard that was set before the run; raises DataError for files that do not fit."""
-        return guarded_records(self.run, self.records)
 
     @cached_property
     def floor(self) -> AskedAgain:

@@ -1,25 +1,20 @@
-"""Figures of a report as inline SVG: one file per figure."""
+"""Figures of a report as inline SVG: those of the verdict, one file each, and those of its sections."""
 
 from __future__ import annotations
 
-from kvaudit.reports.page.figures import cache, churn, concentration, dose, forest, heatmap, quadrant, seeds, training
-from kvaudit.reports.page.figures.canvas import Drawing, style
+from kvaudit.reports.layout.canvas import Drawing, style
+from kvaudit.reports.page.figures import forest, heatmap, quadrant
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.sections.base import told
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:
     """Every figure that has something to show, by name."""
     with style():
-        drawn = (
+        drawn = [
             forest.draw(findings),
             quadrant.draw(findings),
             heatmap.draw(findings),
-            dose.budget(findings),
-            dose.length(findings),
-            churn.draw(findings),
-            concentration.draw(findings),
-            seeds.draw(findings),
-            training.draw(findings),
-            cache.draw(findings),
-        )
+            *(drawing for section, value in told(findings.values) for drawing in section.draw(value, findings)),
+        ]
     return {drawing.name: drawing for drawing in drawn if drawing}

@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvaudit.core.text import inline
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.words import spelled
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.layout.words import spelled
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),
@@ -33,7 +34,7 @@ _Row = tuple[str, str, str]  # policy, arm, estimand
 _Group = tuple[str, int]  # suite, length
 
 
-def draw(findings: Findings) -> Drawing | None:
+def draw(findings: Decided) -> Drawing | None:
     """One panel per suite and length, or all of them in one where each has a single row; None without a number."""
     known = [d for d in findings.verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
     if not known:
@@ -42,9 +43,14 @@ def draw(findings: Findings) -> Drawing | None:
     rows = list(dict.fromkeys(_row(d) for d in known))
     if len(rows) == 1 and len({d.margin for d in known}) == 1:
         figure = blank(7.5, 1.2 + 0.27 * len(groups))
-        _panel(figure.subplots(), known, [_group(d) for d in known], [_length(findings, *group) for group in groups])
+        _panel(
+            figure.subplots(),
+            known,
+            [_group(d) for d in known],
+            [_length(findings.comparison, *group) for group in groups],
+        )
     else:
-        figure = _panels(findings, known, groups, rows)
+        figure = _panels(findings.comparison, known, groups, rows)
     figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
     return save(figure, "forest", "Drift of every gated cell with its 95 % interval and the margin band.")
 
@@ -57,16 +63,16 @@ def _row(d: Decision) -> _Row:
     return d.policy, d.arm, d.estimand
 
 
-def _length(findings: Findings, suite: str, tokens: int) -> str:
-    suite = spelled(findings, suite)
+def _length(sides: Comparison, suite: str, tokens: int) -> str:
+    suite = spelled(sides, suite)
     return f"{suite}, {tokens} tokens" if tokens else suite
 
 
-def _panels(findings: Findings, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
+def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
     columns = len(groups) if len(groups) <= _MOST_COLUMNS else _COLUMNS
     lines = -(-len(groups) // columns)
     pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
-    names = _names(findings, rows)
+    names = _names(sides, rows)
     beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)
     figure = blank(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
@@ -75,13 +81,13 @@ def _panels(findings: Findings, known: list[Decision], groups: list[_Group], row
     for panel, group in zip(panels.flat, groups, strict=False):
         own = [d for d in known if _group(d) == group]
         _panel(panel, own, [_row(d) for d in own], names, rows)
-        panel.set_title(inline(_length(findings, *group)))
+        panel.set_title(inline(_length(sides, *group)))
     return figure
 
 
-def _names(findings: Findings, rows: list[_Row]) -> list[str]:
-    labels = findings.comparison.labels
-    if findings.comparison.mode == "serving":
+def _names(sides: Comparison, rows: list[_Row]) -> list[str]:
+    labels = sides.labels
+    if sides.mode == "serving":
         return [labels.get(policy, policy) for policy, *_ in rows]
     return [f"{arm} @ {labels.get(policy, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
 

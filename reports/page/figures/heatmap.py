@@ -8,15 +8,17 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from kvaudit.core.text import inline, length_label, length_of
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.cell import decide_cell, templates_of
 from kvaudit.reports.gate.controls import Controls
+from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, save
+from kvaudit.reports.layout.names import plain_words
+from kvaudit.reports.layout.words import points, spelled
 from kvaudit.reports.page.behind import flips_behind
-from kvaudit.reports.page.figures.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import plain_words
-from kvaudit.reports.page.words import points, spelled
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _FULL = 0.20  # drift with the strongest colour
@@ -44,19 +46,19 @@ def draw(findings: Findings) -> Drawing | None:
     groups: dict[str, list[Contrast]] = {}
     for c in known:
         title = (
-            f"{spelled(findings, c.suite)}, {length_of(c.context_tokens)}"
+            f"{spelled(findings.comparison, c.suite)}, {length_of(c.context_tokens)}"
             if sides.mode == "training"
             else f"{c.arm}, drift from {plain_words(sides).removeprefix('policy ')}"
         )
         groups.setdefault(title, []).append(c)
-    deepest = max(len(_rows(findings, group)) for group in groups.values())
+    deepest = max(len(_rows(findings.comparison, group)) for group in groups.values())
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)
-    named = max(len(row) for group in groups.values() for row in _rows(findings, group))
+    named = max(len(row) for group in groups.values() for row in _rows(findings.comparison, group))
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
     # long names of rows leave few columns no room
     width = max(width, _LEAST_WIDTH, _LETTER * named * columns + 0.8 * len(policies) * columns)
-    below = max(len(_cut(findings, policy)) for policy in policies)  # names stand aslant under the last row
+    below = max(len(_cut(findings.comparison, policy)) for policy in policies)  # names stand aslant under the last row
     figure = blank(width, 1.1 + lines * (0.35 + 0.36 * deepest) + _LETTER * max(0, below - _USUAL))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
     for panel in panels.flat[len(groups) :]:
@@ -89,29 +91,25 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None, *, 
     return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
-def margin(findings: Findings, c: Contrast) -> float | None:
+def margin(findings: Decided, c: Contrast) -> float | None:
     """None of a facet: where its answers lost their form it passes nothing, which only the gate looks at."""
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
 
-def _rows(findings: Findings, group: list[Contrast]) -> list[str]:
-    return list(dict.fromkeys(_row(findings, c) for c in group))
+def _rows(sides: Comparison, group: list[Contrast]) -> list[str]:
+    return list(dict.fromkeys(_row(sides, c) for c in group))
 
 
-def _row(findings: Findings, c: Contrast) -> str:
-    return (
-        c.arm
-        if findings.comparison.mode == "training"
-        else f"{spelled(findings, c.suite)}, {length_label(c.context_tokens)}"
-    )
+def _row(sides: Comparison, c: Contrast) -> str:
+    return c.arm if sides.mode == "training" else f"{spelled(sides, c.suite)}, {length_label(c.context_tokens)}"
 
 
 def _panel(
     panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[_Key, Status]
 ) -> None:
-    rows, controls = _rows(findings, group), Controls(findings.drift, findings.rules.margins)
+    rows, controls = _rows(findings.comparison, group), Controls(findings.drift, findings.rules.margins)
     for c in group:
-        x, y = policies.index(c.policy), rows.index(_row(findings, c))
+        x, y = policies.index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
         decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
         status = called(c, margin(findings, c), decided, is_measurable=controls.against(c) is None)
@@ -127,7 +125,7 @@ def _panel(
         text = points(value) + ("*" if status is Status.PASS_NOTED else "")
         number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
         number.set_url(flips_behind(findings, c) or None)
-    labels = [_cut(findings, policy) for policy in policies]
+    labels = [_cut(findings.comparison, policy) for policy in policies]
     panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
     panel.set_xlim(-0.5, len(policies) - 0.5)
@@ -137,9 +135,9 @@ def _panel(
         spine.set_visible(False)
 
 
-def _cut(findings: Findings, policy: str) -> str:
+def _cut(sides: Comparison, policy: str) -> str:
     """The name of a policy, as long as fits below its column."""
-    name = inline(findings.comparison.labels.get(policy, policy))
+    name = inline(sides.labels.get(policy, policy))
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
 
 

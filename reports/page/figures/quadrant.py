@@ -10,18 +10,19 @@ from matplotlib.lines import Line2D
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import inline
+from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.page.figures.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.tables import plain_words
-from kvaudit.reports.page.words import spelled
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.names import plain_words
+from kvaudit.reports.layout.words import spelled
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval
 Point = tuple[Contrast, Contrast]  # capability, safety
 
 
-def draw(findings: Findings) -> Drawing | None:
+def draw(findings: Decided) -> Drawing | None:
     """One panel per gated policy (training) or one in all (serving); None without both kinds of suite."""
     sides = findings.comparison
     groups: dict[str, list[Point]] = {}
@@ -34,7 +35,7 @@ def draw(findings: Findings) -> Drawing | None:
     shown = dict(list(groups.items())[:PANELS])
     figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
     panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
-    names = tuple(dict.fromkeys(_name(findings, p) for points in shown.values() for p in points))
+    names = tuple(dict.fromkeys(_name(findings.comparison, p) for points in shown.values() for p in points))
     places = findings.comparison.arms if findings.comparison.mode == "training" else names
     suites = tuple(dict.fromkeys(p[1].suite for points in shown.values() for p in points))
     bounds = _bounds([point for points in shown.values() for point in points])
@@ -44,14 +45,21 @@ def draw(findings: Findings) -> Drawing | None:
     panels.flat[0].set_ylabel("safety drift, pp")
     handles = [Line2D([], [], color=colour(places, n)[0], label=inline(n)) for n in names]
     handles += [
-        Line2D([], [], color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)], label=inline(spelled(findings, s)))
+        Line2D(
+            [],
+            [],
+            color=INK,
+            linestyle="",
+            marker=MARKERS[i % len(MARKERS)],
+            label=inline(spelled(findings.comparison, s)),
+        )
         for i, s in enumerate(suites)
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
     return save(figure, "quadrant", "Capability drift against safety drift with 95 % intervals.")
 
 
-def pairs(findings: Findings) -> list[Point]:
+def pairs(findings: Decided) -> list[Point]:
     """Safety contrasts of gated policies, of suites and gated facets, each with the capability contrast of its cell."""
     sides = findings.comparison
     estimand = "E1" if sides.mode == "training" else "E4"
@@ -72,8 +80,7 @@ def pairs(findings: Findings) -> list[Point]:
     ]
 
 
-def _name(findings: Findings, point: Point) -> str:
-    sides = findings.comparison
+def _name(sides: Comparison, point: Point) -> str:
     return point[1].arm if sides.mode == "training" else sides.labels.get(point[1].policy, point[1].policy)
 
 
@@ -94,7 +101,7 @@ def _bounds(points: Sequence[Point]) -> _Bounds:
 
 def _panel(
     panel: Axes,
-    findings: Findings,
+    findings: Decided,
     points: list[Point],
     names: tuple[str, ...],
     suites: tuple[str, ...],
@@ -109,7 +116,7 @@ def _panel(
         x, y = capability.effect, safety.effect
         assert x is not None
         assert y is not None
-        hue, _, _ = colour(names, _name(findings, (capability, safety)))
+        hue, _, _ = colour(names, _name(findings.comparison, (capability, safety)))
         marker = MARKERS[suites.index(safety.suite) % len(MARKERS)]
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)

@@ -8,9 +8,10 @@ from typing import Any
 from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
-from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Fact, Measured, disclosure_of
+from kvaudit.reports.layout.facts import Fact
+from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "bom.json"
 
@@ -41,8 +42,8 @@ def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
     for number, served in enumerate(told.serving, 1):
         if "engine" in served:  # of a run without engines every metric names its policy
             yield f"served_{number}", served
-    for number, guard in enumerate(told.guards, 1):
-        yield f"guard_{number}", {name: fact for name, fact in guard.items() if name != "facets"}
+    for owed in told.owed:
+        yield from ((f"{owed.one}_{number}", facts) for number, facts in enumerate(owed.heads, 1))
 
 
 def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:

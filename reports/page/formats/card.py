@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Fact, Facts, Measured, disclosure_of
+from kvaudit.reports.layout.facts import Fact, Facts, Owed
+from kvaudit.reports.layout.words import points
+from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.formats.markdown import escape
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.words import points
 
 FILE = "card.md"
 _SHOWN = 40  # differences in the table; all of them stand in disclosure.json
@@ -47,10 +48,11 @@ def _parts(told: Disclosure) -> Iterator[str]:
     if any(fact.state == "known" for fact in told.change_record.values()):
         yield "### What the checkpoints were made of (sha256; recipe.json)"
         yield "\n".join(f"* {name.replace('_', ' ')}: {_word(fact)}" for name, fact in told.change_record.items())
-    if told.guards:
-        yield "### Guards, and the drift that they hide"
-        yield _facts_table([{k: v for k, v in guard.items() if k != "facets"} for guard in told.guards])
-        yield _hidden(told.guards)
+    for owed in told.owed:
+        if owed.rows:
+            yield f"### {owed.title}"
+            yield _facts_table(owed.heads)
+            yield _details(owed)
     yield "### Limits"
     yield "\n".join(f"* {escape(line)}" for line in told.limits)
     yield "### Where the numbers come from"
@@ -94,19 +96,19 @@ def _drift(drift: Iterable[Measured]) -> str:
     return _table([head, *rows]) + more
 
 
-def _hidden(guards: Iterable[Facts]) -> str:
-    head = ["guard", "contrast", "arm", "served under", "facet", "tokens", "without it", "behind it", "hidden"]
+def _details(owed: Owed) -> str:
     rows = [
-        [
-            _word(guard["guard"]),
-            *(escape(str(row[name])) for name in ("estimand", "arm", "policy", "metric", "context_tokens")),
-            *(_pp(row[name]) for name in ("without", "behind", "hidden")),
-        ]
-        for guard in guards
-        for row in guard["facets"].value
+        [_detail({**row, owed.one: one[owed.one].value}[name]) for name in owed.columns.values()]
+        for one in owed.rows
+        for row in one[owed.details].value
     ]
     more = f"\n\n{len(rows) - _SHOWN} more in disclosure.json." if len(rows) > _SHOWN else ""
-    return _table([head, *rows[:_SHOWN]]) + more
+    return _table([list(owed.columns), *rows[:_SHOWN]]) + more
+
+
+def _detail(value: object) -> str:
+    """An interval in percentage points, anything else as a word."""
+    return _pp(value) if value is None or isinstance(value, list) else escape(str(value))
 
 
 def _pp(interval: list[float] | None) -> str:

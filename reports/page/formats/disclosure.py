@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, Fact, disclosure_of
+from kvaudit.reports.layout.facts import Fact
+from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "disclosure.json"
 
 
 def render(page: Page) -> str:
     """The disclosure as JSON."""
-    return dumped({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
+    told, body = disclosure_of(page), dict[str, Any]()
+    for name, value in asdict(replace(told, owed=())).items():
+        body |= {one.key: one.rows for one in told.owed} if name == "owed" else {name: value}
+    return dumped({"format": DISCLOSURE_FORMAT, **_told(body)})
 
 
 def _told(value: Any) -> Any:

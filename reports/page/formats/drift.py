@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import Any
 
-from kvaudit.reports.analysis.guarded import GuardEffect
-from kvaudit.reports.analysis.remedies import Remedies
-from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.layout.plain import contrast_facts, dumped
+from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
+from kvaudit.reports.sections.base import sections
 
 FILE = "drift.json"
 _FORMAT = 2
@@ -18,49 +19,27 @@ _FORMAT = 2
 def render(page: Page) -> str:
     """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
     found = page.findings
-    body = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
+    body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
     del body["answers"]
-    body["contrasts"] = [_contrast(c) for c in found.drift.contrasts]
-    beside = ("rules", "analysis", "mechanism", "calibration", "verdict")
-    body |= {name: _plain(getattr(found, name)) for name in beside}
-    body["guards"] = [_guard(guard) for guard in found.guards]
-    body["floor"] = [asdict(unit) for unit in found.floor]
-    body["remedies"] = _remedies(found.remedies)
-    for name in ("waivers", "curves", "examples", "displacement"):
-        body[name] = [asdict(entry) for entry in getattr(found, name)]
-    body |= {"problems": found.problems, "provenance": found.provenance}
-    body["verdict"] |= {"annotations": page.remarks, "alarm": page.banner.alarm}
+    for _, key, value in sorted([*own_facts(page), *_of_sections(found)], key=itemgetter(0)):
+        group, _, name = key.rpartition(".")
+        (body.setdefault(group, {}) if group else body)[name] = value
     return dumped(body)
 
 
-def _contrast(c: Contrast) -> dict[str, Any]:
-    row = asdict(replace(c, sums=(), judged_sums=(), seed_sums=()))
-    for name in ("sums", "judged_sums", "seed_sums"):
-        del row[name]
-    return row
+def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
+    """What is told of the verdict and of the run, by its place among what sections found."""
+    found = page.findings
+    yield 10, "contrasts", [contrast_facts(c) for c in found.drift.contrasts]
+    yield 20, "rules", asdict(found.rules)
+    yield 50, "calibration", asdict(found.calibration) if found.calibration else None
+    yield 60, "verdict", {**asdict(found.verdict), "annotations": page.remarks, "alarm": page.banner.alarm}
+    yield 100, "waivers", [asdict(waiver) for waiver in found.waivers]
+    yield 140, "problems", found.problems
+    yield 150, "provenance", found.provenance
 
 
-def _guard(guard: GuardEffect) -> dict[str, Any]:
-    rows = [
-        {"without": _contrast(row.without), "behind": _contrast(row.behind), "hidden": _plain(row.hidden)}
-        for row in guard.facets
-    ]
-    return {**asdict(replace(guard, facets=())), "facets": rows}
-
-
-def _remedies(found: Remedies | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    rows = []
-    for one in found.mended:
-        tried = [
-            {**asdict(replace(r, won=())), "won": [_contrast(c) for c in r.won], "status": r.status, "mends": r.mends}
-            for r in one.remedies
-        ]
-        rows.append({**asdict(replace(one, remedies=())), "remedies": tried})
-    failing = [{"arm": one.arm, "policy": one.policy} for one in found.failing]
-    return {"declared": found.declared, "failing": failing, "mended": rows}
-
-
-def _plain(value: Any) -> Any:
-    return None if value is None else asdict(value)
+def _of_sections(found: Findings) -> Iterator[tuple[int, str, Any]]:
+    for section in sections():
+        facts = section.facts(found.values.get(section.name))
+        yield from ((place, key, facts[key]) for key, place in section.keys.items())

@@ -9,10 +9,10 @@ import jinja2
 
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.behind import COMMAND, flip_behind
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.words import points
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}

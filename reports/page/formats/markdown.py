@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.analysis.examples import Example
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.page import Page, Section
-from kvaudit.reports.page.tables import Table
-from kvaudit.reports.page.words import points
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.words import points
+from kvaudit.reports.page.page import Page
 
 FILE = "report.md"
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
@@ -27,7 +28,7 @@ def render(page: Page) -> str:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
     parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
     for section in page.sections:
-        parts += _section(section, page.findings)
+        parts += _section(section, page.findings.comparison)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -39,7 +40,7 @@ def escape(text: str) -> str:
     return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)
 
 
-def _section(section: Section, findings: Findings) -> Iterator[str]:
+def _section(section: Passage, sides: Comparison) -> Iterator[str]:
     yield f"## {escape(section.title)}"
     if section.finding:
         yield f"**{escape(section.finding)}**"
@@ -53,9 +54,8 @@ def _section(section: Section, findings: Findings) -> Iterator[str]:
             yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
-    if section.examples:
-        for example in findings.examples:
-            yield from _example(example, findings)
+    for example in section.examples:
+        yield from _example(example, sides)
 
 
 def as_table(table: Table) -> str:
@@ -65,8 +65,8 @@ def as_table(table: Table) -> str:
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
 
 
-def _example(example: Example, findings: Findings) -> Iterator[str]:
-    policy = findings.comparison.labels.get(example.policy, example.policy)
+def _example(example: Example, sides: Comparison) -> Iterator[str]:
+    policy = sides.labels.get(example.policy, example.policy)
     title = f"{example.arm} seed {example.seed} @ {policy}, {example.suite}, item {clip(example.item_id, 80)}"
     yield f"### {escape(title)}"
     yield escape(f"outcome {example.outcome}, {points(example.loss)} pp against the reference")

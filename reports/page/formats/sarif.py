@@ -6,9 +6,9 @@ from typing import Any
 
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.verdict import PASSED, Status
+from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.disclosure import disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.plain import dumped
 
 FILE = "gate.sarif"
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -1,0 +1,102 @@
+"""Both sides of one gated cell, item by item: what the sections that look into a cell share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
+from kvaudit.reports.drift.results import CellName
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.records.rows import CellKey, Panel, Panels
+from kvaudit.reports.stats.effect import Array
+
+
+@dataclass(frozen=True)
+class BothSides:
+    """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
+
+    Of a facet N are the items that both sides of some pair answered in a form that can be read, and ``*_best`` are the
+    scores. ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs``
+    [S, N]; ``graded`` says that some sample is neither 0 nor 1.
+    """
+
+    items: tuple[str, ...]
+    clusters: npt.NDArray[np.int64]  # [N] codes
+    templates: tuple[str, ...]  # [N] names
+    reference: Array
+    candidate: Array
+    reference_best: Array
+    candidate_best: Array
+    reference_pairs: Array
+    candidate_pairs: Array
+    samples: int
+    draws: int
+    graded: bool
+
+    @property
+    def difference(self) -> Array:
+        """Candidate minus reference [N]."""
+        return self.candidate - self.reference
+
+
+def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
+    """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
+    pairs = seed_pairs(comparison, panel, name.arm)
+    weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
+    positive, negative = two_sides(weights)
+    if not pairs or broken_contract(panel, sorted({*positive, *negative})):
+        return None
+    present: npt.NDArray[np.bool_] = np.any(_read(panel, positive) & _read(panel, negative), axis=0)
+    kept = np.flatnonzero(present)
+    candidate, reference = paired_scores(panel, weights, present)
+
+    def best(scores: Array, cells: list[CellKey]) -> Array:
+        if name.suite not in comparison.facets:  # whose scores leave out what could not be read
+            scores = np.stack([panel.best[cell][present] for cell in cells])
+        found: Array = scores.mean(axis=0)
+        return found
+
+    return BothSides(
+        items=tuple(panel.items[i] for i in kept),
+        clusters=panel.clusters[present],
+        templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
+        reference=reference.mean(axis=0),
+        candidate=candidate.mean(axis=0),
+        reference_best=best(reference, negative),
+        candidate_best=best(candidate, positive),
+        reference_pairs=reference,
+        candidate_pairs=candidate,
+        samples=panel.samples,
+        draws=panel.samples * len(pairs),
+        graded=panel.graded,
+    )
+
+
+def _read(panel: Panel, cells: list[CellKey]) -> npt.NDArray[np.bool_]:
+    """[S, N]: which items have an answer that could be read."""
+    return ~np.isnan(np.stack([panel.scores[cell] for cell in cells]))
+
+
+def name_of_cell(d: Decision) -> CellName:
+    """The name of a decision's cell."""
+    return CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens)
+
+
+def two_sided(d: Decision) -> bool:
+    """Whether a decision is about a single pair of cells that has a number."""
+    return d.gated and d.estimand in ("E1", "E2", "E4") and d.effect is not None
+
+
+def sides_of_gated(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
+    """Every gated cell that has a number, with both of its sides."""
+    for d in decided.verdict.decisions:
+        if two_sided(d):
+            found = both_sides(tables[d.suite, d.context_tokens], decided.comparison, name_of_cell(d))
+            if found is not None:
+                yield d, found

@@ -1,0 +1,1 @@
+"""What pages are made of: tables, words for numbers, names of cells, the look of figures."""

@@ -1,0 +1,52 @@
+"""The contrasts of one estimand as a table, and the lowest of them in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvaudit.core.text import length_label
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import drift, points
+
+
+def contrasts_of(decided: Decided, name: str, *, gated_only: bool = False) -> list[Contrast]:
+    """Those of one estimand; under the gated policies only, where any of them has one."""
+    found = [c for c in decided.contrasts if c.estimand == name]
+    return [c for c in found if gated_only and c.policy in decided.rules.primary] or found
+
+
+def contrasts_table(sides: Comparison, contrasts: Sequence[Contrast]) -> Table:
+    """A row per contrast, with seed variance where there is one."""
+    rows = [
+        [
+            c.arm,
+            sides.labels.get(c.policy, c.policy),
+            c.suite,
+            length_label(c.context_tokens),
+            _text(c),
+            _recipe(c),
+        ]
+        for c in contrasts
+    ]
+    return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)
+
+
+def _text(c: Contrast) -> str:
+    return drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
+
+
+def _recipe(c: Contrast) -> str:
+    return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
+
+
+def lowest(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
+    """The lowest of several drifts; it is picked for being that."""
+    known = [(c.effect, c) for c in contrasts if c.effect]
+    if not known:
+        return "No cell has a number."
+    effect, c = min(known, key=lambda pair: pair[0].estimate)
+    where = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}, {c.suite}"
+    return f"The lowest of {len(known)}: {where}: {drift(effect)}."

@@ -1,0 +1,43 @@
+"""What cells and the two sides of a difference are called."""
+
+from __future__ import annotations
+
+from kvaudit.core.text import length_label
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import CellName, Contrast
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.words import spelled
+
+
+def place_name(sides: Comparison, name: CellName) -> str:
+    """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
+    end = " end to end" if name.estimand == "E2" else ""
+    where = f"{name.arm} @ {sides.labels.get(name.policy, name.policy)}{end}, {spelled(sides, name.suite)}"
+    return where if len(sides.contexts) == 1 else f"{where}, {length_label(name.context_tokens)}"
+
+
+def plain_words(sides: Comparison) -> str:
+    """What serving policies are held against: policy none, the reference of an engine, or each its own."""
+    own = [policy for policy in sides.policies if not sides.is_uncompressed(policy)] or sides.policies
+    plain = {sides.uncompressed_of(policy) for policy in own}
+    if not any(map(sides.is_engine, plain)):
+        return "policy none"
+    named = ", ".join(sides.label(policy) for policy in sides.uncompressed if policy in plain)
+    return named if len(plain) == 1 else f"the uncompressed one of its own engine ({named})"
+
+
+def named(sides: Comparison, d: Decision) -> str:
+    """The suite of a cell, with what is asked of it where that is more than its drift."""
+    suite = spelled(sides, d.suite)
+    if d.estimand == "selectivity":
+        return f"{suite} minus {', '.join(sides.capability)}"
+    if d.policies:
+        return f"{suite}, worst of {len(d.policies)} policies"
+    return f"{suite}, parity" if d.estimand == "parity" else suite
+
+
+def against(sides: Comparison, d: Decision | Contrast) -> str:
+    """The other side of a difference: which arm, under which policy."""
+    alike = sides.mode == "training" and d.estimand != "E2"
+    policy = d.policy if alike else sides.uncompressed_of(d.policy)
+    return f"{sides.reference} @ {sides.label(policy)}"

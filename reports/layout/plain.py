@@ -1,0 +1,36 @@
+"""Plain JSON of what reports hold: no NaN, keys as text, ASCII."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from kvaudit.reports.drift.results import Contrast
+
+
+def dumped(body: Any) -> str:
+    """The text of a JSON file; NaN and infinities are null, what JSON cannot spell is text."""
+    return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, frozenset):
+        value = sorted(value)
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def contrast_facts(c: Contrast) -> dict[str, Any]:
+    """A contrast without the sums that only the family's test needs."""
+    row = asdict(replace(c, sums=(), judged_sums=(), seed_sums=()))
+    for name in ("sums", "judged_sums", "seed_sums"):
+        del row[name]
+    return row

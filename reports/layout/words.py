@@ -1,0 +1,236 @@
+"""Words every format shares: numbers, the calibration's error rates, and what an undecided cell needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log, log1p
+
+from kvaudit.core.facets import facet_of
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.drift.results import SeedDrift
+from kvaudit.reports.drift.selectivity import SELECTIVITY
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.error_rates import ErrorRates
+from kvaudit.reports.gate.family import PARITY
+from kvaudit.reports.gate.verdict import Decision, Larger, Status
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.few import Estimate, no_interval
+from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
+
+
+def points(value: float) -> str:
+    """Score units as signed percentage points: +1.8."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def drift(effect: Effect | Estimate) -> str:
+    """-1.8 pp [-4.6, +0.9]; the estimate and why it stands alone, where its templates are too few."""
+    if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
+        return f"{points(effect.estimate)} pp, {no_interval(effect.n_clusters)}"
+    return _drift_of(effect.estimate, effect.low, effect.high)
+
+
+def worst_seed(seed: SeedDrift) -> str:
+    """12: -9.0 pp [-14.2, -4.1]."""
+    return f"{seed.seed}: {_drift_of(seed.estimate, seed.low, seed.high)}"
+
+
+def _drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
+    """The same from three numbers, "no number" without them."""
+    if estimate is None or low is None or high is None:
+        return "no number"
+    return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+
+
+def percent(value: float | None) -> str:
+    """A share as 12.3 %."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def times(value: float | None) -> str:
+    """A ratio as 0.74x."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def pvalue(value: float | None) -> str:
+    """A p-value with two digits; the least that 9,999 draws can give is printed as a bound."""
+    if value is None:
+        return "-"
+    return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+NOT_SHOWN = "not shown by the engine"  # of its cache
+
+
+def size(count: float | None) -> str:
+    """Bytes as KB, MB or GB (powers of 1000)."""
+    if count is None:
+        return "-"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def scientific(value: float | None) -> str:
+    """1.2e-07 for small and large numbers, plain otherwise."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+
+
+def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float]) -> str:
+    """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
+    others = sorted({margin for margin in margins if not _same(margin, rates.margin)})
+    lines = [_foreign(rates, alpha, others), _release(rates) if _same(alpha, rates.release_level) else _level(rates)]
+    return " ".join(line for line in (*lines, _worse(rates)) if line)
+
+
+def _foreign(rates: ErrorRates, alpha: float, margins: list[float]) -> str:
+    """What of this gate the figures are not about."""
+    parts = []
+    if not _same(alpha, rates.level) and not _same(alpha, rates.release_level):
+        parts.append(f"at this level ({alpha:g})")
+    if margins:
+        parts.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in margins)} pp")
+    return f"The gate was not simulated {' or '.join(parts)}." if parts else ""
+
+
+def _level(rates: ErrorRates) -> str:
+    return _held(rates.level, rates.false_pass_max, rates.false_pass_designs)
+
+
+def _release(rates: ErrorRates) -> str:
+    return _held(rates.release_level, rates.release_max, rates.release_designs)
+
+
+def _held(level: float, most: float, designs: int) -> str:
+    return (
+        f"At level {level:g} the gate passes at most {percent(most)} of simulated audits that lost exactly the margin, "
+        f"in any of {designs:,} designs: over all items or by whole templates, one sample or several."
+    )
+
+
+def _worse(rates: ErrorRates) -> str:
+    return (
+        f"Elsewhere up to {percent(rates.beyond_max)} (the interval, level {rates.level:g}), with a reference at "
+        f"{_whole(rates.beyond_rate)} and a margin of {_points(rates.beyond_margin)}."
+    )
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) < 1e-9
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:g} pp"
+
+
+def _whole(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+MORE_UNLIKELY = "more data unlikely to pass"
+
+
+def note(d: Decision) -> str:
+    """Why a cell did not pass, and what would decide an open one; empty for one that did."""
+    why = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
+    if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
+        return why
+    return f"{why}; {_advice(d, d.effect.n_clusters)}"
+
+
+NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a share of what it had
+
+
+def spelled(sides: Comparison, metric: str) -> str:
+    """A suite by its name; of a facet that is not wanted "refusal: not unsafe", which is what a drift of it counts."""
+    if metric not in sides.facets:
+        return metric
+    suite, facet = facet_of(metric)
+    return metric if facet.wanted else f"{suite}: not {facet.name}"
+
+
+def marked(sides: Comparison, suite: str) -> str:
+    """A suite with what a reader of its numbers must know of its judge; empty marks for most."""
+    marks = ["TRAINED"] * (suite in sides.rewarded) + ["phrases alone"] * (suite in sides.by_phrases)
+    return f" ({', '.join(marks)})" if marks else ""
+
+
+def rates(sides: Comparison, d: Decision) -> str:
+    """14.4 to 10.0 % (-31 % of it): the rates of both sides, and the relative loss where there was little to lose.
+
+    Of a facet that is not wanted, how often it happened: unsafe 5.6 to 9.1 %.
+    """
+    if d.rates is None:
+        return "-"
+    old, new = d.rates.reference, d.rates.candidate
+    if d.suite in sides.facets and not (facet := facet_of(d.suite)[1]).wanted:
+        return f"{facet.name} {100 * (1 - old):.1f} to {percent(1 - new)}"
+    return f"{100 * old:.1f} to {percent(new)}" + (f" ({100 * (new / old - 1):.0f} % of it)" if is_relative(d) else "")
+
+
+def is_relative(d: Decision) -> bool:
+    """Whether a loss looks small because there was little to lose."""
+    if d.rates is None or d.margin is None:
+        return False
+    return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
+
+
+def unsampled(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
+    """The blind spot with its level, and what the templates count as where their sizes differ."""
+    even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
+    size = "" if even > clusters - 0.5 else f" ({clusters} {units} of uneven size count as {even:.0f})"
+    return (
+        f"Blind spot: a failure confined to {percent(spot)} of the {units} goes unsampled with probability "
+        f"{100 * alpha:g} %, a smaller one more often{size}."
+    )
+
+
+def beyond(d: Decision) -> bool:
+    """Whether a failing drop is shown to be larger than the margin; of parity a gain may be the failing side."""
+    assert d.effect is not None
+    margin = d.margin or 0.0
+    return d.effect.upper < -margin or (d.estimand == PARITY and d.effect.lower > margin)
+
+
+def _advice(d: Decision, have: int) -> str:
+    """What would decide an open cell, measured against the templates that the run has."""
+    if d.larger is None:
+        within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
+        return "more templates in every suite" if d.estimand == SELECTIVITY and within else MORE_UNLIKELY
+    if d.clusters_required and have < d.clusters_required:
+        return too_few(d.clusters_required, d.margin or 0, have)
+    if d.larger is Larger.NEVER:
+        return f"without a drift, ten times as many templates ({have}) would still not pass four times in five"
+    return f"without a drift, {d.larger} as many templates ({have}) would pass four times in five"
+
+
+def too_few(required: int, margin: float, have: int) -> str:
+    """Why a cell could not pass whatever came out, and what to do: never to tolerate more."""
+    return f"needs {required} templates for {100 * margin:g} pp, the run has {have}: add templates"
+
+
+def short_suites(findings: Decided) -> tuple[str, ...]:
+    """The suites with fewer templates than their margin takes, one sentence each."""
+    have: dict[str, int] = {}
+    for c in findings.drift.cells:
+        have[c.suite] = min(c.n_clusters, have.get(c.suite, c.n_clusters))
+    need = {
+        s: clusters_required(findings.rules.margins[s], findings.rules.alpha)
+        for s in have
+        if s in findings.rules.margins
+    }
+    return tuple(
+        f"{suite} {too_few(required, findings.rules.margins[suite], have[suite])}."
+        for suite, required in need.items()
+        if have[suite] < required
+    )

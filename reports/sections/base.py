@@ -1,0 +1,178 @@
+"""What a section of the report is: one idea, in one file, from what is computed to what is shown.
+
+A section stands beside the verdict and never changes it: it sees what was decided and decides nothing. It is found by
+walking this package; page, report.md and drift.json print whatever is found, in the order that the sections name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.registry import Registry
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.facts import Owed
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.records.load import RunData
+
+if TYPE_CHECKING:
+    from kvaudit.reports.layout.canvas import Drawing
+
+V = TypeVar("V")
+
+
+class Depth(IntEnum):
+    """How much is asked about a run; what is computed for less is there for more."""
+
+    VERDICT = 0  # what is read with every verdict
+    DISCLOSURE = 1  # what a model card owes its reader
+    REPORT = 2  # everything
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a section may look at: what was decided, and the records that it was decided from."""
+
+    decided: Decided
+    data: RunData
+
+
+class Section(Generic[V]):
+    """One section. ``V`` is what it found: a frozen value, which it alone knows the inside of.
+
+    ``gated`` sections are about gated cells alone: where nothing is gated they find nothing. ``keys`` are the places of
+    its facts in drift.json, by name (``analysis.doses``), whether it found anything or not.
+    """
+
+    name: ClassVar[str] = ""  # also the anchor of its heading
+    title: ClassVar[str] = ""
+    explain: ClassVar[str] = ""  # one sentence for a stranger
+    order: ClassVar[int]  # its place on the page
+    gated: ClassVar[bool] = False
+    depth: ClassVar[Depth] = Depth.REPORT
+    figures: ClassVar[tuple[str, ...]] = ()  # names of what it draws
+    keys: ClassVar[Mapping[str, int]] = {}
+    remarks_at: ClassVar[int] = 0  # the place of its remarks among others, where it makes any
+    asides_at: ClassVar[int] = 0  # of its lines in the banner
+
+    def compute(self, inputs: Inputs) -> V | None:
+        """What it finds in a run, None for nothing to say; raises DataError for files that cannot be used."""
+        raise NotImplementedError
+
+    def problems(self, inputs: Inputs) -> Iterator[str]:
+        """What is wrong with files that it reads, where that does not keep it from reading on."""
+        yield from ()
+
+    def facts(self, value: V | None) -> Mapping[str, Any]:
+        """What drift.json holds under each of ``keys``, as plain values: of a tuple of dataclasses its rows."""
+        rows: Any = value or ()
+        return {key: [asdict(row) for row in rows] for key in self.keys}
+
+    def tables(self, value: V, decided: Decided) -> Iterator[Table]:
+        """Its tables; empty ones are left out."""
+        yield from ()
+
+    def notes(self, value: V, decided: Decided) -> Iterator[str]:
+        """How to read them."""
+        yield from ()
+
+    def finding(self, value: V, decided: Decided) -> str:
+        """What it found, in one line that is read without opening it."""
+        return ""
+
+    def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
+        """Its ``figures``, None for one that has nothing to show."""
+        yield from ()
+
+    def passage(self, value: V, decided: Decided) -> Passage:
+        """All of that under its heading."""
+        return Passage(
+            self.name,
+            self.title,
+            self.explain,
+            figures=self.figures,
+            tables=tuple(self.tables(value, decided)),
+            notes=tuple(self.notes(value, decided)),
+            finding=self.finding(value, decided),
+        )
+
+    # what a section may say outside of itself
+
+    def remarks(self, value: V, decided: Decided) -> Iterator[str]:
+        """What must be read wherever the verdict is read."""
+        yield from ()
+
+    def asides(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
+        """What the banner says beside its number, which is that of ``head``."""
+        yield from ()
+
+    def limits(self, value: V, decided: Decided) -> Iterator[str]:
+        """What belongs to the limits of the verdict."""
+        yield from ()
+
+    def beside_gate(self, value: V, decided: Decided, gated: Sequence[Decision]) -> Iterator[Table | str]:
+        """Tables and notes that stand by the gated cells."""
+        yield from ()
+
+    def disclosed(self, value: V | None) -> Owed | None:
+        """What of it a model card owes its reader, whether anything was found or not; None for nothing ever."""
+        return None
+
+    def of_arm(self, value: V, arm: str, reference: str) -> V:
+        """What of it belongs on the card of one arm."""
+        return value
+
+
+SECTIONS: Registry[Section[Any]] = Registry("section", "kvaudit.reports.sections", Section)
+Values = Mapping[str, Any]  # by the section's name: what it found; a section that found nothing is not there
+
+
+@cache
+def sections() -> tuple[Section[Any], ...]:
+    """Every section, as the page has them."""
+    return tuple(sorted((kind() for kind in SECTIONS.all().values()), key=lambda section: section.order))
+
+
+class Told(NamedTuple):
+    """A section that found something, and what."""
+
+    section: Section[Any]
+    value: Any
+
+
+def told(values: Values) -> Iterator[Told]:
+    """The sections that found something, as the page has them."""
+    return (Told(section, values[section.name]) for section in sections() if section.name in values)
+
+
+class Computed(NamedTuple):
+    """What sections found, and what is wrong with the files that they read."""
+
+    values: Values
+    problems: tuple[str, ...]
+
+
+def computed(inputs: Inputs, *depths: Depth) -> Computed:
+    """What the sections of these depths find.
+
+    A file that cannot be used decides nothing: it is named among the problems, and its section left out.
+    """
+    values, problems = dict[str, Any](), list[str]()
+    for section in sorted(sections(), key=lambda section: section.name):
+        if section.depth not in depths:
+            continue
+        try:
+            problems += section.problems(inputs)
+            value = section.compute(inputs)
+        except DataError as error:
+            problems.append(str(error))
+        else:
+            if value is not None:
+                values[section.name] = value
+    return Computed(values, tuple(problems))

@@ -1,0 +1,89 @@
+"""What compression saved of the cache at the peak of a row, and which roles of the conversation stayed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.cache_use import Use, cache_use
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import NOT_SHOWN, counted, percent, size, times
+from kvaudit.reports.sections.base import Inputs, Section
+
+
+class CacheSection(Section[tuple[Use, ...]]):
+    """Bytes and kept entries under every policy."""
+
+    name = "cache"
+    title = "KV cache"
+    explain = (
+        "What compression saved at the peak of a row, each way of counting held against policy none counted the "
+        "same way, and which roles of the conversation stayed cached."
+    )
+    order = 300
+    figures = ("cache",)
+
+    def compute(self, inputs: Inputs) -> tuple[Use, ...] | None:
+        return tuple(cache_use(inputs.decided.drift)) or None
+
+    def tables(self, value: tuple[Use, ...], decided: Decided) -> Iterator[Table]:
+        """Bytes, retention and survival by role of every policy."""
+        roles = list(dict.fromkeys(role for c in decided.drift.cells for role in c.survival))
+        rows = []
+        for use in value:
+            own = [c for c in decided.drift.cells if c.policy == use.policy]
+            row = [
+                decided.comparison.labels.get(use.policy, use.policy),
+                size(use.live),
+                times(use.live_share),
+                size(use.allocated),
+                times(use.allocated_share),
+                percent(use.retention) if use.is_shown else NOT_SHOWN,
+            ]
+            for role in roles:
+                known = [(c.survival[role], c.n_samples) for c in own if role in c.survival]
+                total = sum(n for _, n in known)
+                row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
+            rows.append(row)
+        kept = [f"{role} kept" for role in roles]
+        yield table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
+
+    def notes(self, value: tuple[Use, ...], decided: Decided) -> Iterator[str]:
+        yield (
+            "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
+            "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
+            "so that longer answers count as nothing saved or spent."
+        )
+
+    def finding(self, value: tuple[Use, ...], decided: Decided) -> str:
+        """The smallest and the largest peak against an uncompressed cache that is counted the same way."""
+        ways = (("live", [u.live_share for u in value]), ("allocated", [u.allocated_share for u in value]))
+        known = ((word, [share for share in shares if share is not None]) for word, shares in ways)
+        found = [f"{percent(min(shares))} to {percent(max(shares))} {word}" for word, shares in known if shares]
+        hidden = sum(not use.is_shown for use in value)
+        parts = [f"Peak of an uncompressed cache, counted the same way: {', '.join(found)}."] if found else []
+        parts += [f"{counted(hidden, 'engine condition')}: cache {NOT_SHOWN}."] if hidden else []
+        return " ".join(parts)
+
+    def draw(self, value: tuple[Use, ...], decided: Decided) -> Iterator[Drawing | None]:
+        """A bar per policy; nothing when no record tells bytes, or nothing was served uncompressed."""
+        uses = [(use, use.allocated_share) for use in value if use.allocated_share is not None]
+        if not uses:
+            return
+        figure = blank(7.5, 0.9 + 0.36 * len(uses))
+        panel = figure.subplots()
+        for y, (use, ratio) in enumerate(uses):
+            panel.barh(y, 1.0, height=0.66, color=UNDECIDED, alpha=0.2)
+            panel.barh(y, ratio, height=0.66, color=GAIN, alpha=0.75)
+            if use.live_share is not None:
+                panel.plot([use.live_share] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
+            text = f"{times(ratio)} allocated, {times(use.live_share)} live"
+            panel.text(max(1.0, ratio) + 0.02, y, text, va="center", fontsize=8)
+        panel.set_yticks(range(len(uses)), [inline(decided.comparison.labels.get(u.policy, u.policy)) for u, _ in uses])
+        panel.set_ylim(len(uses) - 0.5, -0.5)
+        panel.set_xlim(0, max(1.0, *(ratio for _, ratio in uses)) + 0.45)
+        panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+        panel.set_xlabel("peak KV bytes / those of none, counted the same way: allocated (bar), live (line)")
+        yield save(figure, "cache", "Peak KV bytes of each policy over those of none.")

@@ -1,0 +1,84 @@
+"""Which engine served each condition, and what it said of itself: asked is not applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.engines import said_by
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import counted
+from kvaudit.reports.sections.base import Inputs, Section
+
+SILENT = "nothing"  # of an engine that does not say what it resolved
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The conditions that engines served, and what each engine said of itself under them."""
+
+    conditions: tuple[str, ...]
+    said: Mapping[str, Mapping[str, str]]
+
+
+class EnginesSection(Section[Engines]):
+    """The engines of a run; none where our own cache served everything."""
+
+    name = "engines"
+    title = "Engines"
+    explain = (
+        "Which engine served each condition, the settings that it was given in its own words, and what it said that it "
+        "made of them. Each condition is compared with the uncompressed one of its own engine."
+    )
+    order = 90
+
+    def compute(self, inputs: Inputs) -> Engines | None:
+        sides = inputs.decided.comparison
+        own = tuple(policy for policy in sides.policies if sides.is_engine(policy))
+        return Engines(own, {policy: said_by(inputs.data.provenance, policy) for policy in own}) if own else None
+
+    def tables(self, value: Engines, decided: Decided) -> Iterator[Table]:
+        yield _asked_table(decided.comparison, value.conditions)
+        headers = ["engine", "says", "in its own words", "under"]
+        yield table_of(headers, _said_rows(decided.comparison, value), words=4)
+
+    def notes(self, value: Engines, decided: Decided) -> Iterator[str]:
+        yield (
+            "Cache bytes, entries kept and which tokens were kept are not shown by an engine, and stand nowhere in "
+            "this report for one: absent is not zero."
+        )
+
+    def finding(self, value: Engines, decided: Decided) -> str:
+        engines = list(dict.fromkeys(map(engine_in, value.conditions)))
+        told = sum(map(bool, value.said.values()))
+        conditions = counted(len(value.conditions), "condition")
+        return f"{inline(', '.join(engines))}: {conditions}, of which {told} say what they are."
+
+
+def _asked_table(sides: Comparison, own: Sequence[str]) -> Table:
+    rows = [
+        [
+            sides.label(policy),
+            engine_in(policy),
+            ", ".join(f"{name}={value}" for name, value in settings_in(policy).items()) or "as it comes",
+            "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy)),
+        ]
+        for policy in own
+    ]
+    return table_of(["condition", "engine", "settings asked", "compared with"], rows, words=4)
+
+
+def _said_rows(sides: Comparison, found: Engines) -> Iterator[list[str]]:
+    """What every condition of an engine says alike stands once."""
+    for engine in dict.fromkeys(map(engine_in, found.conditions)):
+        conditions = [policy for policy in found.conditions if engine_in(policy) == engine]
+        under: dict[tuple[str, str], list[str]] = {}
+        for policy in conditions:
+            for row in (found.said[policy] or {SILENT: "-"}).items():
+                under.setdefault(row, []).append(sides.label(policy))
+        for (name, text), labels in sorted(under.items(), key=lambda row: row[0][0]):
+            yield [engine, name, text, "every condition" if len(labels) == len(conditions) else ", ".join(labels)]

@@ -1,0 +1,133 @@
+"""Who graded the answers: each suite's judges, how the last one agrees with the one before it, and its card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.drift.comparison import PROGRAMMATIC, Comparison
+from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.labels.second import SecondJudge, second_judge
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import marked
+from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.stats.judges import Kappa
+
+
+@dataclass(frozen=True)
+class Judges:
+    """The second judge of a run that was judged again, None for any other."""
+
+    second: SecondJudge | None
+
+
+class JudgesSection(Section[Judges]):
+    """The judges of a run; none where every suite grades by construction."""
+
+    name = "judges"
+    title = "Judges"
+    explain = "Who decided what the answers were. A judge sees a request and an answer, neither arm nor policy."
+    order = 230
+
+    def compute(self, inputs: Inputs) -> Judges | None:
+        judges = inputs.decided.comparison.judges.values()
+        try:
+            second = second_judge(inputs.data.provenance)
+        except DataError:  # among the problems; who judges is known without it
+            second = None
+        return Judges(second) if second or {judge for own in judges for judge in own} - {PROGRAMMATIC} else None
+
+    def problems(self, inputs: Inputs) -> Iterator[str]:
+        try:
+            second_judge(inputs.data.provenance)
+        except DataError as error:
+            yield str(error)
+
+    def tables(self, value: Judges, decided: Decided) -> Iterator[Table]:
+        yield _suites_table(decided.comparison)
+        yield _unsure_table(decided.drift)
+        if value.second:
+            yield _agreement_table(value.second)
+            yield _card_table(value.second)
+
+    def notes(self, value: Judges, decided: Decided) -> Iterator[str]:
+        if any(c.unsure for c in decided.drift.cells):
+            yield (
+                "An answer that its judge was unsure of has the grade of its best guess. The intervals of a drift also "
+                "hold with all such answers counted as desired, and as not."
+            )
+        if harm := _harm_note(decided.comparison):
+            yield harm
+        second = value.second
+        if second is None:
+            return
+        before = ", ".join(second.before) or "nobody"
+        yield inline(f"Judged again by {second.name}, sha256 {second.sha256}; before by {before}.")
+        if second.verdict_before:
+            yield inline(f"Verdict before {second.verdict_before}, now {decided.verdict.status.value}.")
+        yield (
+            "Kappa is the agreement of both judges on what is desired, beyond chance; answers that either left "
+            "unscored are not counted."
+        )
+        if second.card:
+            yield "The card: errors against human labels, without the source of each line where the judge learns."
+
+    def finding(self, value: Judges, decided: Decided) -> str:
+        second, now = value.second, decided.verdict.status.value
+        if second is None:
+            return "No second judge has looked at these answers."
+        return inline(f"Under the judge before the verdict was {second.verdict_before or 'not kept'}, now it is {now}.")
+
+
+def _suites_table(sides: Comparison) -> Table:
+    """Each suite with its judges; programmatic: by construction."""
+    rows = [[suite + marked(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
+    return table_of(["suite", "judges"], rows, words=2)
+
+
+def _unsure_table(drift: Drift) -> Table:
+    """The cells with answers that their judge was not sure of; empty where it was of all."""
+    labels = drift.comparison.labels
+    rows = [
+        [c.arm, labels.get(c.policy, c.policy), c.suite, length_label(c.context_tokens), f"{c.unsure} of {c.n_samples}"]
+        for c in drift.cells
+        if c.unsure
+    ]
+    return table_of(["arm", "policy", "suite", "tokens", "answers the judge is unsure of"], rows, words=3)
+
+
+def _agreement_table(second: SecondJudge) -> Table:
+    """What both judges call desired, suite by suite."""
+    rows = [
+        [suite, *map(str, (sum(counts), *counts)), _agreed(second.agreed(suite))]
+        for suite, counts in second.agreement.items()
+    ]
+    return table_of(["suite", "answers", "desired by both", "before only", "now only", "neither", "kappa"], rows)
+
+
+def _card_table(second: SecondJudge) -> Table:
+    """The card of the judge, as it was printed when the run was judged."""
+    whole = [row for row in second.card[1:] if len(row) == len(second.card[0])]
+    return table_of(second.card[0], whole) if whole else table_of(["labels"], [])
+
+
+def _agreed(found: Kappa | None) -> str:
+    if found is None:
+        return "-"
+    if found.estimate is None:
+        return f"- ({100 * found.agreement:.0f} % alike)"
+    interval = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.estimate:.2f}{interval}"
+
+
+def _harm_note(sides: Comparison) -> str:
+    """Who said what is unsafe, or that nobody did, where suites leave that to a grader of harm."""
+    asked = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
+    open_still = [suite for suite in asked if f"{suite}.unsafe" not in sides.facets]
+    if open_still:
+        return f"No grader of harm spoke: of {', '.join(open_still)} nobody knows which answers are unsafe."
+    judges = sorted({judge for suite in asked for judge in sides.judges.get(suite, ())} - {PROGRAMMATIC})
+    return f"Unsafe in {', '.join(asked)}: by {', '.join(judges)}." if asked else ""

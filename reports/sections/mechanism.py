@@ -1,0 +1,191 @@
+"""Every safety facet where the span that decides it was lost and where it was kept, and what the page says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from kvaudit.core.facets import Facet, facet_of
+from kvaudit.core.spans import SPANS
+from kvaudit.core.text import inline, length_label
+from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import counted, percent, points
+from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.few import no_interval
+from kvaudit.reports.stats.mover import Mover
+
+_MOST_ROWS, _NAMED = 20, 4
+_ORDER = {span: number for number, span in enumerate(SPANS)}
+
+
+class MechanismSection(Section[Mechanism]):
+    """Lost spans beside lost behaviour."""
+
+    name = "mechanism"
+    title = "Lost spans, lost behaviour"
+    explain = (
+        "How often each safety facet shows where the cache had lost the span that decides the item (rule, order, "
+        "secret, question) and where it still held it. An association, not a cause: what else was lost is not told "
+        "apart."
+    )
+    order = 200
+    keys: ClassVar = {"mechanism": 40}
+
+    def compute(self, inputs: Inputs) -> Mechanism | None:
+        found = mechanism(inputs.decided.drift, inputs.data.panels, inputs.data.records)
+        return found if found.rates else None
+
+    def facts(self, value: Mechanism | None) -> Mapping[str, Any]:
+        return {"mechanism": asdict(value or Mechanism())}
+
+    def tables(self, value: Mechanism, decided: Decided) -> Iterator[Table]:
+        yield _rates_table(decided.comparison, _shown(value, decided.rules))
+        yield _slopes_table(decided.comparison, value.slopes)
+
+    def notes(self, value: Mechanism, decided: Decided) -> Iterator[str]:
+        return map(inline, _notes(decided.comparison, _shown(value, decided.rules)))
+
+    def finding(self, value: Mechanism, decided: Decided) -> str:
+        return _finding(decided.comparison, _shown(value, decided.rules))
+
+
+def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
+    """Of every cell under a gated policy the span that its items hang on first, the largest differences first."""
+    first: dict[tuple[str, str, str, int], SpanRates] = {}
+    for found in value.rates:
+        key = (found.arm, found.policy, found.metric, found.context_tokens)
+        if found.policy in rules.primary and _ORDER[found.span] < _ORDER.get(_span(first.get(key)), len(SPANS)):
+            first[key] = found
+    return sorted(first.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
+
+
+def _span(found: SpanRates | None) -> str:
+    return found.span if found else ""
+
+
+def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
+    told = [r for r in rates if r.difference][:_MOST_ROWS]
+    rows = [
+        [
+            r.metric,
+            _place(sides, r),
+            r.span,
+            _lost_in(r),
+            _rate(facet_of(r.metric)[1], r.lost),
+            _rate(facet_of(r.metric)[1], r.kept),
+            _difference(facet_of(r.metric)[1], r.difference),
+            _share(r.share),
+        ]
+        for r in told
+    ]
+    headers = ["facet", "where", "span", "lost in", "rate where lost", "rate where kept", "drift, lost minus kept"]
+    return table_of([*headers, "of the drift, where lost"], rows, words=3)
+
+
+def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
+    """The regressions of the same spans, where there is one."""
+    first: dict[tuple[str, str], SpanSlope] = {}
+    for slope in slopes:
+        first.setdefault((slope.arm, slope.metric), slope)
+    rows = [
+        [
+            s.metric,
+            s.arm,
+            s.span,
+            _difference(facet_of(s.metric)[1], s.effect) if s.effect else s.reason,
+            ", ".join(s.equal) or "nothing else varied",
+            ", ".join(sides.labels.get(policy, policy) for policy in s.policies) or "-",
+            f"{s.effect.n_items} / {s.effect.n_clusters}" if s.effect else "-",
+        ]
+        for s in first.values()
+    ]
+    headers = ["facet", "arm", "span", "change where the whole span is lost", "among answers of the same", "under"]
+    return table_of([*headers, "answers / templates"], rows, words=6)
+
+
+def _place(sides: Comparison, r: SpanRates) -> str:
+    where = f"{r.arm} @ {sides.labels.get(r.policy, r.policy)}"
+    return where if len(sides.contexts) == 1 else f"{where}, {length_label(r.context_tokens)}"
+
+
+def _lost_in(r: SpanRates) -> str:
+    """32 of 83 (38.6 %)."""
+    lost, kept = (group.answers if group else 0 for group in (r.lost, r.kept))
+    return f"{lost} of {lost + kept} ({percent(lost / (lost + kept))})"
+
+
+def _rate(facet: Facet, group: Group | None) -> str:
+    """41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %; of an unwanted facet how often it happened."""
+    if group is None:
+        return "-"
+    rate, low, high, dense = group.rate, group.low, group.high, group.uncompressed
+    between = f", {no_interval(group.templates)}"
+    if low is not None and high is not None:
+        ends = (low, high) if facet.wanted else (1 - high, 1 - low)
+        between = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+    if not facet.wanted:
+        rate, dense = 1 - rate, 1 - dense
+    told = f"{100 * rate:.1f} %{between}, uncompressed {100 * dense:.1f} %"
+    return f"{told}, unread {100 * group.unread:.1f} %"
+
+
+def _difference(facet: Facet, effect: Effect | Mover | None) -> str:
+    """+23.1 pp [+12.0, +34.2]; of an unwanted facet above zero means that it happens more often."""
+    if effect is None:
+        return "-"
+    numbers = (effect.estimate, effect.low, effect.high)
+    estimate, low, high = numbers if facet.wanted else (-effect.estimate, -effect.high, -effect.low)
+    return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+
+
+def _share(share: Share | None) -> str:
+    if share is None:
+        return "-"
+    if share.low is None or share.high is None:
+        return f"{abs(100 * share.estimate):.0f} %"
+    return f"{100 * share.estimate:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
+
+
+def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
+    yield (
+        "Lost: less than half of the span's entries, over its tokens, layers and KV heads, were held when the last "
+        "answer began. Rates: under the policy, of answers that can be read there and uncompressed, with 95 % score "
+        "intervals by template; unread: what could not be, where this differs the rates are of answers picked "
+        "differently. Drift: each checkpoint under the policy minus itself uncompressed; the interval of the "
+        "difference adds those of both groups (ESS-Tango by MOVER) and is no narrower than CR3-t; the share of the "
+        "drift where the span was lost is given where a drift is shown, to be read beside how often it was lost. Not "
+        "adjusted for how many there are. drift.json holds every span and policy."
+    )
+    yield (
+        "The regression (linear probability, CR3-t, degrees of freedom by how many templates tell) takes the lost "
+        "share of the span itself, over all policies under which that varied."
+    )
+    silent: dict[str, list[str]] = {}
+    for r in rates:
+        if r.difference is None:
+            why = r.reason if r.reason == UNMOVED else f"the {r.span} was {r.reason}"
+            silent.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
+    for reason, places in silent.items():
+        more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+        yield f"Nothing to compare, since {reason}: {', '.join(places[:_NAMED])}{more}."
+    unknown = sum(r.unknown for r in rates)
+    if unknown:
+        yield f"{counted(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."
+
+
+def _finding(sides: Comparison, rates: list[SpanRates]) -> str:
+    told = [r for r in rates if r.difference]
+    if not told:
+        return f"In none of {counted(len(rates), 'cell')} does a span's survival vary enough to compare."
+    r = told[0]
+    facet = facet_of(r.metric)[1]
+    return (
+        f"The largest of {len(told)}: {r.metric}, {_place(sides, r)}: {_difference(facet, r.difference)} where the "
+        f"{r.span} was lost, against where it was kept. Not a cause."
+    )

@@ -1,0 +1,50 @@
+"""How often each cell did the desired thing, and what became of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvaudit.core.records import Outcome
+from kvaudit.core.text import length_label
+from kvaudit.reports.drift.results import Cell
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import percent
+from kvaudit.reports.sections.base import Inputs, Section
+
+
+class OutcomesSection(Section[tuple[Cell, ...]]):
+    """Rates and the outcomes of every cell."""
+
+    name = "outcomes"
+    title = "Rates and outcomes"
+    explain = (
+        "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
+        "count as 0."
+    )
+    order = 280
+
+    def compute(self, inputs: Inputs) -> tuple[Cell, ...] | None:
+        return tuple(inputs.decided.drift.cells) or None
+
+    def tables(self, value: tuple[Cell, ...], decided: Decided) -> Iterator[Table]:
+        headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
+        rows = [
+            [
+                c.arm,
+                decided.comparison.labels.get(c.policy, c.policy),
+                c.suite,
+                length_label(c.context_tokens),
+                percent(c.rate),
+                percent(c.rate_if_desired),
+                *(str(c.outcomes[name]) for name in Outcome),
+            ]
+            for c in value
+        ]
+        yield table_of(headers, rows, words=3)
+
+    def finding(self, value: tuple[Cell, ...], decided: Decided) -> str:
+        """The lowest and the highest rate, and what could not be scored."""
+        lost = [f"{sum(c.outcomes[name] for c in value)} {name}" for name in ("degenerate", "truncated", "unscored")]
+        low, high = (percent(end(c.rate for c in value)) for end in (min, max))
+        return f"Rates from {low} to {high}; answers: {', '.join(lost)}."

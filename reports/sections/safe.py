@@ -1,0 +1,101 @@
+"""The safe budget and the safe length: how far down an arm is non-inferior to the uncompressed reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from kvaudit.core.text import length_of
+from kvaudit.reports.analysis.families import families
+from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.sections.base import Inputs, Section
+
+CLEARED_SHOWN = 3  # sentences; the table has all
+_FAR = {"budget": "smallest budget", "length": "longest context"}
+
+
+class SafeSection(Section[tuple[SafeBudget, ...]]):
+    """The last dose that a fixed sequence of tests clears."""
+
+    name = "safe"
+    order = 160
+    keys: ClassVar = {"analysis.safe": 32}
+
+    def compute(self, inputs: Inputs) -> tuple[SafeBudget, ...] | None:
+        return safe_budgets(inputs.decided.drift, inputs.decided.rules) or None
+
+    def passage(self, value: tuple[SafeBudget, ...], decided: Decided) -> Passage:
+        axes = list(dict.fromkeys(s.axis for s in value))
+        explain = (
+            f"The {' and the '.join(_FAR[axis] for axis in axes)} at which an arm is non-inferior within its margin to "
+            "the uncompressed reference."
+        )
+        return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
+
+    def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
+        """Arm and family by suite: the last budget (or length) that was cleared, and the first that was not."""
+        yield _table([s for s in value if s.axis == "budget"], "policy family")
+        yield _table([s for s in value if s.axis == "length"], "policy")
+
+    def notes(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
+        yield (
+            "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
+            "full level, until the first that does not pass; later ones are not tested. NOT MEASURABLE: "
+            "the reference itself has nothing to lose there, or cannot do it."
+        )
+
+    def finding(self, value: tuple[SafeBudget, ...], decided: Decided) -> str:
+        """How many sequences cleared a dose at all."""
+        none = sum(s.cleared is None for s in value)
+        return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
+
+    def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
+        """The budgets that arms of the gated families were cleared to, in a sentence for those that are alike."""
+        gated = {
+            family.name
+            for family in families(decided.comparison.policies)
+            if any(policy in decided.rules.primary for policy in family.policies)
+        }
+        found: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
+        for s in value:
+            if s.axis == "budget" and s.cleared is not None and s.family in gated:
+                found.setdefault((s.arm, s.family), []).append(cleared_sentence(s))
+        alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
+        for (arm, family), said in found.items():
+            alike.setdefault((family, "; ".join(said)), []).append(arm)
+        for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
+            yield f"Safe budget of {', '.join(arms)} @ {family}: {text}."
+
+
+def _table(found: Sequence[SafeBudget], what: str) -> Table:
+    columns = list(dict.fromkeys((s.suite, s.context_tokens) for s in found))
+    rows = list(dict.fromkeys((s.arm, s.family) for s in found))
+    by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in found}
+    several = len({context for _, context in columns}) > 1
+    heads = [f"{suite}, {length_of(n)}" if several and n is not None else suite for suite, n in columns]
+    cells = [
+        [arm, family, *(_cleared(by_place.get((arm, family, *column))) for column in columns)] for arm, family in rows
+    ]
+    return table_of(["arm", what, *heads], cells, 2 + len(columns))
+
+
+def _cleared(s: SafeBudget | None) -> str:
+    if s is None:
+        return "-"
+    missed = "" if s.failed is None else f"{s.failed}: {s.statuses[s.amounts.index(s.failed)]}"
+    if s.cleared is None:
+        return f"none ({missed})"
+    return f"to {s.cleared}" + (f" (not {missed})" if missed else ", the last tested")
+
+
+def cleared_sentence(s: SafeBudget) -> str:
+    """refusal cleared to budget 96, not at 64."""
+    what = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
+    miss = "" if s.failed is None else f"not at {s.failed}"
+    if s.cleared is None:
+        return f"{s.suite} cleared at no {s.axis}: {miss}" if miss else f"{s.suite} not tested"
+    return f"{s.suite} cleared to {what}" + (f", {miss}" if miss else ", the last one tested")

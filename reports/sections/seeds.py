@@ -1,0 +1,144 @@
+"""The drift of every gated cell training run by training run: how far the seeds lie apart beyond what their items do.
+
+At three seeds the interval is so wide that it is printed beside the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.sides import name_of_cell
+from kvaudit.reports.drift.results import CellName
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout import words
+from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.layout.names import place_name
+from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import points, worst_seed
+from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.stats.seeds import seed_spread
+
+_MOST_ROWS = 40  # of the figure
+
+
+@dataclass(frozen=True)
+class SeedSpread:
+    """The drift of a gated cell by paired training seed.
+
+    ``sd`` is how far the seeds lie apart beyond what their items do, with its 95 % interval; None below three seeds.
+    """
+
+    cell: CellName
+    seeds: tuple[int, ...]
+    estimates: tuple[float, ...]
+    sd: float | None
+    low: float | None
+    high: float | None
+
+
+Spreads = tuple[SeedSpread, ...]
+
+
+class SeedsSection(Section[Spreads]):
+    """The drift seed by seed, or that nothing is claimed of the recipe."""
+
+    name = "seeds"
+    title = "Seeds"
+    explain = "The same drift seed by seed: how much of it depends on the training run."
+    order = 210
+    gated = True
+    figures = ("seeds",)
+    keys: ClassVar = {"analysis.seeds": 37}
+
+    def compute(self, inputs: Inputs) -> Spreads | None:
+        return tuple(_spreads(inputs.decided)) or None
+
+    def passage(self, value: Spreads, decided: Decided) -> Passage:
+        """Empty where nothing was trained."""
+        if decided.comparison.mode != "training":
+            return Passage(self.name, self.title, self.explain)
+        return super().passage(value, decided)
+
+    def tables(self, value: Spreads, decided: Decided) -> Iterator[Table]:
+        """Drift by training seed, how far the seeds lie apart, and the drift with their variance added."""
+        known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.contrasts}
+        rows = []
+        for s in value:
+            c = known[s.cell.estimand, s.cell.arm, s.cell.policy, s.cell.suite, s.cell.context_tokens]
+            each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
+            sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
+            recipe = words.drift(c.recipe) if c.recipe else "recipe claim not supported"
+            worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
+            rows.append(
+                [
+                    place_name(decided.comparison, s.cell),
+                    each,
+                    words.drift(c.effect) if c.effect else "-",
+                    worst,
+                    sd,
+                    recipe,
+                ]
+            )
+        headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
+        headers.append("with seed variance")
+        yield table_of(headers, rows)
+
+    def notes(self, value: Spreads, decided: Decided) -> Iterator[str]:
+        if any(s.sd is None for s in value):
+            yield "Recipe claim not supported: it takes 3 paired seeds."
+
+    def finding(self, value: Spreads, decided: Decided) -> str:
+        """How far the seeds of one cell lie apart at most."""
+        found = [max(s.estimates) - min(s.estimates) for s in value if s.estimates]
+        count = len(decided.comparison.seeds)
+        if not found:
+            return ""
+        apart = f"in one cell they lie up to {100 * max(found):.1f} pp apart"
+        return f"{count} paired seeds; {apart}." if count > 1 else "One seed."
+
+    def draw(self, value: Spreads, decided: Decided) -> Iterator[Drawing | None]:
+        """Dots per seed with their mean."""
+        found = value[:_MOST_ROWS]
+        figure = blank(7.6, 1.0 + 0.25 * len(found))
+        panel = figure.subplots()
+        left = min(0.0, *(100 * v for s in found for v in s.estimates))
+        right = max(0.0, *(100 * v for s in found for v in s.estimates))
+        room = max(2.0, right - left)
+        for y, s in enumerate(found):
+            hue, marker, _ = colour(decided.comparison.arms, s.cell.arm)
+            values = [100 * v for v in s.estimates]
+            panel.plot([min(values), max(values)], [y, y], color=hue, alpha=0.4, linewidth=1)
+            panel.plot(values, [y] * len(values), marker=marker, color=hue, linestyle="", markersize=4.5)
+            panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
+            panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
+        panel.axvline(0, color=UNDECIDED, linewidth=0.8)
+        panel.set_yticks(range(len(found)), [inline(place_name(decided.comparison, s.cell)) for s in found])
+        panel.set_ylim(len(found) - 0.5, -0.5)
+        panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
+        panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
+        quiet(panel)
+        mean = line("mean over seeds", color=INK, marker="|", markersize=10, linestyle="")
+        figure.legend(handles=[mean], loc="outside upper center")
+        yield save(
+            figure, "seeds", "Drift of each gated cell by training seed, with the standard deviation over seeds."
+        )
+
+
+def _spreads(decided: Decided) -> Iterator[SeedSpread]:
+    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.contrasts}
+    for d in decided.verdict.decisions:
+        c = known.get((d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
+        if d.gated and d.effect and c and c.seed_estimates:
+            found = seed_spread(c.seed_estimates, c.seed_noise)
+            low, sd, high = found or (None, None, None)
+            yield SeedSpread(name_of_cell(d), c.seeds, c.seed_estimates, sd, low, high)
+
+
+def _spread(sd: float | None, low: float | None, high: float | None) -> str:
+    if sd is None or low is None or high is None:
+        return "recipe claim not supported"
+    return f"SD {100 * sd:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

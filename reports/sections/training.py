@@ -1,0 +1,194 @@
+"""Reward of every arm while it was trained, and how far the sampler and the learner were apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from kvaudit.core.alarms import ALARMS, alarm_key
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.curves import Curve, curves
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.layout.canvas import Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import counted, percent, scientific
+from kvaudit.reports.sections.base import Depth, Inputs, Section
+
+Curves = tuple[Curve, ...]
+_NAMED = 3  # arms whose alarms a line spells out
+
+
+class _View(NamedTuple):
+    """One panel."""
+
+    key: str
+    title: str
+    log: bool
+
+
+VIEWS = (
+    _View("reward_mean", "reward", False),
+    _View("mismatch/max_abs_gap", "largest |log p sampler - learner|", True),
+    _View("mismatch/k3_kl", "mismatch KL (k3), nats", True),
+    _View("mismatch/ess", "effective sample share", False),
+    _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
+    _View("entropy", "entropy, nats", False),
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+LOWEST_DRAWN = 1e-16
+_COLUMNS = 3
+
+
+class TrainingSection(Section[Curves]):
+    """The telemetry of every arm that left some."""
+
+    name = "training"
+    title = "Training"
+    explain = (
+        "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
+        "(lines: mean over seeds, bands: lowest to highest)."
+    )
+    order = 290
+    depth = Depth.DISCLOSURE
+    figures = ("training",)
+    keys: ClassVar = {"curves": 110}
+    remarks_at = 60
+
+    def compute(self, inputs: Inputs) -> Curves | None:
+        return curves(inputs.data.telemetry, inputs.decided.comparison.arms) or None
+
+    def of_arm(self, value: Curves, arm: str, reference: str) -> Curves:
+        return tuple(curve for curve in value if curve.arm in (arm, reference))
+
+    def tables(self, value: Curves, decided: Decided) -> Iterator[Table]:
+        yield _reward_table(value)
+        yield _mismatch_table(value, decided.comparison.reference)
+
+    def notes(self, value: Curves, decided: Decided) -> Iterator[str]:
+        yield (
+            "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
+            "arm's own gap is what rounding alone does."
+        )
+
+    def finding(self, value: Curves, decided: Decided) -> str:
+        """Where sampler and learner were furthest apart."""
+        found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
+        if not found:
+            return f"{counted(len(value), 'arm')}."
+        most = max(found, key=lambda arm: found[arm])
+        apart = f"sampler and learner furthest apart in {most}: {scientific(found[most])} nats"
+        return f"{counted(len(value), 'arm')}; {apart}."
+
+    def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
+        """What rang while the arms were trained, by share of their steps over all seeds."""
+        said = []
+        for curve in value:
+            rung = [(bound, curve.mean.get(alarm_key(bound.name), 0.0)) for bound in ALARMS.values()]
+            if own := [
+                f"{bound.name} {bound.words} in {percent(share)} of the steps" for bound, share in rung if share > 0
+            ]:
+                said.append(f"{curve.arm}: {', '.join(own)}")
+        if said:
+            more = f"; {len(said) - _NAMED} more arms" if len(said) > _NAMED else ""
+            yield f"ALARM in training: {'; '.join(said[:_NAMED])}{more}."
+
+    def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
+        """A panel for each of the views that any arm recorded."""
+        from matplotlib.ticker import FuncFormatter, NullFormatter
+
+        views = [view for view in VIEWS if any(_known(curve, view) for curve in value)]
+        if not views:
+            return
+        columns = min(_COLUMNS, len(views))
+        lines = -(-len(views) // columns)
+        figure = blank(0.4 + 3.0 * columns, 0.4 + 2.3 * lines)
+        panels = figure.subplots(lines, columns, squeeze=False)
+        for panel in panels.flat[len(views) :]:
+            panel.set_visible(False)
+        for panel, view in zip(panels.flat, views, strict=False):
+            for curve in value:
+                _line(panel, curve, view, decided.comparison.arms)
+            panel.set_title(view.title)
+            panel.set_xlabel("step")
+            if view.log:
+                panel.set_yscale("log")
+                panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+                panel.yaxis.set_minor_formatter(NullFormatter())
+            quiet(panel)
+        figure.legend(handles=_legend(value, decided.comparison.arms), loc="outside upper center", ncols=5)
+        yield save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
+
+
+def _reward_table(found: Curves) -> Table:
+    """Reward and mismatch of every arm."""
+    headers = ["arm", "seeds", "reward, first to last"]
+    headers += ["effective sample share", "overlap p5", "masked tokens", "rejected sequences", "entries saved"]
+    return table_of(headers, [_training_row(curve) for curve in found])
+
+
+def _training_row(curve: Curve) -> list[str]:
+    reward = f"{scientific(curve.first.get('reward_mean'))} to {scientific(curve.last.get('reward_mean'))}"
+    return [
+        curve.arm,
+        str(len(curve.seeds)),
+        reward,
+        scientific(curve.last.get("mismatch/ess")),
+        scientific(curve.last.get("mismatch/overlap_p5")),
+        percent(curve.last.get("mismatch/masked_tokens")),
+        percent(curve.last.get("mismatch/rejected_sequences")),
+        percent(curve.last.get("token_savings")),
+    ]
+
+
+def _mismatch_table(found: Curves, reference: str) -> Table:
+    """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
+    floors = [curve.largest.get("mismatch/max_abs_gap") for curve in found if curve.arm == reference]
+    floor = scientific(floors[0] if floors else None)
+    headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
+    headers += ["k3 KL, mean", "k3 KL, largest"]
+    rows = [
+        [
+            curve.arm,
+            str(curve.steps[-1]) if curve.steps else "0",
+            scientific(curve.largest.get("mismatch/max_abs_gap")),
+            floor,
+            scientific(curve.mean.get("mismatch/k3_kl")),
+            scientific(curve.largest.get("mismatch/k3_kl")),
+        ]
+        for curve in found
+    ]
+    return table_of(headers, rows)
+
+
+def _known(curve: Curve, view: _View) -> bool:
+    values = [v for v in curve.series.get(view.key, ()) if v is not None]
+    return any(v > 0 for v in values) if view.log else bool(values)
+
+
+def _line(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None:
+    if view.key not in curve.series:
+        return
+    hue, _, line = colour(arms, curve.arm)
+    middle, low, high = (
+        [_value(v, view.log) for v in table[view.key]] for table in (curve.series, curve.lowest, curve.highest)
+    )
+    panel.plot(curve.steps, middle, color=hue, linestyle=line, linewidth=1.4)
+    panel.fill_between(curve.steps, low, high, color=hue, alpha=0.13, linewidth=0)
+
+
+def _value(value: float | None, log: bool) -> float:
+    if value is None:
+        return math.nan
+    return max(value, LOWEST_DRAWN) if log else value
+
+
+def _legend(found: Curves, arms: tuple[str, ...]) -> list[Line2D]:
+    handles = []
+    for curve in found:
+        hue, _, style = colour(arms, curve.arm)
+        handles.append(line(inline(curve.arm), color=hue, linestyle=style))
+    return handles
