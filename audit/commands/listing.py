@@ -67,7 +67,7 @@ def list_engines(plugin: Plugins = None) -> None:
                 name,
                 cls.about,
                 _settings(cls.uncompressed) or "named beside it",
-                there(name),
+                there(name) if cls.install else "yes",
                 cls.install or "it runs already",
             ]
             for name, cls in ENGINES.all().items()

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
-from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.files import LONGEST_VALUE
@@ -25,6 +24,9 @@ from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message
 from kvaudit.core.registry import Registry
 from kvaudit.core.text import is_text, shown
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.model import LoadedModel
 
 Settings = Mapping[str, str]  # name -> value, as text
 

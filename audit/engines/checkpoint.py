@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import safetensors
-import transformers
+from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Work
 from kvaudit.audit.engines.weights import converted
-from kvaudit.audit.sampling.model import LoadedModel, locate
-from kvaudit.audit.sampling.weights import weight_files, weights_sha256
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.spec import expand
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.model import LoadedModel
 
 SAVED = "safetensors, saved 1"  # by which conversions are told apart
 
@@ -42,6 +40,9 @@ def _recipe(model: LoadedModel) -> str:
 
 def _own_folder(model: LoadedModel) -> Path | None:
     """The folder that the model was read from, where a server reads the same weights there and no others."""
+    from kvaudit.audit.sampling.model import locate
+    from kvaudit.audit.sampling.weights import weight_files, weights_sha256
+
     try:
         folder = locate(model.name)
         files = weight_files(folder)
@@ -53,6 +54,9 @@ def _own_folder(model: LoadedModel) -> Path | None:
 
 
 def _save(model: LoadedModel, folder: Path) -> Mapping[str, str]:
+    import safetensors
+    import transformers
+
     plain: Any = model.model
     plain.save_pretrained(folder, state_dict={name: t.detach().cpu() for name, t in plain.state_dict().items()})
     model.chat.tokenizer.save_pretrained(folder)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
 from kvaudit.audit.engines.served import all_at_once, first_difference
-from kvaudit.audit.sampling.chat import Chat
-from kvaudit.audit.sampling.chat_calls import answer, wire
 from kvaudit.core.endpoint import ChatCompletion, Endpoint, RefusedRequest, Unanswered
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import inline
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.chat import Chat
 
 _KNOWN = ("base_url", "model", "key")
 _TRIES = 4  # of one request
@@ -88,6 +89,8 @@ class _EndpointSession(Session):
         """It is not ours to stop."""
 
     def _reply(self, asked: Asked, until: float) -> Reply:
+        from kvaudit.audit.sampling.chat_calls import answer
+
         began = time.monotonic()
         body = {
             "max_tokens": asked.most,
@@ -107,6 +110,8 @@ class _EndpointSession(Session):
         return Reply((), found.finish, text=found.text)
 
     def _said(self, messages: Sequence[Message], more: Mapping[str, Any], until: float) -> ChatCompletion:
+        from kvaudit.audit.sampling.chat_calls import wire
+
         body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), **more}
         return self._line.ask(body | self._options(), until)
 
@@ -124,6 +129,8 @@ class _EndpointSession(Session):
 
     def _first(self) -> str:
         """The name that it gives itself in a first answer; raises Gone where there is none."""
+        from kvaudit.audit.sampling.chat_calls import answer
+
         messages = _conversations(self._chat)[0]
         sent = len(self._chat.opening(messages).ids)
         try:
@@ -148,11 +155,15 @@ class _EndpointSession(Session):
         return "held to ours by the number of tokens that it says it read, where it says so"
 
     def _shown_by_vllm(self, messages: Sequence[Message]) -> Any:
+        from kvaudit.audit.sampling.chat_calls import wire
+
         rows = wire(messages, Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "add_generation_prompt": True}
         return self._shown("tokenize", body | self._options(), "tokens")
 
     def _shown_by_llama(self, messages: Sequence[Message]) -> Any:
+        from kvaudit.audit.sampling.chat_calls import wire
+
         text = self._shown("apply-template", {"messages": wire(messages, Role.USER)} | self._options(), "prompt")
         return self._shown("tokenize", {"content": text, "add_special": True, "parse_special": True}, "tokens")
 

@@ -1,6 +1,6 @@
 """llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, in the names that its own tools have.
 
-A run's GGUF file is served as it is; any other checkpoint is written as one once (``llama_cpp_export``).
+A run's GGUF file is served as it is; any other checkpoint is written as one once (``exports.llama_cpp``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _file(work: Work) -> tuple[Path, str]:
         return file, f"{file}, not converted here"
     if work.model.name.endswith(".gguf"):
         return Path(work.model.name).expanduser(), "the file of the model, as it is"
-    from kvaudit.audit.engines.llama_cpp_export import GGUF_FILE, WRITTEN, export_gguf
+    from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
 
     found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
     return found.folder / GGUF_FILE, found.words

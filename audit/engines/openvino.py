@@ -4,7 +4,7 @@
     kvcrush_config.budget, ...                 the KVCrushConfig in it
     sparse_attention_config.mode, ...          its SparseAttentionConfig, which use_sparse_attention turns on
 
-A checkpoint is converted once, by OpenVINO's own PyTorch frontend (``openvino_export``), in the precision of float32.
+A checkpoint is converted once, by OpenVINO's own PyTorch frontend (``exports.openvino``), in the precision of float32.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _folder(work: Work) -> tuple[Path, str]:
         if not (folder / _IR).is_file():
             raise SpecError(f"engines.openvino.weights is {str(folder)!r}, wanted a folder that holds {_IR}")
         return folder, f"{folder}, not converted here"
-    from kvaudit.audit.engines.openvino_export import TRACED, export_openvino
+    from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 
     found = converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))
     return found.folder, found.words

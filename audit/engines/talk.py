@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.engines.base import Asked, Reply, Session
-from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.conversations import AskedItem, Conversation
-from kvaudit.audit.sampling.decoding import Completion, Decoding
-from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.chat import Rendered
+    from kvaudit.audit.sampling.conversations import Conversation
+    from kvaudit.audit.sampling.decoding import Decoding
+    from kvaudit.audit.sampling.model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class _Row:
 
     def take(self, reply: Reply) -> None:
         """Hear what the engine said, and what the environment says to it; end where it says nothing."""
+        from kvaudit.audit.sampling.decoding import Completion
+
         if reply.refused is not None:
             self.logprob = None
             self.talk.exchange.break_off()
@@ -96,6 +101,8 @@ def talk_with(
 
     ``model`` is what the engine serves: of it the chat and the positions are used. Raises Gone.
     """
+    from kvaudit.audit.sampling.conversations import AskedItem, Conversation
+
     started = time.perf_counter()
     rows = [
         _Row(Conversation(AskedItem(suite, item, prompt, thinks), member, model), prompt, model)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INF = float("inf")
 _ROUNDED_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
@@ -40,6 +40,8 @@ class AdaKV(SnapKV):
             raise SpecError(f"policy adakv: alpha={self.alpha}, wanted a share from 0 to 1")
 
     def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
+        import torch
+
         protected = rank == _INF
         free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
         total = mean.sum(1)
@@ -64,6 +66,8 @@ def _best(rank: Tensor, count: Tensor) -> Tensor:
 
 def _places(rank: Tensor) -> Tensor:
     """How many slots come before each along the last dimension."""
+    import torch
+
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
     counted = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, counted)

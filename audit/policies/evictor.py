@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.records import TOKEN_ROLES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PHASES = ("prefill", "decode", "both")
 
@@ -70,6 +70,8 @@ class View(NamedTuple):
 
         Rows of absent queries are zero. A sink of the model takes its share, as in the model's own attention.
         """
+        import torch
+
         batch, kv_heads, _, size = self.keys.shape
         window = self.queries.shape[2]
         queries = self.queries.float().reshape(batch, kv_heads, -1, window, size)
@@ -82,6 +84,8 @@ class View(NamedTuple):
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Shares [B, H, G, Q, K] of logits of that shape; ``sink_logits`` [G*H] count in the sum and are given nothing."""
+    import torch
+
     if sink_logits is None:
         return logits.softmax(-1)
     batch, heads, _, queries, _ = logits.shape
@@ -166,6 +170,8 @@ class Evictor(Policy):
 
     def budget_at(self, seen: Tensor) -> Tensor:
         """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
+        import torch
+
         return torch.full_like(seen, self.budget)
 
     def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """What queries to come are expected to look at."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_FUTURE = 65536
 
@@ -42,6 +44,8 @@ class Expected(Evictor):
             raise SpecError(f"policy expected: future={self.future}, wanted at most {MOST_FUTURE} positions")
 
     def importance(self, view: View) -> Tensor:
+        import torch
+
         assert view.moments is not None, "the cache provides the moments this policy asks for"
         turn = view.moments.turn(view.seen, self.future)  # [B, D, D]
         mean = torch.einsum("bij,bnj->bni", turn, view.moments.mean)

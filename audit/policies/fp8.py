@@ -1,14 +1,17 @@
 """Eight-bit floats."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.quantiser import Absmax
 
-_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}  # as torch names them
 _NOT_TOP_OF_EXPONENT = ~0x4000
 _E4M3_EXPONENT = 2.0**8  # exponent bias of a half, 15, over that of e4m3, 7
 
@@ -38,15 +41,28 @@ class Float8(Absmax):
         return "1"
 
     @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, _FORMATS[self.format])
+        return found
+
+    @property
     def largest(self) -> float:
-        return torch.finfo(_FORMATS[self.format]).max
+        import torch
+
+        return torch.finfo(self._dtype).max
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
-        return self._scaled(x, parameters).to(_FORMATS[self.format]).view(torch.uint8)
+        import torch
+
+        return self._scaled(x, parameters).to(self._dtype).view(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        import torch
+
         if codes.device.type != "cpu":
-            return out.copy_(codes.view(_FORMATS[self.format]))
+            return out.copy_(codes.view(self._dtype))
         # the bits moved into a half, which a processor converts ten times faster than an FP8 number
         bits = codes.view(torch.int8).to(torch.int16)
         if self.format == "e5m2":

@@ -1,12 +1,14 @@
 """Eight-bit integers."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.quantiser import Absmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,11 @@ class Int8(Absmax):
         return 127.0
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
+        import torch
+
         return self._scaled(x, parameters).round().to(torch.int8).view(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        import torch
+
         return out.copy_(codes.view(torch.int8))

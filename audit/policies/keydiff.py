@@ -1,12 +1,14 @@
 """Unlike keys stay: what resembles the average key is redundant."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.evictor import Evictor, View
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class KeyDiff(Evictor):
     window: int = 0
 
     def importance(self, view: View) -> Tensor:
+        from torch.nn.functional import cosine_similarity, normalize
+
         present = (view.positions >= 0)[..., None]
         keys = normalize(view.keys.float(), dim=-1)
         mean = (keys * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)  # [B, H, 1, D]

@@ -1,13 +1,15 @@
 """KIVI: keys quantised per channel, values per token, the most recent entries exact."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,13 @@ class Kivi(Quantiser):
         return before + (seen - before) // self.residual * self.residual
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
+        import torch
+
         return torch.stack([(high - low) / (2**self.bits - 1), low], -1)
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
+        import torch
+
         scale, zero = parameters.unbind(-1)
         steps = (x - zero) / torch.where(scale > 0, scale, 1)  # all alike: zero alone says what they are
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FUNNEL = 20  # the uppermost layer keeps a twentieth of the mean budget beyond the window
 LONG = 2**62  # tokens seen in a row that is longer than any budget
@@ -53,10 +53,14 @@ class _Layer(SnapKV):
     layers: int = 1
 
     def __post_init__(self) -> None:
+        import torch
+
         object.__setattr__(self, "budget", int(self._sloped(torch.tensor(LONG))))
         super().__post_init__()
 
     def budget_at(self, seen: Tensor) -> Tensor:
+        import torch
+
         uniform = seen < 2 * (self.mean - self.window)
         return torch.where(uniform, self.mean, self._sloped(seen))
 
@@ -66,6 +70,8 @@ class _Layer(SnapKV):
 
     def _total(self, count: int, seen: Tensor) -> Tensor:
         """Entries of the first ``count`` layers together, rounded."""
+        import torch
+
         beyond = self.mean - self.window
         if self.layers == 1:
             return torch.full_like(seen, count * self.mean)

@@ -7,14 +7,15 @@ Which entries are quantised when is the policy's ``keys_until`` and ``values_unt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.audit.policies.scales import pinned_scales, read_scales
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Quantiser(Policy):
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
         """What the codes stand for, in the dtype of the parameters [..., P]: scale, or scale and zero."""
+        import torch
+
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
         if parameters.shape[-1] == 1:
             return numbers * parameters[..., 0]
@@ -124,6 +127,8 @@ class Absmax(Quantiser):
         return self.write
 
     def given(self, layer: int, part: int, heads: int) -> Tensor | None:
+        import torch
+
         if self.scale == "token":
             return None
         found = read_scales(self.name, self.scales or self.usual_scale).of(layer, part, heads)
@@ -137,14 +142,20 @@ class Absmax(Quantiser):
         raise NotImplementedError
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
+        import torch
+
         return (torch.maximum(low.abs(), high.abs()) / self.largest)[..., None]
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
         """``x`` in units of its scale, 0 where all of its group is 0."""
+        import torch
+
         scale = parameters[..., 0]
         return (x / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codes are computed in: float32 at least."""
+    import torch
+
     return torch.promote_types(dtype, torch.float32)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.audit.policies.evictor import View
 from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.selector import Selector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FEWEST = 3  # pages, as in the published evaluation
 
@@ -51,6 +51,8 @@ class Quest(Selector):
         return min(max(FEWEST, self.budget // self.page), -(-seen // self.page))
 
     def choose(self, view: View) -> Tensor:
+        import torch
+
         last = (view.seen - 1) // self.page  # [B] the page of the query itself
         pages = torch.arange(int(last.max()) + 1, device=last.device)
         bounds = self._bounds(view, len(pages))
@@ -62,6 +64,8 @@ class Quest(Selector):
 
     def _bounds(self, view: View, pages: int) -> Tensor:
         """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
+        import torch
+
         keys, positions = view.keys.float(), view.positions[..., None]
         at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
         # the zeros to begin with are no keys (include_self), and one page more takes the empty slots

@@ -1,13 +1,15 @@
 """A uniformly random subset: the control every scorer has to beat."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.draws import mix
 from kvaudit.audit.policies.evictor import Evictor, View
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Random(Evictor):
         self._at_least("seed", 0)
 
     def importance(self, view: View) -> Tensor:
+        import torch
+
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
         draw = mix(view.entry_keys + mix(torch.tensor([self.seed], device=heads.device)))
         draw = mix(mix(draw + view.layer * 1_000_003) + heads)

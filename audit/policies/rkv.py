@@ -1,14 +1,15 @@
 """Important and not redundant: attention of the last queries against similarity to later keys."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIKE = 0.5  # cosine above which two keys count as the same content
 KEY_BLOCK = 128  # keys that are compared with all others at once
@@ -49,12 +50,16 @@ class RKV(Evictor):
         return self.window
 
     def importance(self, view: View) -> Tensor:
+        from torch.nn.functional import max_pool1d
+
         before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)
         attended = max_pool1d(self._attended(view, before), self.kernel, stride=1, padding=self.kernel // 2)
         return self.weight * attended - (1 - self.weight) * redundancy(view.keys, view.positions >= 0)
 
     def _attended(self, view: View, before: Tensor) -> Tensor:
         """Mean attention over the window's queries, among the entries before it: [B, H, K]."""
+        import torch
+
         batch, heads, _, size = view.keys.shape
         queries = view.queries.float().reshape(batch, heads, -1, view.queries.shape[2], size)
         logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, view.keys.float()).amax(2) * view.scaling
@@ -68,6 +73,9 @@ def redundancy(keys: Tensor, present: Tensor) -> Tensor:
 
     In blocks of keys: memory O(KEY_BLOCK * K).
     """
+    import torch
+    from torch.nn.functional import normalize
+
     unit = normalize(keys.float(), dim=-1) * present[..., None]
     columns = torch.arange(keys.shape[2], device=keys.device)
     total = unit.new_zeros(unit.shape[:3])

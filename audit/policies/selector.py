@@ -7,12 +7,13 @@ Given tokens attend to everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.audit.policies.evictor import View
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

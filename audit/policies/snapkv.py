@@ -1,13 +1,15 @@
 """What the last queries look at, smoothed over neighbours."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class SnapKV(Evictor):
 
 
 def _pool(score: Tensor, kernel: int, pool: str) -> Tensor:
+    from torch.nn.functional import avg_pool1d, max_pool1d
+
     if pool == "max":
         return max_pool1d(score, kernel, stride=1, padding=kernel // 2)
     return avg_pool1d(score, kernel, stride=1, padding=kernel // 2, count_include_pad=True)

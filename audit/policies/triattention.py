@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODES = ("union", "per_head", "per_layer_perhead")
 LEAST_SPREAD = 1e-6  # of a head's scores
@@ -53,6 +53,8 @@ class TriAttention(Evictor):
         return self.mode != "per_layer_perhead"
 
     def importance(self, view: View) -> Tensor:
+        import torch
+
         assert view.centres is not None, "the cache provides the centres this policy asks for"
         mean, length, turn, lengths = view.centres
         group = (len(mean), view.keys.shape[1], -1)
@@ -69,6 +71,8 @@ class TriAttention(Evictor):
         return (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
+        import torch
+
         if not self.across_layers:
             return importances
         every = torch.stack([*importances])  # [L, B, H, K]

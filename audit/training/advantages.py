@@ -6,10 +6,11 @@ Rows of a group are consecutive. A rollout that nobody could grade takes part in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 STD_FLOOR = 1e-6  # reward units
 WHITE_FLOOR = 1e-8  # of a variance
@@ -44,6 +45,8 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
 
     rewards [B], graded bool [B]; returns [B]. 0 where all rewards of a group are equal.
     """
+    import torch
+
     assert rewards.ndim == 1, rewards.shape
     assert len(rewards) % group == 0, (len(rewards), group)
     values, known = rewards.view(-1, group), graded.view(-1, group)  # [B / group, group]
@@ -61,6 +64,8 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 
     A group whose rewards are all equal has neither.
     """
+    import torch
+
     values, known = rewards.view(-1, group), graded.view(-1, group)
     high, best = values.masked_fill(~known, float("-inf")).max(dim=1)
     low, worst = values.masked_fill(~known, float("inf")).min(dim=1)
@@ -74,6 +79,8 @@ def generalised_advantages(given: Rewarded) -> Estimate:
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens, so
     what a tool said between two turns takes none. The value behind the last token is 0.
     """
+    import torch
+
     assert given.values is not None
     values, mask = given.values, given.mask
     later, ahead = torch.zeros_like(given.rewards), torch.zeros_like(given.rewards)  # V and A of the next sampled token
@@ -89,6 +96,8 @@ def generalised_advantages(given: Rewarded) -> Estimate:
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and variance 1 over the mask, 0 elsewhere; values [B, T]. Fewer than two tokens are only centred."""
+    import torch
+
     chosen = values[mask]
     if not len(chosen):
         return torch.zeros_like(values)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 LOG_CLAMP = 20.0  # nats; exp(20) = 5e8 still squares within float32
 VETO_BELOW = 1e-4
@@ -38,11 +39,13 @@ class Correction(NamedTuple):
         return Correction(self.weights[index], self.keep[index], self.old_logprobs[index], self.metrics)
 
 
-CorrectionRule = Callable[[Tensor, Tensor, Tensor], Correction]
+CorrectionRule = Callable[["Tensor", "Tensor", "Tensor"], Correction]
 
 
 def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
     """rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
+    import torch
+
     # outside the mask both may hold anything: 0 before exp, not after
     return torch.where(mask, learner - sampler, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
@@ -54,6 +57,8 @@ def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 def naive_ratio(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """The sampler's log-probs stand for pi_old, so that the mismatch meets the PPO clip (Schulman 2017, 1707.06347)."""
+    import torch
+
     return _result(mask.to(learner.dtype), mask, torch.where(mask, sampler, learner), mask)
 
 
@@ -75,6 +80,8 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
     Weights are scaled to mean 1 over the kept tokens of the whole batch, so pass the whole batch.
     """
+    import torch
+
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)
     keep = mask & _within(rho, SPARSE_RL_RANGE) & ~vetoed

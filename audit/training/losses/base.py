@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, group_advantages
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Whole(NamedTuple):
@@ -120,6 +120,8 @@ class ClippedLoss(Loss):
 
     def ratio(self, inputs: LossInputs) -> Tensor:
         """w [B, T]; 1 where a token takes no part."""
+        import torch
+
         # Padding and foreign tokens may hold anything: replace before exp, or inf times 0 becomes NaN in the gradient.
         return torch.where(inputs.active, inputs.logprobs - inputs.correction.old_logprobs, 0.0).exp()
 
@@ -143,12 +145,16 @@ class ClippedLoss(Loss):
 
 def reference_gap(inputs: LossInputs) -> Tensor:
     """k3 to the reference per token [B, T], 0 outside the mask."""
+    import torch
+
     assert inputs.ref_logprobs is not None
     return k3(torch.where(inputs.mask, inputs.logprobs, 0.0), torch.where(inputs.mask, inputs.ref_logprobs, 0.0))
 
 
 def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
     """The loss with the arm's distillation on top, where it has one; ``share`` broadcasts to [B, T]."""
+    import torch
+
     if inputs.distill_kl is None:
         return outputs
     per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)
@@ -158,6 +164,8 @@ def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """min(w A, clip(w, 1-low, 1+high) A), all [B, T] (Schulman 2017, eq. 7, 1707.06347)."""
+    import torch
+
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
 

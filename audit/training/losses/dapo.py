@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Dapo(ClippedLoss):
@@ -23,4 +24,6 @@ class Dapo(ClippedLoss):
     defaults = MappingProxyType({"epsilon_high": 0.28, "resample": 3, "overlong": 0.2})
 
     def share(self, inputs: LossInputs) -> Tensor:
+        import torch
+
         return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))

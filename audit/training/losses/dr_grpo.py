@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DrGrpo(ClippedLoss):
@@ -15,4 +17,6 @@ class DrGrpo(ClippedLoss):
     by_std = False
 
     def share(self, inputs: LossInputs) -> Tensor:
+        import torch
+
         return torch.full_like(inputs.logprobs[:, :1], 1.0 / (inputs.whole.max_tokens * inputs.whole.rows))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Grpo(ClippedLoss):

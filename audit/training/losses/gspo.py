@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.losses.base import LossInputs
 from kvaudit.audit.training.losses.grpo import Grpo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Gspo(Grpo):
@@ -22,6 +23,8 @@ class Gspo(Grpo):
     defaults = MappingProxyType({"epsilon_low": 3e-4, "epsilon_high": 4e-4})
 
     def ratio(self, inputs: LossInputs) -> Tensor:
+        import torch
+
         log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.correction.old_logprobs, 0.0)
         sequence = log_ratio.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
         return (sequence.detach() + (log_ratio - log_ratio.detach())).exp()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-import torch
-from torch.nn.functional import logsigmoid
-
 from kvaudit.audit.training.advantages import Estimate, Rewarded, best_and_worst
 from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
 
@@ -32,6 +29,9 @@ class OnlineDpo(Loss):
         return Estimate(best_and_worst(given.rewards, graded, given.group)[:, None] * given.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
+        import torch
+        from torch.nn.functional import logsigmoid
+
         assert inputs.ref_logprobs is not None, "a preference is held against a reference"
         log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)
         weights = inputs.correction.weights * inputs.active

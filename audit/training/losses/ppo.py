@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
 from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, Valued
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Ppo(ClippedLoss):
@@ -29,6 +31,8 @@ class Ppo(ClippedLoss):
         return found._replace(advantages=whitened(found.advantages, given.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
+        import torch
+
         return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -44,5 +48,7 @@ class Ppo(ClippedLoss):
 
 def value_errors(valued: Valued) -> Tensor:
     """Half the squared error per token [B, T], the larger of that of V and of V held within clip of what it was."""
+    import torch
+
     held = valued.old + (valued.values - valued.old).clamp(-valued.clip, valued.clip)
     return 0.5 * torch.maximum((valued.values - valued.returns).square(), (held - valued.returns).square())

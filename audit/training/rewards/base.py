@@ -17,20 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvaudit.audit.sampling.conversations import Played
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.options import IDENTITY_DIGITS, made_of, sha256_of
 from kvaudit.core.registry import Registry
 from kvaudit.core.text import shown
 from kvaudit.suites.base import SUITES, Suite
 
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.conversations import Played
+
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
 MOST = 1e6  # of a reward, so that its square is a number in float32
 Scores = Sequence[float | None]
-Pays = Callable[[Sequence[Played]], Scores]
+Pays = Callable[[Sequence["Played"]], Scores]
 
 
 @dataclass(frozen=True)

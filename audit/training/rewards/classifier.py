@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.judges.guards.classifier import Classifier
-from kvaudit.audit.sampling.conversations import Played
-from kvaudit.audit.sampling.exchange import said_nothing
 from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.core.errors import SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import SUITES
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.conversations import Played
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Classified(Reward):
         return sha256_of(self._model.identity, bool(self.pays))
 
     def rewards(self, played: Sequence[Played]) -> Scores:
+        from kvaudit.audit.sampling.exchange import said_nothing
+
         broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
         asked = [row for row, fault in zip(played, broken, strict=True) if fault is None]
         windows = iter(self._model.chances([row.transcript[-1].content for row in asked]))

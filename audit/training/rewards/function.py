@@ -17,14 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from kvaudit.audit.sampling.conversations import Played
 from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.core.text import reason, shown
 from kvaudit.suites.base import Suite
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.conversations import Played
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvaudit.audit.sampling.conversations import Played
 from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores, asks_a_judge
 from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import Suite
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.conversations import Played
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge, question_key
 from kvaudit.audit.judges.constitution import read_constitution, rubric_of, score_of
 from kvaudit.audit.judges.rubric import RubricJudge
-from kvaudit.audit.sampling.conversations import Played
-from kvaudit.audit.sampling.exchange import question_of, said_nothing, settled
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.options import IDENTITY_DIGITS, made_of
@@ -24,6 +22,9 @@ from kvaudit.core.remembered import Answers
 from kvaudit.core.spec import expand
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import SUITES, Suite
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.conversations import Played
 
 _FEW = 8  # questions of which any number may fail
 JudgeWord = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution
@@ -121,6 +122,8 @@ class Judged(Reward):
 
     def _question(self, row: Played) -> Question | None:
         """What the judge is asked of a rollout; None where the suite's grade stands."""
+        from kvaudit.audit.sampling.exchange import question_of, said_nothing
+
         suite = SUITES.get(row.item.suite)()
         about = (suite, row.item, row.transcript, row.finish_reason)
         question = question_of(*about)
@@ -131,6 +134,8 @@ class Judged(Reward):
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
     def _score(self, row: Played, word: JudgeWord) -> float | None:
+        from kvaudit.audit.sampling.exchange import settled
+
         if self.constitution_file or word is None:
             return word
         suite = SUITES.get(row.item.suite)()
