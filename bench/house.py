@@ -95,8 +95,10 @@ def wheel_bytes() -> int:
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT)]
         subprocess.run(command, check=True, capture_output=True)
         (wheel,) = Path(folder).glob("*.whl")
-        tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        names = set(zipfile.ZipFile(wheel).namelist())
+        tops = {name.partition("/")[0] for name in names}
         assert all(name == "kvaudit" or name.endswith(".dist-info") for name in tops), tops
+        assert {"kvaudit/py.typed", "kvaudit/examples/audit.yaml", "kvaudit/docs/check-a-setting.md"} <= names
         return wheel.stat().st_size
 
 

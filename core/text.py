@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from pathlib import Path
 from typing import Any
 
 _KEPT = "\n\t"
@@ -26,6 +27,11 @@ def _shown(character: str) -> str:
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+
+
+def guide(page: str) -> str:
+    """Where a page of the guides lies in this installation, for an error that sends somebody there."""
+    return str(Path(__file__).parent.parent / "docs" / page)
 
 
 def inline(text: str) -> str:

@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
+from kvaudit.core.text import guide
 from kvaudit.suites.base import CountTokens
 from kvaudit.suites.catalogue import rows_with
 
 T = TypeVar("T")
+_PAGE = guide("choose-suites.md")
 DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
@@ -65,7 +67,7 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
     if path.exists():
         return path
     named, rows = os.environ.get(DATA_VARIABLE), rows_with(name)
-    brings = "docs/choose-suites.md says whence" if rows is None else f"kvaudit data fetch {rows.name} brings it"
+    brings = f"{_PAGE} says whence" if rows is None else f"kvaudit data fetch {rows.name} brings it"
     if named:
         raise DataError(f"{kind} {reader} reads {name}, which {DATA_VARIABLE}={named} does not hold; {brings}")
     raise DataError(
@@ -153,7 +155,7 @@ def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: ty
     if not isinstance(value, kind):
         raise DataError(
             f"{str(path)!r} row {number} holds {key!r} as {type(value).__name__}, wanted {kind.__name__}; "
-            "docs/choose-suites.md says whence the file comes"
+            f"{_PAGE} says whence the file comes"
         )
     return value
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from test_kv_exact import CONFIGS, left_padded, prompts
-from test_layers import RANK
+from test_layers import RANK, TOPS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pilot import impossible
+from kvaudit.audit.sampling.given import chat_named
 from kvaudit.core.spec import parse_spec
+from kvaudit.core.text import guide
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -51,6 +54,19 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if "\nev
 def test_an_example_is_a_spec_that_can_be_read(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_REAL_MODEL", "somewhere")
     assert parse_spec(spec.read_text(encoding="utf-8"), spec.name, NAMES).arms
+
+
+@pytest.mark.parametrize("name", ["audit.yaml", "arms.yaml"])
+def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
+    spec = parse_spec((ROOT / "examples" / name).read_text(encoding="utf-8"), name, NAMES)
+    assert list(impossible(spec, chat_named(spec.model_path).count_tokens)) == []
+
+
+def test_an_error_names_pages_that_are_there() -> None:
+    assert (ROOT / "docs" / Path(guide("choose-suites.md")).name).is_file()
+    for path in sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py")):
+        for name in re.findall(r'guide\("([a-z-]+\.md)"\)', path.read_text(encoding="utf-8")):
+            assert Path(guide(name)).is_file(), path
 
 
 def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:

@@ -32,7 +32,7 @@ from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
 from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.text import inline
+from kvaudit.core.text import guide, inline
 from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import scientific
 
@@ -107,7 +107,7 @@ def survey(path: Path) -> Survey:
             f"was drawn, {found.undrawn[0]} first; see that the mask is 1 where the model drew, or leave them out"
         )
     if not found.rollouts:
-        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see docs/rollout-files.md")
+        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see {guide('rollout-files.md')}")
     return found
 
 

@@ -9,6 +9,7 @@ import typer
 
 from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.core.text import guide
 
 if TYPE_CHECKING:
     from kvaudit.suites.catalogue import PublicRows
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
 _OURS = (
     "not fetched for you: the rest of math_eval, whose problems have no licence of their own, and long_text, which is "
-    "any prose of yours as .txt (docs/choose-suites.md)"
+    f"any prose of yours as .txt ({guide('choose-suites.md')})"
 )
 
 

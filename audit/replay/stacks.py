@@ -21,9 +21,9 @@ from kvaudit.audit.replay.interchange_form import Form, Index, Length
 from kvaudit.audit.replay.recorded import unsound
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import HeatOrGreedy
-from kvaudit.core.text import clip
+from kvaudit.core.text import clip, guide
 
-PAGE = "docs/rollout-files.md"
+PAGE = guide("rollout-files.md")
 _LEDGERS = (".json", ".safetensors")  # of kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _SHOWN = 200  # characters of what is wrong
