@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import kvaudit
 import kvaudit.api
+from bench.api_page import PAGE, page
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Record
@@ -132,3 +133,7 @@ def test_the_examples_of_the_docstrings_run(harmed: Path, tmp_path: Path, monkey
     done = doctest.testmod(kvaudit.api, optionflags=doctest.ELLIPSIS)
     assert done.attempted >= 10
     assert not done.failed
+
+
+def test_the_page_of_the_api_is_what_the_docstrings_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it with: python -m bench.api_page"
