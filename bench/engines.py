@@ -38,19 +38,16 @@ from kvaudit.core.records import Item
 from kvaudit.suites.base import SUITES, Suite
 
 IN_FLIGHT = 16
-# a policy of ours, and the setting of an engine that it is taken for
+# a policy of ours, and the setting of an engine that it is taken for; evictions touch no prompt of these rows
 IMITATIONS = (
     ("int8", "openvino:KV_CACHE_PRECISION=u8"),
     ("int8:write=true", "openvino:KV_CACHE_PRECISION=u8"),
     ("kivi:bits=4", "openvino:KV_CACHE_PRECISION=u4"),
-    (
-        "snapkv:budget=128",
-        "openvino:INFERENCE_PRECISION_HINT=bf16,KV_CACHE_PRECISION=bf16,max_cache_size=128,recent_size=32,snapkv_window_size=0,start_size=32",
-    ),
     ("int8", "llama.cpp:type_k=q8_0,type_v=q8_0"),
     ("kivi:bits=4", "llama.cpp:type_k=q4_0,type_v=q4_0"),
     ("fp8:format=e4m3", "vllm:kv_cache_dtype=fp8_e4m3"),
-    ("fp8:format=e5m2", "vllm:kv_cache_dtype=fp8_e5m2"),
+    ("fp8:format=e4m3,scale=tensor,write=true", "vllm:kv_cache_dtype=fp8_e4m3"),
+    ("fp8:format=e5m2,scale=tensor,write=true", "vllm:kv_cache_dtype=fp8_e5m2"),
 )
 
 
