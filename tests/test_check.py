@@ -131,7 +131,8 @@ def test_what_evicts_is_asked_at_twice_what_it_keeps() -> None:
     assert planned("embedded", policy_way("snapkv:budget=1024"), fast=False).length == 3072
     assert planned("/model", policy_way("snapkv:budget=1024"), fast=False).length == 2048
     assert planned("/model", policy_way("int8"), fast=False).length == 256
-    evicts = engine_way("openvino", None, {"max_cache_size": "300"}, python=None, weights=None)
+    sizes = {"max_cache_size": "300", "start_size": "32", "recent_size": "64"}
+    evicts = engine_way("openvino", None, sizes, python=None, weights=None)
     assert planned("/model", evicts, fast=False).length == 1024
     with pytest.raises(SpecError, match="check asks at most 32768"):
         planned("/model", policy_way("snapkv:budget=40000"), fast=False)
