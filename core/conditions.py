@@ -85,7 +85,11 @@ def _differing(text: str, own: Mapping[str, Mapping[str, str]], references: Mapp
 
 
 def _named(text: str, own: Mapping[str, Mapping[str, str]], telling: Collection[str]) -> str:
-    words = _words({name: own[text][name] for name in telling})
+    settings = own[text]
+    if "base_url" in settings and telling:  # servers: what they call the model tells more than where they listen
+        where = settings["base_url"].partition("://")[2] or settings["base_url"]
+        return inline(f"{engine_in(text)} {clip(settings.get('model', '-'), _LONGEST_VALUE)} at {where}")
+    words = _words({name: settings[name] for name in telling})
     return inline(f"{engine_in(text)} {words or 'as it comes'}")
 
 
