@@ -1,15 +1,12 @@
-"""Guards: the contract that every one is held to, what they do to stored conversations, and what that hides."""
+"""Guards (their contract: test_graders): what each is, what they do to stored conversations, and what that hides."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from kvaudit.audit.judges.guards.classifier import Classifier
 from kvaudit.audit.judges.guards.phrases import PhraseList
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs import guard as guarding
-from kvaudit.audit.runs.guard import _happened_before
+from kvaudit.audit.runs.guard import happened_before
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.stored import AskedItems
 from kvaudit.core.errors import DataError, RunError, SpecError
@@ -43,15 +40,8 @@ from kvaudit.reports.run import decided, disclosed, with_details
 from kvaudit.reports.sections.guards import guard_effects
 from kvaudit.suites.agent import Agent
 
-Check = Callable[[Guard], None]
 ASKED = [Passage("input", "Where is the heron?"), Passage("output", "I will not say.", "Where?")]
 ASKED += [Passage("output", f"Line {n} of the heron." * n, "Go on.") for n in range(3)]
-HOSTILE = [
-    Passage("input", ""),
-    Passage("output", "\x00\x1b[2J\u202e unsafe", "safe"),
-    Passage("input", "\ud800 half a character"),
-    Passage("output", "word " * 4000, "{request} %s"),
-]
 
 
 def guards_of(run: Path) -> tuple[Guarded, ...]:
@@ -60,63 +50,11 @@ def guards_of(run: Path) -> tuple[Guarded, ...]:
     return guarded_records(data.run, data.records)
 
 
-def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    says("unsafe\nS1" if "heron" in body["messages"][-1]["content"] else "safe")(handler, body)
-
-
 @pytest.fixture
 def herons(tmp_path: Path) -> Path:
     path = tmp_path / "phrases.txt"
     path.write_text("# birds\n\n  The   HERON\nheron\n")
     return path
-
-
-@pytest.fixture(params=sorted(GUARDS.all()))
-def guard(request: pytest.FixtureRequest, herons: Path, classifier_folder: Path) -> Iterator[Guard]:
-    """Every guard of the registry, with what its options name."""
-    with ExitStack() as stack:
-        given = {"file": herons, "block": "ATTACK", "model": classifier_folder}
-        if request.param == "endpoint":
-            given["base_url"] = stack.enter_context(endpoint(blocks_herons)).url
-        own = {field.name for field in fields(GUARDS.get(request.param))}
-        text = ",".join(f"{name}={value}" for name, value in given.items() if name in own)
-        yield parse_guard(f"{request.param}:{text}")
-
-
-def check_an_answer_for_every_passage(guard: Guard) -> None:
-    said = guard.blocked(ASKED)
-    assert len(said) == len(ASKED)
-    assert all(blocked is None or isinstance(blocked, bool) for blocked in said)
-    assert guard.blocked([]) == []
-
-
-def check_no_answer_depends_on_the_others(guard: Guard) -> None:
-    said = guard.blocked(ASKED)
-    assert guard.blocked(ASKED[::-1]) == said[::-1]
-    assert [guard.blocked([passage])[0] for passage in ASKED[:3]] == said[:3]
-
-
-def check_the_identity_is_a_hash_that_stays(guard: Guard) -> None:
-    again = type(guard)(**{option.name: getattr(guard, option.name) for option in fields(guard)})
-    assert re.fullmatch("[0-9a-f]{64}", guard.identity)
-    assert again.sha256 == guard.sha256
-    assert guard.label == f"{guard.name}-{guard.sha256[:12]}"
-
-
-def check_what_is_wanted_is_asked_for_before_a_run(guard: Guard) -> None:
-    guard.check()
-
-
-def check_hostile_text_is_guarded_or_fails(guard: Guard) -> None:
-    assert len(guard.blocked(HOSTILE)) == len(HOSTILE)
-
-
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_every_guard_keeps_the_contract(guard: Guard, check: Check) -> None:
-    check(guard)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,35 +67,6 @@ class Wrong(Guard):
 
     def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
         return ["heron" in passage.text for passage in passages]
-
-
-class LooksAtTheOthers(Wrong):
-    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
-        return [passage.text > passages[0].text for passage in passages]
-
-
-class AnotherEveryTime(Wrong):
-    @property
-    def identity(self) -> str:
-        return sha256_of(time.perf_counter_ns())
-
-
-class CrashesOnText(Wrong):
-    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
-        return [passage.text.encode().split()[0] == b"heron" for passage in passages]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "check"),
-    [
-        (LooksAtTheOthers, check_no_answer_depends_on_the_others),
-        (AnotherEveryTime, check_the_identity_is_a_hash_that_stays),
-        (CrashesOnText, check_hostile_text_is_guarded_or_fails),
-    ],
-)
-def test_a_wrong_guard_breaks_the_contract(wrong: type[Guard], check: Check) -> None:
-    with pytest.raises((AssertionError, IndexError, UnicodeEncodeError)):
-        check(wrong())
 
 
 # what a guard is shown
@@ -483,6 +392,6 @@ def test_what_happened_before_the_block_has_happened() -> None:
     told = Message(Role.ASSISTANT, f"{look} The secret is {item.payload['secret']}.")
     asked = AskedItems(suite, {item.item_id: item})
     opening = tuple(item.messages)
-    assert _happened_before(asked, item, (*opening, told))["leak"] is True
-    assert _happened_before(asked, item, (*opening, Message(Role.ASSISTANT, look)))["leak"] is False
-    assert _happened_before(asked, item, opening) == {}
+    assert happened_before(asked.suite, item, (*opening, told))["leak"] is True
+    assert happened_before(asked.suite, item, (*opening, Message(Role.ASSISTANT, look)))["leak"] is False
+    assert happened_before(asked.suite, item, opening) == {}

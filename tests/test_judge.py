@@ -150,14 +150,14 @@ def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, mon
     class Killed(BaseException):
         pass
 
-    def die(unit: stored.StoredUnit, *asked: Any) -> Iterator[tuple[Record, Record]]:
-        for pair in regraded(unit, *asked):
+    def die(self: judging.Judging, unit: stored.StoredUnit) -> Iterator[tuple[Record, Record]]:
+        for pair in regraded(self, unit):
             yield pair
             if unit.suite == "math":
                 raise Killed
 
-    regraded, out = judging.regraded, run.parent / "again"
-    monkeypatch.setattr(judging, "regraded", die)
+    regraded, out = judging.Judging._regraded, run.parent / "again"
+    monkeypatch.setattr(judging.Judging, "_regraded", die)
     with pytest.raises(Killed):
         kvaudit("grade", "judge", run, "--out", out)
     kept = {unit: unit.stat().st_ino for unit in units(out)}

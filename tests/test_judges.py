@@ -34,12 +34,6 @@ from kvaudit.core.questions import Question, Reading
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
 ASKED = [question(thing, refuses=n % 2 == 0) for n, thing in enumerate(THINGS)]
-HOSTILE = [
-    Question("", ""),
-    Question("Say yes.", "\x00\x1b[2J\u202e yes no"),
-    Question("a", "{request} {answer} %s"),
-    Question("Long?", "word " * 20000),
-]
 
 
 @pytest.fixture(params=sorted(JUDGES.all()))
@@ -52,30 +46,6 @@ def judge(request: pytest.FixtureRequest, labels: Path, tiny_folder: Path) -> It
         if "base_url" in wanted:
             given["base_url"] = stack.enter_context(endpoint(judges_by_words)).url
         yield kind(**given)
-
-
-def check_an_answer_for_every_question(judge: Judge) -> None:
-    said = judge.refused(ASKED)
-    assert len(said) == len(ASKED)
-    assert all(label is None or isinstance(label, bool) for label in said)
-    assert judge.refused([]) == []
-
-
-def check_no_answer_depends_on_the_others(judge: Judge) -> None:
-    said = judge.refused(ASKED)
-    assert judge.refused(ASKED[::-1]) == said[::-1]
-    assert [judge.refused([question])[0] for question in ASKED[:3]] == said[:3]
-
-
-def check_the_identity_is_a_hash_that_stays(judge: Judge) -> None:
-    again = type(judge)(**{option.name: getattr(judge, option.name) for option in fields(judge)})
-    assert re.fullmatch("[0-9a-f]{64}", judge.identity)
-    assert again.identity == judge.identity
-    assert judge.label == f"{judge.name}:{judge.identity[:12]}"
-
-
-def check_hostile_text_is_judged_or_fails(judge: Judge) -> None:
-    assert len(judge.refused(HOSTILE)) == len(HOSTILE)
 
 
 def check_a_reading_is_the_same_word(judge: Judge) -> None:
@@ -112,27 +82,6 @@ class Wrong(Judge):
         return ["sorry" in question.answer for question in questions]
 
 
-class DropsFailures(Wrong):
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [label for label in super().refused(questions) if label]
-
-
-class LooksAtTheOthers(Wrong):
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [question.answer > questions[0].answer for question in questions]
-
-
-class AnotherEveryTime(Wrong):
-    @property
-    def identity(self) -> str:
-        return sha256_of(time.perf_counter_ns())
-
-
-class CrashesOnText(Wrong):
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [question.answer.split()[0] == "sorry" for question in questions]
-
-
 class ReadsOtherwise(Wrong):
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         return [Reading(False) for _ in questions]
@@ -151,10 +100,6 @@ class KeepsWhatItLearnt(Wrong):
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (DropsFailures, check_an_answer_for_every_question),
-        (LooksAtTheOthers, check_no_answer_depends_on_the_others),
-        (AnotherEveryTime, check_the_identity_is_a_hash_that_stays),
-        (CrashesOnText, check_hostile_text_is_judged_or_fails),
         (ReadsOtherwise, check_a_reading_is_the_same_word),
         (TellsOfHarmUnasked, check_a_reading_is_the_same_word),
         (KeepsWhatItLearnt, check_what_learns_can_do_without_any_source),
@@ -460,8 +405,8 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert Remembered(judge, tmp_path).read([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
-        assert Remembered(judge, tmp_path).read(ASKED[:2]) == [Reading(False), Reading(True)]
+        assert Remembered(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
+        assert Remembered(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
     assert len(server.asked) == 3
 
 
@@ -476,12 +421,12 @@ class Doubts(Wrong):
 
 
 def test_what_a_judge_is_unsure_of_is_remembered_as_that(tmp_path: Path) -> None:
-    first = Remembered(Doubts(), tmp_path).read(ASKED)
+    first = Remembered(Doubts(), tmp_path).grades(ASKED)
     assert {reading.sure for reading in first if reading} == {False}
     assert {reading.unsafe for reading in first if reading} == {True, False}
     (kept,) = tmp_path.glob("answers-*")
     kept.write_text(kept.read_text() + json.dumps({"question": "x", "refused": [1, "no"]}) + "\n")
-    assert Remembered(Doubts(), tmp_path).read(ASKED) == first
+    assert Remembered(Doubts(), tmp_path).grades(ASKED) == first
 
 
 def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
@@ -516,11 +461,11 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
     judge = parse_judge("phrases")
-    Remembered(judge, tmp_path).read(ASKED)
+    Remembered(judge, tmp_path).grades(ASKED)
     (kept,) = tmp_path.glob("answers-*")
     assert kept.name == f"answers-phrases-{judge.identity[:12]}.jsonl"
     kept.write_bytes(kept.read_bytes()[:-9] + b'\n[]\n{"question": 1}\n')
-    assert Remembered(judge, tmp_path).read(ASKED) == judge.read(ASKED)
+    assert Remembered(judge, tmp_path).grades(ASKED) == judge.read(ASKED)
 
 
 def test_made_up_answers_are_told_apart_by_the_phrase_rules() -> None:

@@ -54,7 +54,7 @@ def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
 
     for text, chosen in [(text, parse_guard(text)) for text in texts]:
         stage = Guarding(run, chosen, text, Console(stderr=True))
-        _print(chosen.label, stage.work())
+        _print(chosen.folder, stage.work())
         if stage.unfinished:
             say(wide_console(), f"left out: {len(stage.unfinished)} unfinished units, first {stage.unfinished[0]}")
 

@@ -148,8 +148,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     from kvaudit.audit.commands.guard import guard_all
     from kvaudit.audit.commands.judge import judge_all
     from kvaudit.audit.commands.report import write_checked
-    from kvaudit.audit.judges.base import parse_judge
-    from kvaudit.audit.judges.guards.base import parse_guard
+    from kvaudit.audit.judges.kinds import parse_grader
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
 
     asked = _asked(spec, out, options)
@@ -158,10 +157,9 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     launcher = parse_launcher(options.launcher)
     launcher.check()
     workers, threads = share(options, asked.spec, _begun_with(asked.folder), here=launcher.here)
-    for text in asked.spec.guard:
-        parse_guard(text).check()
-    for text in asked.spec.judge:
-        parse_judge(text).check()
+    for kind, texts in (("guard", asked.spec.guard), ("judge", asked.spec.judge)):
+        for text in texts:
+            parse_grader(kind, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))

@@ -1,15 +1,13 @@
-"""The contract of a judge: questions in, readings out, and a name that says exactly who decided.
-
-A judge sees a request and an answer. Neither arm nor policy nor suite reaches it, so it cannot lean to one side.
-"""
+"""Judges: whether an answer refuses its request, which suites leave to somebody who reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any
 
+from kvaudit.audit.judges.grader import Grader, StoredAnswer
 from kvaudit.core.errors import DataError
 from kvaudit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
 from kvaudit.core.questions import Question, Reading
@@ -19,23 +17,12 @@ _OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Decides in bulk whether answers refuse. Subclass as a frozen dataclass in a file of its own, with a ``name``.
+class Judge(Grader[Question, Reading]):
+    """Decides in bulk whether answers refuse; a subclass says ``refused``, or ``read`` where it has doubts."""
 
-    Fields are the judge's options: ``NAME:field=value,field=value`` in a command.
-    """
-
-    name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # what it goes by, for ``kvaudit list judges``
-
-    @property
-    def identity(self) -> str:
-        """sha256 of all that its answers follow from: recipe and rows, or model and rubric. 64 hex digits."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise SpecError or DataError for what would only be found out once all answers are there."""
-        _ = self.identity
+    kind = "judge"
+    field = "refused"
+    remembers = (bool, list)  # a plain yes or no, or [refused, sure, unsafe]
 
     @cached_property
     def label(self) -> str:
@@ -43,11 +30,7 @@ class Judge:
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        """Whether each answer refuses its request, to the best of the judge's knowledge; None where it failed.
-
-        What failed is asked again another time. The answer to a question does not depend on the others. Raises RunError
-        where asking on is of no use.
-        """
+        """Whether each answer refuses its request; as ``grades``, in a word."""
         raise NotImplementedError
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
@@ -66,6 +49,33 @@ class Judge:
     def trained_on(self) -> frozenset[str]:
         """The keys of the questions that it learnt from."""
         return frozenset()
+
+    def grades(self, questions: Sequence[Question]) -> list[Reading | None]:
+        return self.read(questions)
+
+    @staticmethod
+    def key_of(question: Question) -> str:
+        return question_key(question)
+
+    def seen(self, answer: StoredAnswer) -> list[Question]:
+        from kvaudit.audit.sampling.exchange import question_of
+
+        question = question_of(*answer.asked(), answer.record.transcript, answer.record.finish_reason)
+        return [] if question is None else [question]
+
+    def check_questions(self, questions: Sequence[Question]) -> None:
+        refuse_own_rows(self, list(dict.fromkeys(questions)))
+
+    def kept(self, grade: Reading) -> Any:
+        plain = grade.sure and grade.unsafe is None
+        return grade.refused if plain else [grade.refused, grade.sure, grade.unsafe]
+
+    def recalled(self, kept: Any) -> Reading | None:
+        if isinstance(kept, bool):
+            return Reading(kept)
+        if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(word, bool) for word in kept[:2]):
+            return None
+        return Reading(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
 
 
 JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)

@@ -1,15 +1,12 @@
-"""Judging as a stage of its own: the stored transcripts of a run, graded again into another run folder.
+"""Judging: the stored transcripts of a run, graded again into another run folder.
 
-Nothing is sampled and no weights are loaded. Items are made again from the run's spec, and every stored opening must
-be the item's. What was said stays as it is; outcome, score, facets and judge are made again by the suites and the
-detector of degenerate answers as they are now. The run that is judged is never written to.
-
-A judge (``audit.judges``) may decide what suites leave to one, in place of their phrase rules. It sees questions
-alone. What it failed to answer is unscored, and asked again when judging goes on.
+Items are made again from the run's spec, and every stored opening must be the item's. What was said stays as it is;
+outcome, score, facets and judge are made again by the suites and the detector of degenerate answers as they are now.
+The run that is judged is never written to. A judge may decide what suites leave to one, in place of their phrase rules.
 
     provenance.json    judged: {"from": name, "records": sha256, "suite_versions": those before, "judge": {...}, ...}
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
-    answers-*.jsonl    what the judge said, by hash of the question (``kvaudit.audit.judges.remembered``)
+    answers-*.jsonl    what the judge said, by hash of the question (``core.remembered``)
 """
 
 from __future__ import annotations
@@ -19,22 +16,23 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from kvaudit import __version__
-from kvaudit.audit.judges.base import Judge, question_key, refuse_own_rows
+from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.remembered import Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
-from kvaudit.audit.runs.stored import AskedItems, Items, StoredUnit, answered_items, stored_units, work_on
-from kvaudit.audit.sampling.exchange import graded, question_of, settled, with_harm
+from kvaudit.audit.runs.regrading import Regrading
+from kvaudit.audit.runs.stored import StoredUnit
+from kvaudit.audit.sampling.exchange import graded, settled, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from kvaudit.core.options import IDENTITY_DIGITS
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.recipe import RECIPE
@@ -56,14 +54,7 @@ _BESIDE = {  # what a report shows besides records, and under which name it goes
 
 def judged_folder(run: Path, judge: Judge) -> Path:
     """Where a run's answers lie as a judge grades them, unless told otherwise."""
-    return run / "judged" / f"{judge.name}-{judge.identity[:IDENTITY_DIGITS]}"
-
-
-class Said(NamedTuple):
-    """A judge, and what it says of a unit by the key of the question."""
-
-    judge: Judge
-    readings: Mapping[str, Reading | None]
+    return run / "judged" / judge.folder
 
 
 class SuiteChange(NamedTuple):
@@ -79,36 +70,100 @@ class SuiteChange(NamedTuple):
     failed: int
 
 
-class Judging:
-    """One process's work on judging a run; several may share it.
+class Judging(Regrading[Question, Reading]):
+    """One process's work on judging a run; without a judge the suites grade alone.
 
-    Raises DataError where the run or one of its checkpoints is not as it was finished, RunError where ``out`` holds
-    something else than this run judged. ``plugins``: file name -> sha256, of the suites that grade now.
+    Raises DataError where one of its checkpoints is not as it was finished, RunError where ``out`` holds something else
+    than this run judged. ``plugins``: file name -> sha256, of the suites that grade now.
     """
+
+    stage = "judge"
 
     def __init__(
         self, run: RunFolder, out: Path, console: Console, plugins: Digests, judge: Judge | None = None
     ) -> None:
         check_checkpoints(run.path)
-        self._run, self._console, self._plugins, self._by = run, console, plugins, judge
-        self._tried: set[Path] = set()  # units of this process: what failed in them is left to the next one
-        self.units, self.unfinished = stored_units(run)
+        super().__init__(run, console)
+        self._plugins, self._by = plugins, judge
         self._out = RunFolder(out, run.spec)
-        self._items = Items(run)
+        _ = self._items  # a tokenizer that is not there is missed before a folder is made
         self._open()
-        self._judge_of = None if judge is None else Remembered(judge, out)
+
+    @cached_property
+    def answers(self) -> Remembered[Question, Reading] | None:
+        return None if self._by is None else Remembered(self._by, self._out.path)
 
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
-        work_on(
-            self.units,
-            "judge",
-            self._console,
-            done=self._is_judged,
-            lock=lambda unit: self._out.records / unit.records.with_suffix(".lock").name,
-            work=self._judge,
-        )
-        return self._changes()
+        self.grade_units()
+        return [_change(suite, [body["changed"] for _, body in told]) for suite, told in self.told_by_suite().items()]
+
+    def agreement(self) -> dict[str, list[int]]:
+        """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
+        found: dict[str, list[int]] = {}
+        for unit in self.units:
+            pairs = read_json(self.place(unit))["changed"].get("pairs", [])
+            if any(pairs):
+                total = found.get(unit.suite, [0] * len(AGREEMENT))
+                found[unit.suite] = [have + more for have, more in zip(total, pairs, strict=True)]
+        return found
+
+    def place(self, unit: StoredUnit) -> Path:
+        return seal_of(self._out.records / unit.records.name)
+
+    def lock(self, unit: StoredUnit) -> Path:
+        return self._out.records / unit.records.with_suffix(".lock").name
+
+    def stands(self, unit: StoredUnit, told: Mapping[str, Any]) -> bool:
+        return bool(told.get(JUDGED) == self._stamp(unit))
+
+    def failed(self, told: Mapping[str, Any]) -> bool:
+        return bool(told.get("changed", {}).get("failed", 0))
+
+    def write(self, unit: StoredUnit, mine: Claim) -> None:
+        """Write a unit's records beside their place, a line at a time, and seal them."""
+        seal = self.place(unit)
+        place = self._out.records / unit.records.name
+        partial = place.with_name(place.name + PARTIAL)
+        digest, counted = hashlib.sha256(), Counter[str]()
+        pairs = Counter[tuple[bool, bool]]()
+        with partial.open("wb") as file:
+            for old, new in self._regraded(unit):
+                line = (new.to_json() + "\n").encode()
+                digest.update(line)
+                file.write(line)
+                counted.update(_counted(old, new, self._by))
+                if self._by is not None and new.judge == self._by.label and None not in (old.score, new.score):
+                    pairs[_desired(old), _desired(new)] += 1
+            file.flush()
+            os.fsync(file.fileno())
+        mine.check()
+        seal.unlink(missing_ok=True)  # of an older judgement: never beside records that are not its own
+        os.replace(partial, place)
+        changed = {"was": unit.version, **{name: counted[name] for name in _COUNTS}}
+        if self._by is not None:
+            changed["pairs"] = [pairs[key] for key in AGREEMENT]
+        written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._stamp(unit)}
+        write_json(seal, {**unit.seal, **written, "changed": changed})
+
+    def _regraded(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
+        """Every record of a unit as it was, and as it is judged now."""
+        for answer, said in self.graded(unit):
+            suite, item = answer.asked()
+            grade, sure = self._grade(answer.record, suite, item, said)
+            yield answer.record, answer.record.graded_again(suite.version, item, grade, unsure=not sure)
+
+    def _grade(self, old: Record, suite: Suite, item: Item, said: list[Reading | None]) -> tuple[Grade, bool]:
+        """The grade of an answer by what the judge says of it, and whether it is sure of that."""
+        reading = said[0] if said else None
+        if self._by is None or not said:
+            grade = graded(suite, item, old.transcript, old.finish_reason)
+        else:
+            refused = None if reading is None else reading.refused
+            grade = settled(suite, item, old.transcript, refused=refused, judge=self._by.label)
+        if self._by is not None and self._by.grades_harm:
+            grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
+        return grade, reading is None or reading.sure
 
     def _open(self) -> None:
         """Make the folder, or hold what is there to this run; bring what a report shows besides records up to date."""
@@ -145,107 +200,16 @@ class Judging:
             judged["judge"] = {"name": self._by.name, "sha256": self._by.identity}
         return {**told, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
-    def _seal(self, unit: StoredUnit) -> Path:
-        return seal_of(self._out.records / unit.records.name)
-
     def _stamp(self, unit: StoredUnit) -> dict[str, Any]:
         """What was judged by what: a unit that was finished under the same is not judged again."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._by is None else {"judge": self._by.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
-    def _is_judged(self, unit: StoredUnit) -> bool:
-        if not self._seal(unit).exists():
-            return False
-        seal = read_json(self._seal(unit))
-        failed = seal.get("changed", {}).get("failed", 0)
-        return seal.get(JUDGED) == self._stamp(unit) and (not failed or unit.records in self._tried)
 
-    def _judge(self, unit: StoredUnit, mine: Claim) -> None:
-        """Write a unit's records beside their place, a line at a time, and seal them."""
-        asked, seal = self._items.of(unit), self._seal(unit)
-        place = self._out.records / unit.records.name
-        partial = place.with_name(place.name + PARTIAL)
-        digest, counted = hashlib.sha256(), Counter[str]()
-        pairs = Counter[tuple[bool, bool]]()
-        with partial.open("wb") as file:
-            for old, new in regraded(unit, asked, self._judge_of):
-                line = (new.to_json() + "\n").encode()
-                digest.update(line)
-                file.write(line)
-                counted.update(_counted(old, new, self._by))
-                if self._by is not None and new.judge == self._by.label and None not in (old.score, new.score):
-                    pairs[_desired(old), _desired(new)] += 1
-            file.flush()
-            os.fsync(file.fileno())
-        mine.check()
-        seal.unlink(missing_ok=True)  # of an older judgement: never beside records that are not its own
-        os.replace(partial, place)
-        self._tried.add(unit.records)
-        changed = {"was": unit.version, **{name: counted[name] for name in _COUNTS}}
-        if self._by is not None:
-            changed["pairs"] = [pairs[key] for key in AGREEMENT]
-        written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._stamp(unit)}
-        write_json(seal, {**unit.seal, **written, "changed": changed})
-
-    def agreement(self) -> dict[str, list[int]]:
-        """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
-        found: dict[str, list[int]] = {}
-        for unit in self.units:
-            pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
-            if any(pairs):
-                total = found.get(unit.suite, [0] * len(AGREEMENT))
-                found[unit.suite] = [have + more for have, more in zip(total, pairs, strict=True)]
-        return found
-
-    def _changes(self) -> list[SuiteChange]:
-        found: dict[str, list[Mapping[str, Any]]] = {}
-        for unit in self.units:
-            found.setdefault(unit.suite, []).append(read_json(self._seal(unit))["changed"])
-        return [
-            SuiteChange(
-                suite,
-                f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}",
-                *(sum(part.get(key, 0) for part in parts) for key in _COUNTS),
-            )
-            for suite, parts in found.items()
-        ]
-
-
-def regraded(unit: StoredUnit, asked: AskedItems, judge: Remembered | None = None) -> Iterator[tuple[Record, Record]]:
-    """Every record of a unit as it was, and as it is judged now."""
-    said = None if judge is None else Said(judge.judge, _said(unit, asked, judge))
-    for old, item in answered_items(unit, asked):
-        grade, sure = _grade(old, item, asked.suite, said)
-        yield old, old.graded_again(asked.suite.version, item, grade, unsure=not sure)
-
-
-def _said(unit: StoredUnit, asked: AskedItems, judge: Remembered) -> dict[str, Reading | None]:
-    """What the judge says of a unit, by the key of the question: asked in bulk, before a record is written."""
-    found = (_question(old, item, asked.suite) for old, item in answered_items(unit, asked))
-    questions = list({question_key(question): question for question in found if question is not None}.values())
-    refuse_own_rows(judge.judge, questions)
-    return dict(zip(map(question_key, questions), judge.read(questions), strict=True))
-
-
-def _question(old: Record, item: Item, suite: Suite) -> Question | None:
-    return question_of(suite, item, old.transcript, old.finish_reason)
-
-
-def _grade(old: Record, item: Item, suite: Suite, said: Said | None) -> tuple[Grade, bool]:
-    """The grade of an answer, and whether its judge is sure of it."""
-    if said is None:
-        return graded(suite, item, old.transcript, old.finish_reason), True
-    question = _question(old, item, suite)
-    if question is None:
-        reading, grade = None, graded(suite, item, old.transcript, old.finish_reason)
-    else:
-        reading = said.readings[question_key(question)]
-        refused = None if reading is None else reading.refused
-        grade = settled(suite, item, old.transcript, refused=refused, judge=said.judge.label)
-    if said.judge.grades_harm:
-        grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
-    return grade, reading is None or reading.sure
+def _change(suite: str, parts: Sequence[Mapping[str, Any]]) -> SuiteChange:
+    versions = f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}"
+    return SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS))
 
 
 def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:

@@ -1,7 +1,6 @@
-"""The contract of a guard: passages in, which of them it would block out, and a name that says exactly who decided.
+"""Guards: what may stand between a model and its users, and which messages it would stop.
 
-A guard sees what users and tools say (input) and what the model answers (output), each message by itself. Neither arm
-nor policy nor suite reaches it.
+A guard sees what users and tools say (input) and what the model answers (output), each message by itself.
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from kvaudit.audit.judges.grader import Grader, StoredAnswer
 from kvaudit.core.errors import SpecError
-from kvaudit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
+from kvaudit.core.options import parse_named, sha256_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.registry import Registry
 
@@ -29,15 +29,14 @@ class Passage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Decides in bulk which passages it blocks. Subclass as a frozen dataclass in a file of its own, with a ``name``.
+class Guard(Grader[Passage, bool]):
+    """Decides in bulk which passages it blocks; a subclass says ``blocked``. Records stay as they are.
 
-    Fields are the guard's options: ``NAME:field=value,field=value`` in a spec or a command. ``side`` is where it
-    stands: both, input or output.
+    ``side`` is where it stands: both, input or output.
     """
 
-    name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # what it goes by, for ``kvaudit list guards``
+    kind = "guard"
+    field = "blocked"
 
     side: str = "both"
 
@@ -45,31 +44,28 @@ class Guard:
         if self.side not in SIDES:
             raise SpecError(f"guard {self.name}: side is {self.side!r}, wanted one of {', '.join(SIDES)}")
 
-    @property
-    def identity(self) -> str:
-        """sha256 of all that its answers follow from: phrases, or model and threshold. 64 hex digits."""
-        raise NotImplementedError
-
-    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
-        """Whether each passage is blocked; None where the guard failed, which is asked again another time.
-
-        The answer to a passage does not depend on the others. Raises RunError where asking on is of no use.
-        """
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise SpecError or DataError for what would only be found out once all answers are there."""
-        _ = self.identity
-
     @cached_property
     def sha256(self) -> str:
-        """Of the identity and of where the guard stands: of all that its effect follows from."""
+        """Of the identity and of where the guard stands."""
         return sha256_of(self.identity, self.side)
 
-    @cached_property
-    def label(self) -> str:
-        """What a run's folder calls it: name and the first digits of its sha256."""
-        return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
+    @property
+    def answers_file(self) -> str:
+        return f"answers-{self.name}.jsonl"  # in a folder of its own, which tells the rest
+
+    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
+        """Whether each passage is blocked; as ``grades``."""
+        raise NotImplementedError
+
+    def grades(self, questions: Sequence[Passage]) -> list[bool | None]:
+        return self.blocked(questions)
+
+    @staticmethod
+    def key_of(question: Passage) -> str:
+        return sha256_of(*question)
+
+    def seen(self, answer: StoredAnswer) -> list[Passage]:
+        return [passage for _, passage in passages(self, answer.record.transcript)]
 
 
 GUARDS: Registry[Guard] = Registry("guard", "kvaudit.audit.judges.guards", Guard)
@@ -78,11 +74,6 @@ GUARDS: Registry[Guard] = Registry("guard", "kvaudit.audit.judges.guards", Guard
 def parse_guard(text: str) -> Guard:
     """The guard of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
     return parse_named(GUARDS, text)
-
-
-def passage_key(passage: Passage) -> str:
-    """sha256 of a passage: what its answer is remembered under."""
-    return sha256_of(*passage)
 
 
 def passages(guard: Guard, transcript: Sequence[Message]) -> Iterator[tuple[int, Passage]]:

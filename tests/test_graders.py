@@ -1,0 +1,209 @@
+"""The contract that every grader is held to, of whatever kind: whoever adds a file is found, and held to it too."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, fields
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_world import THINGS, endpoint, judges_by_words, labels, question, says
+
+from kvaudit.audit.judges.base import Judge
+from kvaudit.audit.judges.grader import Grader
+from kvaudit.audit.judges.guards.base import Guard, Passage
+from kvaudit.audit.judges.kinds import KINDS, every_grader
+from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.core.options import sha256_of
+from kvaudit.core.questions import Question
+
+__all__ = ["labels"]  # a fixture
+AnyGrader = Grader[Any, Any]
+Check = Callable[[AnyGrader], None]
+ASKED: dict[str, list[Any]] = {
+    "judge": [question(thing, refuses=n % 2 == 0) for n, thing in enumerate(THINGS)],
+    "guard": [
+        Passage("input", "Where is the heron?"),
+        Passage("output", "I will not say.", "Where?"),
+        *(Passage("output", f"Line {n} of the heron." * n, "Go on.") for n in range(3)),
+    ],
+}
+HOSTILE: dict[str, list[Any]] = {
+    "judge": [
+        Question("", ""),
+        Question("Say yes.", "\x00\x1b[2J\u202e yes no"),
+        Question("a", "{request} {answer} %s"),
+        Question("Long?", "word " * 20000),
+    ],
+    "guard": [
+        Passage("input", ""),
+        Passage("output", "\x00\x1b[2J\u202e unsafe", "safe"),
+        Passage("input", "\ud800 half a character"),
+        Passage("output", "word " * 4000, "{request} %s"),
+    ],
+}
+
+
+def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    says("unsafe\nS1" if "heron" in body["messages"][-1]["content"] else "safe")(handler, body)
+
+
+@pytest.fixture(params=list(every_grader()), ids=lambda found: f"{found.kind}-{found.name}")
+def grader(
+    request: pytest.FixtureRequest, labels: Path, tiny_folder: Path, classifier_folder: Path, tmp_path: Path
+) -> Iterator[AnyGrader]:
+    """Every grader that is found, with what its options name: a model, an endpoint, labels, a list of phrases."""
+    kind = request.param
+    wanted = {option.name for option in fields(kind) if option.default is MISSING}
+    (tmp_path / "phrases.txt").write_text("heron\n")
+    given = {"file": tmp_path / "phrases.txt", "block": "ATTACK"}
+    given["model"] = tiny_folder if kind.kind == "judge" else classifier_folder
+    options = {name: str(value) for name, value in given.items() if name in wanted}
+    with ExitStack() as stack:
+        if "base_url" in wanted:
+            replies = judges_by_words if kind.kind == "judge" else blocks_herons
+            options["base_url"] = stack.enter_context(endpoint(replies)).url
+        yield kind(**options)
+
+
+def check_it_says_what_it_is(grader: AnyGrader) -> None:
+    assert grader.kind in KINDS
+    assert grader.field
+    assert grader.folder == f"{grader.name}-{grader.sha256[:12]}"
+    grader.check()
+
+
+def check_a_grade_for_every_question(grader: AnyGrader) -> None:
+    assert len(grader.grades(ASKED[grader.kind])) == len(ASKED[grader.kind])
+    assert grader.grades([]) == []
+
+
+def check_no_grade_depends_on_the_others(grader: AnyGrader) -> None:
+    asked = ASKED[grader.kind]
+    said = grader.grades(asked)
+    assert grader.grades(asked[::-1]) == said[::-1]
+    assert [grader.grades([one])[0] for one in asked[:3]] == said[:3]
+
+
+def check_the_identity_is_a_hash_that_stays(grader: AnyGrader) -> None:
+    again = type(grader)(**{option.name: getattr(grader, option.name) for option in fields(grader)})
+    assert re.fullmatch("[0-9a-f]{64}", grader.identity)
+    assert (again.identity, again.sha256) == (grader.identity, grader.sha256)
+
+
+def check_hostile_text_is_graded_or_fails(grader: AnyGrader) -> None:
+    assert len(grader.grades(HOSTILE[grader.kind])) == len(HOSTILE[grader.kind])
+
+
+def check_what_it_says_is_remembered_as_it_was_said(grader: AnyGrader) -> None:
+    for grade in grader.grades(ASKED[grader.kind]):
+        if grade is not None:
+            kept = json.loads(json.dumps(grader.kept(grade)))
+            assert type(kept) in grader.remembers
+            assert grader.recalled(kept) == grade
+
+
+def check_questions_are_told_apart(grader: AnyGrader) -> None:
+    keys = [grader.key_of(one) for one in ASKED[grader.kind]]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_every_grader_keeps_the_contract(grader: AnyGrader, check: Check) -> None:
+    check(grader)
+
+
+@dataclass(frozen=True)
+class RightJudge(Judge):
+    name = "right"
+
+    @property
+    def identity(self) -> str:
+        return sha256_of("right")
+
+    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
+        return ["sorry" in question.answer for question in questions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RightGuard(Guard):
+    name = "right"
+
+    @property
+    def identity(self) -> str:
+        return sha256_of("right")
+
+    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
+        return ["heron" in passage.text for passage in passages]
+
+
+def drops_failures(right: type[AnyGrader]) -> dict[str, Any]:
+    return {"grades": lambda self, asked: [grade for grade in right.grades(self, asked)[1:]]}
+
+
+def looks_at_the_others(right: type[AnyGrader]) -> dict[str, Any]:
+    return {"grades": lambda self, asked: right.grades(self, asked[:1]) * len(asked)}
+
+
+def is_another_every_time(_: type[AnyGrader]) -> dict[str, Any]:
+    return {"identity": property(lambda self: sha256_of(time.perf_counter_ns()))}
+
+
+def crashes_on_text(right: type[AnyGrader]) -> dict[str, Any]:
+    def grades(self: AnyGrader, asked: Sequence[Any]) -> list[Any]:
+        texts = [one.answer if isinstance(one, Question) else one.text for one in asked]
+        assert all(text.split()[0] for text in texts)
+        return right.grades(self, asked)
+
+    return {"grades": grades}
+
+
+def forgets_what_it_said(_: type[AnyGrader]) -> dict[str, Any]:
+    return {"recalled": lambda self, kept: None}
+
+
+def asks_one_question_only(_: type[AnyGrader]) -> dict[str, Any]:
+    return {"key_of": staticmethod(lambda question: sha256_of("the same"))}
+
+
+@pytest.mark.parametrize("right", [RightJudge, RightGuard])
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (drops_failures, check_a_grade_for_every_question),
+        (looks_at_the_others, check_no_grade_depends_on_the_others),
+        (is_another_every_time, check_the_identity_is_a_hash_that_stays),
+        (crashes_on_text, check_hostile_text_is_graded_or_fails),
+        (forgets_what_it_said, check_what_it_says_is_remembered_as_it_was_said),
+        (asks_one_question_only, check_questions_are_told_apart),
+    ],
+)
+def test_a_wrong_grader_breaks_the_contract(
+    right: type[AnyGrader], wrong: Callable[[type[AnyGrader]], dict[str, Any]], check: Check
+) -> None:
+    check(right())
+    with pytest.raises((AssertionError, IndexError)):
+        check(type("Wrong", (right,), wrong(right))())
+
+
+@pytest.mark.parametrize("right", [RightJudge, RightGuard])
+def test_a_grade_is_asked_for_once_and_a_failure_again(
+    right: type[AnyGrader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, said = ASKED[right.kind], right().grades(ASKED[right.kind])
+    monkeypatch.setattr(right, "grades", lambda self, new: [None, *said[1:]])
+    assert Remembered(right(), tmp_path).grades(asked) == [None, *said[1:]]
+    again: list[Any] = []
+    monkeypatch.setattr(right, "grades", lambda self, new: again.extend(new) or said[:1])
+    assert Remembered(right(), tmp_path).grades(asked) == said
+    assert again == asked[:1]
