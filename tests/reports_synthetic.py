@@ -264,15 +264,15 @@ def _engine_words(condition):
     return said | ({"KV_CACHE_PRECISION": precision} if precision else {})
 
 
-def ask_again(run, design, moved, items=64):
-    """Write the floor of a run: asked again nothing changes, in another order what ``moved`` says.
+def ask_again(run, design, moved, items=64, changes="shuffled"):
+    """Write the floor of a run: in the way ``changes`` of asking what ``moved`` says changes, in the other nothing.
 
     ``moved`` has for a condition the numbers of answers that are lost, gained, and the same with another text.
     """
     for unit, rows in records_of(design):
         first = [row for row in rows if row.policy in design.engines and int(row.item_id[-4:]) < items]
         for way in ("again", "shuffled") if first else ():
-            lost, gained, reworded = moved.get(first[0].policy, (0, 0, 0)) if way == "shuffled" else (0, 0, 0)
+            lost, gained, reworded = moved.get(first[0].policy, (0, 0, 0)) if way == changes else (0, 0, 0)
             good, bad = ([i for i, row in enumerate(first) if row.score == score] for score in (1, 0))
             other = dict.fromkeys(good[:lost], 0) | dict.fromkeys(bad[:gained], 1)
             other |= dict.fromkeys(good[lost : lost + reworded], 1)

@@ -84,7 +84,7 @@ def test_an_engine_that_moves_as_much_by_itself_does_not_act() -> None:
     assert words == (
         "coded: the setting changed nothing beyond what the engine changes by answering again: of 16 answers 25.0 % "
         "have another text (log-probs 1 nats apart, root mean square) against plain, and 25.0 % have another text "
-        "(log-probs 1 nats apart, root mean square) when it is asked the same again"
+        "(log-probs 1 nats apart, root mean square) when that is asked the same again"
     )
 
 
@@ -93,7 +93,7 @@ def test_an_engine_that_moves_as_much_by_itself_does_not_act() -> None:
 )
 def test_an_engine_that_moves_less_by_itself_acts(setting: Answers) -> None:
     """A floor of one text, and of log-probs of a few thousandths."""
-    found, words = held(setting, {"again": SAME, "shuffled": [2.0, *[0.002] * 15]})
+    found, words = held(setting, {"again": [2.0, *[0.002] * 15]})
     assert (found.acts, words) == (True, "")
     assert found.noise is not None
     assert found.noise.by_itself.texts == 1 / ITEMS
@@ -101,15 +101,15 @@ def test_an_engine_that_moves_less_by_itself_acts(setting: Answers) -> None:
 
 def test_a_few_answers_that_part_ways_by_chance_hide_no_code_that_moves_all() -> None:
     """Root mean squares are as good as equal, and made by one answer."""
-    found, _ = held([2.0, *ALL_A_LITTLE[1:]], {"shuffled": [0.0, 2.0, *[0.001] * 14]})
+    found, _ = held([2.0, *ALL_A_LITTLE[1:]], {"again": [0.0, 2.0, *[0.001] * 14]})
     assert found.acts
 
 
 def test_without_log_probs_texts_alone_tell() -> None:
-    found, words = held([1.0] * 4 + SAME[4:], {"shuffled": SAME[:8] + [1.0] * 4 + SAME[:4]}, silent=True)
+    found, words = held([1.0] * 4 + SAME[4:], {"again": SAME[:8] + [1.0] * 4 + SAME[:4]}, silent=True)
     assert not found.acts
-    assert "25.0 % have another text against plain, and 25.0 % have another text when it is asked" in words
-    assert held([1.0] * 12 + SAME[:4], {"shuffled": [1.0, *SAME[1:]]}, silent=True)[0].acts
+    assert "25.0 % have another text against plain, and 25.0 % have another text when that is asked" in words
+    assert held([1.0] * 12 + SAME[:4], {"again": [1.0, *SAME[1:]]}, silent=True)[0].acts
 
 
 def test_where_nobody_asked_for_a_floor_any_difference_acts() -> None:
@@ -117,21 +117,23 @@ def test_where_nobody_asked_for_a_floor_any_difference_acts() -> None:
     assert not held(SAME)[0].acts
 
 
-def test_the_noisiest_way_of_asking_is_what_counts() -> None:
-    assert not held(SOME, {"again": SAME, "shuffled": OTHERS})[0].acts
+def test_only_the_reference_asked_the_same_again_counts() -> None:
+    """Where that repeats itself, a condition that depends on its order is one that acts, if only in one answer."""
+    assert held(SOME, {"again": SAME, "shuffled": OTHERS})[0].acts
+    assert held([2.0, *SAME[1:]], {"again": SAME, "shuffled": OTHERS})[0].acts
     assert not held(SOME, {"again": OTHERS, "shuffled": SAME})[0].acts
 
 
 def test_in_a_run_such_a_setting_is_invalid_and_one_that_acts_is_not(tmp_path: Path) -> None:
-    """Four texts under u8, eight under u4; thirty of 64 by asking u8 again in another order."""
-    found = decided(load_run(floored(tmp_path, {U8: (30, 0, 0)}, silent=(U8, F32))))
+    """Thirty of 64 texts change by asking the reference again; four do under u8, and eight under u4."""
+    run = floored(tmp_path, {F32: (30, 0, 0)}, way="again", silent=(U8, F32))
+    found = decided(load_run(run))
     (one,) = [d for d in found.verdict.decisions if d.policy == U8]
     assert (one.status, one.effect) == (Status.INVALID, None)
-    (reason,) = found.verdict.reasons
-    assert reason.text.startswith(
-        "openvino u8: the setting changed nothing beyond what the engine changes by answering"
+    assert any(
+        reason.text.startswith("openvino u8: the setting changed nothing beyond what the engine changes by answering")
+        for reason in found.verdict.reasons
     )
-    assert not any(r.code == "CANARY" for d in found.verdict.decisions if d.policy != U8 for r in d.reasons)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 12])

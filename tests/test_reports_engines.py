@@ -140,10 +140,10 @@ def test_a_setting_that_acts_somewhere_is_invalid_where_it_does_not(tmp_path: Pa
 FLOOR_WRONG = {F32: range(0, 4), U4: range(0, 8), U8: range(2, 6)}
 
 
-def floored(tmp_path: Path, moved, **more):
+def floored(tmp_path: Path, moved, way="shuffled", **more):
     design = served(U4, U8, F32, wrong=FLOOR_WRONG, **more)
     run = synthetic.build(tmp_path / "run", design)
-    synthetic.ask_again(run, design, moved)
+    synthetic.ask_again(run, design, moved, changes=way)
     return run
 
 

@@ -4,9 +4,10 @@ Where every answer under an engine's condition is the one under its reference, a
 have is equal to the bit, the setting changed nothing there. That is no finding of no drift: the cell is INVALID. A
 condition whose answers are the same texts with other log-probs acts.
 
-An engine that does not repeat itself moves answers by itself, whatever it is set to. Where the A/A floor shows any such
-move, the setting acts only if, on the rows of the floor, it moves answers further than the engine does by being asked
-again: more texts, or log-probs further apart, by a paired test against the noisiest of the floor's ways and sides.
+An engine that does not repeat itself moves answers by itself, whatever it is set to. Were the setting ignored, its
+answers would be the reference's, asked the same once more in the same batches. Where the A/A floor shows that those
+move, the setting acts only if, on the rows of the floor, it moves answers further: more texts, or log-probs further
+apart, by a paired test. What the setting makes of another order, or of itself, is a part of how it acts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.records.floor import AGAIN
 from kvaudit.reports.records.rows import LOGPROB, SAID, Array
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 
@@ -44,7 +46,7 @@ class BesideFloor:
 
     answers: int
     by_setting: Moves
-    by_itself: Moves  # the largest of each kind
+    by_itself: Moves  # the reference, asked the same again
     is_exceeded: bool  # by what the setting moves
 
 
@@ -77,16 +79,12 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
         if condition == reference:
             continue
         pairs = _moves(_under(condition, records), _under(reference, records))
-        ways = [
-            _moves(_under(side, records), _under(side, asked))
-            for asked in again.values()
-            for side in (condition, reference)
-        ]
+        itself = _moves(_under(reference, records), _under(reference, again[AGAIN])) if AGAIN in again else pairs[:0]
         if len(pairs):
-            conditions[condition] = _canary(pairs, ways)
+            conditions[condition] = _canary(pairs, itself)
         for index, part in pairs.groupby(_UNIT, observed=True):
             arm, suite, context = cast(tuple[str, str, int], index)
-            places[str(arm), condition, str(suite), int(context)] = _canary(part, ways)
+            places[str(arm), condition, str(suite), int(context)] = _canary(part, itself)
     return Canaries(places, conditions)
 
 
@@ -103,22 +101,19 @@ def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def _canary(pairs: pd.DataFrame, ways: list[pd.DataFrame]) -> Canary:
+def _canary(pairs: pd.DataFrame, itself: pd.DataFrame) -> Canary:
     known = int(pairs["logprob"].notna().sum())
     moved = int(((pairs["text"] > 0) | (pairs["logprob"] > 0)).sum())
-    shared = [pairs.merge(way, on=_ANSWER, suffixes=("", "_itself")) for way in ways]
-    shared = [rows for rows in shared if len(rows)]
-    if not any((rows["text_itself"] > 0).any() or (rows["logprob_itself"] > 0).any() for rows in shared):
+    rows = pairs.merge(itself, on=_ANSWER, suffixes=("", "_itself"))
+    if not ((rows["text_itself"] > 0) | (rows["logprob_itself"] > 0)).any():
         return Canary(len(pairs), known, moved, None)
-    by_text = max(shared, key=lambda rows: float(rows["text_itself"].mean()))
-    by_logprob = max(shared, key=lambda rows: _root_mean_square(rows["logprob_itself"]) or 0.0)
     exceeded = any(
-        signed_rank_above((rows[name] - rows[f"{name}_itself"]).dropna()) < _LEVEL
-        for rows, name in ((by_text, "text"), (by_logprob, "logprob"))
+        signed_rank_above((rows[name] - rows[f"{name}_itself"]).dropna()) < _LEVEL for name in ("text", "logprob")
     )
-    by_setting = Moves(float(by_text["text"].mean()), _root_mean_square(by_logprob["logprob"]))
-    by_itself = Moves(float(by_text["text_itself"].mean()), _root_mean_square(by_logprob["logprob_itself"]))
-    return Canary(len(pairs), known, moved, BesideFloor(len(by_text), by_setting, by_itself, exceeded))
+    by_setting, by_itself = (
+        Moves(float(rows[f"text{side}"].mean()), _root_mean_square(rows[f"logprob{side}"])) for side in ("", "_itself")
+    )
+    return Canary(len(pairs), known, moved, BesideFloor(len(rows), by_setting, by_itself, exceeded))
 
 
 def _root_mean_square(moves: pd.Series) -> float | None:
@@ -167,7 +162,7 @@ def _words(held: Canary, comparison: Comparison, condition: str) -> str:
         return (
             "the setting changed nothing beyond what the engine changes by answering again: of "
             f"{held.noise.answers} answers {_moved(held.noise.by_setting)} against {plain}, and "
-            f"{_moved(held.noise.by_itself)} when it is asked the same again"
+            f"{_moved(held.noise.by_itself)} when that is asked the same again"
         )
     alike = f"the setting changed nothing: {held.answers} answers"
     if held.logprobs == held.answers:
