@@ -42,6 +42,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m bench.quickstart --check
+	$(BIN)/python -m bench.api_page --check
 
 fix: setup
 	$(BIN)/ruff format .
