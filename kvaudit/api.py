@@ -145,23 +145,18 @@ def compare(
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
     ('PASS', -1.0)
     """
-    from kvaudit.core.errors import SpecError
-    from kvaudit.core.provenance import check_checkpoints
-    from kvaudit.reports.compare.files import Sides
     from kvaudit.reports.compare.files import compare as compared
+    from kvaudit.reports.compare.files import read_sides
     from kvaudit.reports.compare.pairing import chosen_metrics
-    from kvaudit.reports.records.readers.base import Request, read_log
-    from kvaudit.reports.records.readers.clusters import cluster_rule
 
-    if cluster is not None and items_are_independent:
-        raise SpecError("cluster says that items share clusters, items_are_independent that none do; give one")
-    paths = Path(reference), Path(candidate)
-    for path in paths:
-        check_checkpoints(path)
-    rule = cluster_rule(cluster) if cluster is not None else None
-    old, new = (read_log(path, Request(rule)) for path in paths)
-    sides = Sides(old, new, lower_is_better=lower_is_better, own_clusters=rule is not None)
-    (name,) = chosen_metrics(old, new, () if metric is None else (metric,))
+    sides = read_sides(
+        Path(reference),
+        Path(candidate),
+        cluster=cluster,
+        items_are_independent=items_are_independent,
+        lower_is_better=lower_is_better,
+    )
+    (name,) = chosen_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
     return Comparison(
         compared(
             sides,

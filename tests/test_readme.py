@@ -65,7 +65,7 @@ def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
 def test_an_error_names_pages_that_are_there() -> None:
     assert (ROOT / "docs" / Path(guide("choose-suites.md")).name).is_file()
     for path in sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py")):
-        for name in re.findall(r'guide\("([a-z-]+\.md)"\)', path.read_text(encoding="utf-8")):
+        for name in re.findall(r"guide\(['\"]([a-z-]+\.md)['\"]\)", path.read_text(encoding="utf-8")):
             assert Path(guide(name)).is_file(), path
 
 

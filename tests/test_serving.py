@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import itertools
 import json
+import socket
 import threading
 import time
 import urllib.error
@@ -533,6 +534,17 @@ def test_a_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.exit_code == 0
     assert taken != [0]
     assert f"serving: http://127.0.0.1:{taken[0]}/v1" in said.output
+
+
+def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvaudit.audit.sampling.given.load_named", None)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        said = CliRunner().invoke(app, ["serve", "embedded", "--port", str(other.getsockname()[1])])
+    assert said.exit_code == 2
+    assert "cannot be listened on" in said.stderr
+    assert "give another --port" in said.stderr
 
 
 def test_an_alias_of_nothing_is_refused_at_the_start() -> None:

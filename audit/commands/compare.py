@@ -13,7 +13,6 @@ from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
-from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -97,25 +96,20 @@ def compare(
 
 def _compare(reference: Path, candidate: Path, asked: CompareOptions) -> int:
     """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
-    from kvaudit.reports.compare.files import Sides, margins_from, two_judges
     from kvaudit.reports.compare.files import compare as compared
+    from kvaudit.reports.compare.files import margins_from, read_sides, two_judges
     from kvaudit.reports.compare.page import comparison_files
     from kvaudit.reports.compare.pairing import chosen_metrics
-    from kvaudit.reports.records.readers.base import Request, read_log
-    from kvaudit.reports.records.readers.clusters import cluster_rule
 
     if len(asked.metrics) > MOST_METRICS:
         raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
-    if asked.cluster is not None and asked.items_are_independent:
-        raise SpecError("--cluster says that items share clusters, --items-are-independent that none do; give one")
-    for path in (reference, candidate):
-        check_checkpoints(path)  # a file, or another tool's folder, has none
-    rule = cluster_rule(asked.cluster) if asked.cluster is not None else None
-    sides = Sides(
-        read_log(reference, Request(rule, selectors(asked.select_reference, "--select-a"))),
-        read_log(candidate, Request(rule, selectors(asked.select_candidate, "--select-b"))),
+    sides = read_sides(
+        reference,
+        candidate,
+        cluster=asked.cluster,
+        items_are_independent=asked.items_are_independent,
         lower_is_better=asked.lower_is_better,
-        own_clusters=rule is not None,
+        select=(selectors(asked.select_reference, "--select-a"), selectors(asked.select_candidate, "--select-b")),
     )
     names = chosen_metrics(sides.reference, sides.candidate, asked.metrics)
     margin, margins = margins_from(asked.margins)

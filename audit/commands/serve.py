@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from typing import Annotated
 
@@ -84,6 +85,7 @@ def _serve(
         raise SpecError(f"--key-env names {key_env}, which is not set")
     if dtype not in ("float32", "bfloat16", "auto"):
         raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
+    listening = _bound(host, port)  # before models are loaded, which takes minutes
     console = Console()
     loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in models.items()}  # type: ignore[arg-type]
     engine = OwnEngine(loaded, aliases)
@@ -91,10 +93,21 @@ def _serve(
         say(console, f"model: {name}")
     app = application(engine, key=key, log=lambda line: say(console, line))
     config = uvicorn.Config(app, host=host, port=port, log_level="error", access_log=False)
-    listening = config.bind_socket()  # a free port is known once it is taken
     say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of this address, port 0 being any that is free; raises SpecError where it cannot be had."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise SpecError(f"{host} port {port} cannot be listened on ({error.strerror}); give another --port") from None
+    return listening
 
 
 COMMAND = Command("serve", group="Serve and ask", order=1, call=serve)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ import pandas as pd
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
+from kvaudit.core.provenance import check_checkpoints
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.comparison import Comparison
@@ -26,7 +28,8 @@ from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.rules import Rules, margin_of
 from kvaudit.reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.records.readers.base import Log
+from kvaudit.reports.records.readers.base import Log, Request, read_log
+from kvaudit.reports.records.readers.clusters import cluster_rule
 from kvaudit.reports.records.rows import facets_of, panels
 from kvaudit.reports.stats.judges import Kappa, kappa
 
@@ -62,6 +65,28 @@ def _cell(facts: Mapping[str, str]) -> str:
     if "arm" not in facts:
         return ""
     return f" ({facts['arm']} @ {short_names([facts['policy']])[facts['policy']]})"
+
+
+def read_sides(
+    reference: Path,
+    candidate: Path,
+    *,
+    cluster: str | None = None,
+    items_are_independent: bool = False,
+    lower_is_better: bool = False,
+    select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
+) -> Sides:
+    """Both files, read; ``cluster`` says which items share a template, ``select`` narrows files of several cells.
+
+    Raises SpecError and DataError for what cannot be read, and for a run whose checkpoints changed since.
+    """
+    if cluster is not None and items_are_independent:
+        raise SpecError("--cluster says that items share clusters, --items-are-independent that none do; give one")
+    for path in (reference, candidate):
+        check_checkpoints(path)  # a file, or another tool's folder, has none
+    rule = cluster_rule(cluster) if cluster is not None else None
+    old, new = (read_log(path, Request(rule, own)) for path, own in zip((reference, candidate), select, strict=True))
+    return Sides(old, new, lower_is_better=lower_is_better, own_clusters=rule is not None)
 
 
 @dataclass(frozen=True)
