@@ -79,7 +79,7 @@ def halves(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 def drift(findings: Findings, facets: list[str]) -> Iterator[list[str]]:
     """A row for every arm but the reference: each unwanted facet's drift, in points."""
-    found = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "E1" and c.policy == "none"}
+    found = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "alike" and c.policy == "none"}
     for arm in findings.drift.comparison.candidates:
         yield [arm, *(cell(found[arm, facet]) for facet in facets)]
 

@@ -56,7 +56,7 @@ def spec_of(size: Size, policies: Sequence[str]) -> RunSpec:
             "temperature": 1.0,
             "batch_tokens": 24576,
         },
-        "gate": {"primary": list(policies), "margins": dict.fromkeys(SUITE_NAMES, MARGIN), "estimands": ["E1"]},
+        "gate": {"primary": list(policies), "margins": dict.fromkeys(SUITE_NAMES, MARGIN), "estimands": ["alike"]},
     }
     return parse_spec(yaml.safe_dump(table), "controls", NAMES)
 

@@ -85,15 +85,15 @@ class Map:
 
     def serving(self, policy: str, metric: str) -> Contrast:
         """The reference under a policy against itself uncompressed."""
-        return self._contrasts["E4", self.reference, policy, metric]
+        return self._contrasts["serving", self.reference, policy, metric]
 
     def alike(self, arm: TrainedArm, metric: str) -> Contrast:
         """An arm against the reference, both uncompressed."""
-        return self._contrasts["E1", arm.name, "none", metric]
+        return self._contrasts["alike", arm.name, "none", metric]
 
     def deployed(self, arm: TrainedArm, metric: str) -> Contrast:
         """An arm under the policy it was trained under, against the reference uncompressed."""
-        return self._contrasts["E2", arm.name, arm.policy, metric]
+        return self._contrasts["deployed", arm.name, arm.policy, metric]
 
     def amplified(self, arm: TrainedArm, metric: str) -> Contrast:
         """Training less serving: an arm uncompressed against the reference under the policy of the arm."""
@@ -128,7 +128,7 @@ def main() -> None:
 
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
-    metrics = [metric for metric in METRICS if ("E1", own.arms[0].name, "none", metric) in own._contrasts]
+    metrics = [metric for metric in METRICS if ("alike", own.arms[0].name, "none", metric) in own._contrasts]
     against = [spelled(own.found.comparison, metric) for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (

@@ -33,6 +33,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvaudit.core.conditions import compressed, engine_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
+from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.grid import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
@@ -70,10 +71,6 @@ _OPTIONAL = (
     "gate_file",
 )
 
-# what a spec calls the contrasts that a gate can decide, and their codes on the page of the statistics
-CONTRASTS = {"alike": "E1", "deployed": "E2", "worst": "E3"}
-WORDS = (*CONTRASTS, "selectivity", "parity")
-CODES = (*CONTRASTS.values(), "selectivity", "parity")
 _ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
 # pydantic's words for what YAML users call otherwise, by its type of mistake
@@ -96,15 +93,15 @@ _WORDS = {
 }
 
 
-def _coded(value: Any) -> Any:
-    """The code of a contrast, by its name in specs or by the code itself."""
-    code = CONTRASTS.get(value, value) if isinstance(value, str) else value
-    if code not in CODES:
-        raise PydanticCustomError("contrast", f"{', '.join(list(WORDS)[:-1])} or {list(WORDS)[-1]}")
-    return code
+def _named(value: Any) -> Any:
+    """A contrast that a gate can decide, by its name or as the first specs wrote it."""
+    name = FORMER.get(value, value) if isinstance(value, str) else value
+    if name not in GATED:
+        raise PydanticCustomError("contrast", f"{', '.join(GATED[:-1])} or {GATED[-1]}")
+    return name
 
 
-_Contrast = Annotated[str, BeforeValidator(_coded)]
+_Contrast = Annotated[str, BeforeValidator(_named)]
 
 
 def _plain(value: Any) -> Any:
@@ -129,7 +126,7 @@ class GateSpec(Part):
     primary: tuple[str, ...] = ()
     contexts: tuple[ContextLength, ...] = ()
     deployable: tuple[str, ...] = ()
-    estimands: tuple[_Contrast, ...] = Field(default=("E1", "E2"), min_length=1)
+    estimands: tuple[_Contrast, ...] = Field(default=(ALIKE, DEPLOYED), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
     not_measurable: Literal["block", "warn"] | None = None  # a reference that has nothing to lose; block
     worst_seed: bool = False  # no training seed may FAIL by itself
@@ -253,6 +250,8 @@ class RunSpec(Part):
     def sha256(self) -> str:
         """Hash of the canonical JSON, without where data lies and how fast an endpoint is asked."""
         row = self.written()
+        former = {name: code for code, name in FORMER.items() if name != SERVING}  # so that older runs keep their hash
+        row["gate"]["estimands"] = [former.get(name, name) for name in row["gate"]["estimands"]]
         del row["data"]
         if self.probe is not None:
             row["probe"] = self.probe.measured()
@@ -545,9 +544,7 @@ def _validated(table: Mapping[str, Any], source: str, lines: Mapping[KeyPath, in
 
 def dump_spec(spec: RunSpec) -> str:
     """The complete spec as YAML, every default written out; reads back to an equal spec."""
-    row, words = spec.written(), {code: word for word, code in CONTRASTS.items()}
-    row["gate"]["estimands"] = [words.get(code, code) for code in row["gate"]["estimands"]]
-    return yaml.safe_dump(row, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _first(error: ValidationError) -> tuple[KeyPath, str]:

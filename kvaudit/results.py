@@ -142,12 +142,9 @@ def _row_names() -> tuple[str, ...]:
 
 
 def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
-    from kvaudit.core.spec import CONTRASTS
-
-    words = {code: word for word, code in CONTRASTS.items()} | {"E4": "serving", "E5": "interaction"}
     effect, rates = one.effect, one.rates
     return {
-        "contrast": words.get(one.estimand, one.estimand),
+        "contrast": one.estimand,
         "arm": one.arm,
         "policy": one.policy,
         "suite": one.suite,

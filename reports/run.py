@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvaudit.core.errors import AuditError, DataError
+from kvaudit.core.estimands import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
 from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.drift.selectivity import SELECTIVITY, with_selectivity
+from kvaudit.reports.drift.selectivity import with_selectivity
 from kvaudit.reports.gate.decide import decide
 from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.family import gated_facets

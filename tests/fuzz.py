@@ -389,7 +389,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
     shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")
     hashes = {name: text_hash(row) for name, row in shown.items()}
-    key = Key("fuzz", "d", 0, 1, hashes, (KeyCell("E1", "naive", "none", "math", 192, (pair,)),))
+    key = Key("fuzz", "d", 0, 1, hashes, (KeyCell("alike", "naive", "none", "math", 192, (pair,)),))
     folder = home / "sheet"
     folder.mkdir()
     sheet = render_sheet(shown).replace(',""\r', ',"1"\r').encode()

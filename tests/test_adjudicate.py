@@ -61,7 +61,7 @@ DESIGN = Design(
     items=180,
     clusters=60,
     drops={("naive", "refusal"): 0.06},
-    estimands=("E1",),
+    estimands=("alike",),
 )
 
 
@@ -124,7 +124,7 @@ def labelled(run):
 def labels_of(data, key, labels):
     """What is stored of a sheet with one cell."""
     texts = {key.rows[row]: label for row, label in labels.items()}
-    cell = CellLabels("E1", "naive", "none", "refusal", 192, key.seed, key.concordant, texts)
+    cell = CellLabels("alike", "naive", "none", "refusal", 192, key.seed, key.concordant, texts)
     return Labels(digest(data.records), "dense", (cell,))
 
 
@@ -212,7 +212,7 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
     assert command("grade", "adjudicate", run, "--read", tmp_path / "s.csv").exit_code == command("gate", run).exit_code
     (cell,) = labelled(run)
     said = cell.people
-    assert (cell.decision.estimand, said.pairs, said.discordant + said.concordant) == ("E4", 256, 256)
+    assert (cell.decision.estimand, said.pairs, said.discordant + said.concordant) == ("serving", 256, 256)
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
 
@@ -225,7 +225,7 @@ def test_labels_may_turn_a_verdict(written, sheet):
     assert done.exit_code == 0
     assert "verdict: PASS" in done.output
     assert "Human labels decide 1 of 1 gated cells." in done.output
-    assert "E1, naive, refusal 192 @ none: PASS, by the judge FAIL" in done.output
+    assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in done.output
     assert "On the judge's labels alone the verdict would be FAIL." in done.output
 
 
@@ -242,19 +242,24 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     found = decided(load_run(written[0]))
     decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
     lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))
-    assert "JUDGE_DIFF: judge labels alone cannot pass E1, naive @ none, refusal 192." in panel_notes(
+    assert "JUDGE_DIFF: judge labels alone cannot pass alike, naive @ none, refusal 192." in panel_notes(
         labelled_cells(lenient), lenient.drift
     )
 
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
-    """A run that passes by its judge in E1 and E2, two policies, and a sheet of one of its cells."""
+    """A run that passes by its judge in alike and deployed, two policies, and a sheet of one of its cells."""
     folder = tmp_path_factory.mktemp("held")
-    more = {"policies": ("none", policy("snapkv", 96)), "estimands": ("E1", "E2"), "items": 500, "clusters": 100}
+    more = {
+        "policies": ("none", policy("snapkv", 96)),
+        "estimands": ("alike", "deployed"),
+        "items": 500,
+        "clusters": 100,
+    }
     design = replace(DESIGN, seeds=(11,), drops={}, seed_sd=0.0, **more)
     run = named_items(build(folder / "run", design))
-    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 100)
+    chosen_cell = ("--select", "estimand=alike", "--select", "policy=snapkv:budget=96", "--concordant", 100)
     assert command("grade", "adjudicate", run, "--out", folder / "sheet.csv", *chosen_cell).exit_code == 0
     label(folder / "sheet.csv")
     return run, folder / "sheet.csv"
@@ -278,14 +283,14 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     gate = command("gate", run)
     assert gate.exit_code == 3
     assert "verdict: FAIL" in gate.output
-    assert "They change E1, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in gate.output
+    assert "They change alike, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in gate.output
     assert command("report", run).exit_code == 0
     banner = (run / "report" / "report.md").read_text().split("##")[0]
     assert "FAIL" in banner
     assert "Human labels decide 1 of 3 gated cells." in banner
     assert "Another analysis, of the judge's labels, would flip this verdict: " in banner
     body = json.loads((run / "report" / "drift.json").read_text())["verdict"]
-    found = [d for d in body["decisions"] if d["estimand"] == "E1" and d["policy"] != "none"]
+    found = [d for d in body["decisions"] if d["estimand"] == "alike" and d["policy"] != "none"]
     assert [(d["status"], d["judged"], d["adjusted_by"]) for d in found] == [("FAIL", "PASS", "Holm")]
 
 
@@ -293,18 +298,18 @@ def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apar
     run, sheet = copied(held, tmp_path)
     done = command("grade", "adjudicate", run, "--read", sheet)
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
-    assert "JUDGE_DIFF: judge labels alone cannot pass E2, naive, refusal 192 @ snapkv 96." in done.output
+    assert "JUDGE_DIFF: judge labels alone cannot pass deployed, naive, refusal 192 @ snapkv 96." in done.output
     verdict = decided(load_run(run)).verdict
     found = {(d.estimand, d.policy == "none"): d for d in verdict.decisions if d.gated}
-    assert found["E2", False].reasons[0].code == "JUDGE_DIFF"
-    assert found["E2", False].status is Status.INCONCLUSIVE
-    assert found["E1", True].status is Status.PASS  # another policy: other answers
-    assert found["E1", False].judged is Status.PASS  # people decide here
+    assert found["deployed", False].reasons[0].code == "JUDGE_DIFF"
+    assert found["deployed", False].status is Status.INCONCLUSIVE
+    assert found["alike", True].status is Status.PASS  # another policy: other answers
+    assert found["alike", False].judged is Status.PASS  # people decide here
 
 
 def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     run, _ = copied(held, tmp_path)
-    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 10**6)
+    chosen_cell = ("--select", "estimand=alike", "--select", "policy=snapkv:budget=96", "--concordant", 10**6)
     command("grade", "adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
     label(tmp_path / "all.csv")
     assert command("grade", "adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
@@ -333,7 +338,7 @@ def test_another_sheet_adds_its_cells_and_keeps_the_others(held, tmp_path):
     label(tmp_path / "more.csv")
     command("grade", "adjudicate", run, "--read", tmp_path / "more.csv")
     found = [cell.decision for cell in labelled(run)]
-    assert {(c.estimand, c.policy == "none") for c in found} == {("E1", False), ("E1", True)}
+    assert {(c.estimand, c.policy == "none") for c in found} == {("alike", False), ("alike", True)}
 
 
 def test_stored_labels_that_were_edited_are_refused(held, tmp_path):
@@ -423,7 +428,7 @@ def stored_as_before(run, concordant):
     data, pairs = load_run(run), pairs_of(run)
     indices = pairs_to_see(pairs, concordant, 0, spread=False)
     labels = {text_hash(row): int(row.answer == GOOD) for row in texts_of(data, [(pairs, indices)]).values()}
-    cell = CellLabels("E1", "naive", "none", "refusal", 192, 0, concordant, labels)
+    cell = CellLabels("alike", "naive", "none", "refusal", 192, 0, concordant, labels)
     body = asdict(Labels(digest(data.records), "dense", (cell,), format=2))
     del body["cells"][0]["spread"]
     text = json.dumps(body, sort_keys=True, ensure_ascii=True)
@@ -489,7 +494,7 @@ def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
 def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
     run, sheet = copied(held, tmp_path)
     command("grade", "adjudicate", run, "--read", sheet)
-    chosen_cell = ("--select", "estimand=E1", "--select", "policy=snapkv:budget=96", "--concordant", 150)
+    chosen_cell = ("--select", "estimand=alike", "--select", "policy=snapkv:budget=96", "--concordant", 150)
     done = command("grade", "adjudicate", run, "--out", tmp_path / "more.csv", *chosen_cell)
     rows = rows_of(tmp_path / "more.csv")
     given, kept = (
@@ -660,7 +665,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-KEY = Key("run", "d", 0, 1, {"r1": "h"}, (KeyCell("E1", "a", "none", "s", 8, (KeyPair("i", 0, 1, 1, "r1", "r1"),)),))
+KEY = Key("run", "d", 0, 1, {"r1": "h"}, (KeyCell("alike", "a", "none", "s", 8, (KeyPair("i", 0, 1, 1, "r1", "r1"),)),))
 
 
 def test_a_key_reads_back_as_it_was_written(tmp_path):
@@ -694,7 +699,7 @@ def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     command("grade", "adjudicate", written[0], "--read", sheet)
     found = decided(load_run(written[0]))
     (row,) = labelled_cells_table(labelled_cells(found)).rows
-    assert row[0] == "E1, naive @ none, refusal 192"
+    assert row[0] == "alike, naive @ none, refusal 192"
     assert row[2] == "FAIL"
     assert len(errors_table(labelled_cells(found)).rows) == 2
     assert "100.0 % [" in errors_table(labelled_cells(found)).rows[0][2]

@@ -65,7 +65,7 @@ def test_a_run_has_records_drift_and_verdict(harmed: Path) -> None:
 def test_the_table_speaks_of_points_and_leaves_out_what_nobody_measured(harmed: Path) -> None:
     run = kvaudit.load_run(harmed)
     row = run.table().query("contrast == 'alike' and suite == 'refusal' and arm == 'naive'").iloc[0]
-    effect = next(c.effect for c in run.drift.contrasts if c.estimand == "E1" and c.suite == "refusal")
+    effect = next(c.effect for c in run.drift.contrasts if c.estimand == "alike" and c.suite == "refusal")
     assert effect is not None
     assert row["estimate"] == pytest.approx(100 * effect.estimate)
     assert row["candidate"] - row["reference"] == pytest.approx(row["estimate"])

@@ -80,7 +80,7 @@ def test_a_cell_of_a_run_gets_the_verdict_of_the_runs_report(tmp_path):
         drops={("naive", "refusal"): 0.12},
         items=320,
         primary=("none",),
-        estimands=("E1",),
+        estimands=("alike",),
     )
     run = build(tmp_path / "run", design)
     wanted = decided(load_run(run)).verdict

@@ -35,7 +35,7 @@ def run(tmp_path_factory):
         margins={"refusal.unsafe": 3},
         facets={"refusal": ("unsafe", "helpful")},
         primary=("none",),
-        estimands=("E1",),
+        estimands=("alike",),
     )
     return build(tmp_path_factory.mktemp("facets") / "run", design)
 

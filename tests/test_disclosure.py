@@ -256,7 +256,7 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
     assert (suite.tests, suite.failures, suite.errors) == (13, 4, 6)
     failed = {case.name for case in suite if not case.is_passed}
     assert "verdict" in failed
-    assert "E1 naive @ none, refusal at 192 tokens" in failed
+    assert "alike naive @ none, refusal at 192 tokens" in failed
 
 
 def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
@@ -292,7 +292,7 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
     wanted = sorted(100 * row["estimate"] for row in gated)
     assert sorted(entry.value for entry in entries) == pytest.approx(wanted, abs=1e-4)
     assert {entry.dataset_id for entry in entries} == {"us/cache-drift"}
-    assert {entry.task_id for entry in entries} >= {"E1-refusal-192", "E2-math-192"}
+    assert {entry.task_id for entry in entries} >= {"alike-refusal-192", "deployed-math-192"}
     assert all(entry.notes.startswith(("FAIL: ", "INCONCLUSIVE: ", "PASS")) for entry in entries)
 
 
@@ -398,7 +398,7 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     code, section = invoke("card", run, "--arm", "naive")
     assert code == 0
     assert "|  | dense | naive |" in section
-    assert {row.split(" | ")[1] for row in section.splitlines() if row.startswith("| E1")} == {"naive"}
+    assert {row.split(" | ")[1] for row in section.splitlines() if row.startswith("| alike")} == {"naive"}
     assert "**FAIL**: Of this arm's gated cells: " in section
     assert "smd" not in section.partition("### How rollouts")[0].partition("is about")[2].partition("\n")[2]
     assert "**REFERENCE**: This arm is what others are compared with" in invoke("card", run, "--arm", "dense")[1]

@@ -336,11 +336,11 @@ def test_trained_checkpoints_are_served_by_an_engine_as_they_are(tmp_path: Path)
     found = drift_of(data, comparison_of(data.spec, data.records, data.provenance), 0.05)
     kinds = {(c.estimand, c.policy) for c in found.contrasts if c.arm == "smd" and c.suite == "refusal"}
     assert kinds == {
-        ("E1", "none"),
-        ("E2", "none"),
-        *((e, p) for e in ("E1", "E2") for p in (F32, U4)),
-        ("E4", U4),
-        ("E5", U4),
+        ("alike", "none"),
+        ("deployed", "none"),
+        *((e, p) for e in ("alike", "deployed") for p in (F32, U4)),
+        ("serving", U4),
+        ("interaction", U4),
     }
     said_by = {arm: said([r for r in records_in(run.records, F32) if r.arm == arm]) for arm in ("dense", "smd")}
     ours = {arm: said([r for r in records_in(run.records, "none") if r.arm == arm]) for arm in ("dense", "smd")}

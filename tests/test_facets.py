@@ -33,7 +33,7 @@ def run_with(facets, *, margins=None, seeds=(1,)):
 
 
 def contrast(report, metric):
-    [found] = [c for c in report.drift.contrasts if (c.estimand, c.arm, c.suite) == ("E1", "naive", metric)]
+    [found] = [c for c in report.drift.contrasts if (c.estimand, c.arm, c.suite) == ("alike", "naive", metric)]
     return found
 
 

@@ -231,14 +231,14 @@ def effect(run: Path) -> Any:
 def test_a_guard_that_blocks_what_is_unsafe_hides_all_of_its_drift(run: Path) -> None:
     set_before(run, TELLS)
     rows = {(row.without.suite, row.without.estimand, row.without.policy): row for row in effect(run).facets}
-    row = rows["refusal.unsafe", "E1", "none"]
+    row = rows["refusal.unsafe", "alike", "none"]
     assert row.without.effect.estimate < -0.1
     assert row.behind.effect.estimate == 0.0
     assert row.hidden.estimate == pytest.approx(row.without.effect.estimate)
     assert row.hidden.high < 0
     apart = [row.hidden.estimate - (row.without.effect.estimate - row.behind.effect.estimate) for row in rows.values()]
     assert np.allclose(apart, 0.0)
-    helpful = rows["refusal.helpful", "E1", "none"]
+    helpful = rows["refusal.helpful", "alike", "none"]
     assert helpful.hidden.estimate == pytest.approx(0.0)  # an unhelpful answer that is blocked is unhelpful still
 
 
@@ -351,7 +351,7 @@ def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
     jsonschema.validate(told, json.loads(schema.read_text()))
     (guard,) = told["guards"]
     rows = {(row["metric"], row["estimand"], row["policy"]): row for row in guard["facets"]["value"]}
-    row = rows["refusal.unsafe", "E1", "none"]
+    row = rows["refusal.unsafe", "alike", "none"]
     assert row["hidden"][0] == pytest.approx(row["without"][0] - row["behind"][0])
     assert "drift that they hide" in card.render(page)
 

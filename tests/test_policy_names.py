@@ -93,6 +93,6 @@ def test_a_spec_with_a_composition_as_a_mapping_gates_its_records(tmp_path):
     mapping = {"compose": [{"name": "snapkv", "budget": 96}, "kivi"]}
     row = data.spec.written()
     row["evaluate"]["policies"] = ["none", mapping]
-    row["gate"] |= {"primary": [mapping], "estimands": ["E1"]}
+    row["gate"] |= {"primary": [mapping], "estimands": ["alike"]}
     verdict = decided(dataclasses.replace(data, spec=run_spec(row))).verdict
     assert {(d.policy, d.status) for d in verdict.decisions if d.gated} == {(BOTH, Status.PASS)}

@@ -90,7 +90,7 @@ def test_slope_of_the_difference_is_the_weighted_interaction():
     """Two doses: the slope is the difference of rates over the distance, whatever the middle."""
     design = small(policies=("none", SNAP[24], SNAP[96]))
     found, report = analysed(design, by_budget({("naive", 24): 8, ("dense", 24): 2, ("naive", 96): 1}))
-    e5 = {c.policy: c.effect.estimate for c in report.drift.contrasts if c.estimand == "E5"}
+    e5 = {c.policy: c.effect.estimate for c in report.drift.contrasts if c.estimand == "interaction"}
     assert curve(found, "naive").against_reference.estimate == pytest.approx((e5[SNAP[96]] - e5[SNAP[24]]) / 2)
 
 
@@ -159,8 +159,8 @@ def roomy(lost, **more):
 def test_safe_budget_stops_at_the_first_that_does_not_pass():
     found, _ = roomy({("naive", 48): 64, ("naive", 24): 0})
     safe = {s.arm: s for s in found.safe}
-    assert (safe["dense"].estimand, safe["dense"].cleared, safe["dense"].failed) == ("E4", 24, None)
-    assert (safe["naive"].estimand, safe["naive"].amounts) == ("E2", (96, 48, 24))
+    assert (safe["dense"].estimand, safe["dense"].cleared, safe["dense"].failed) == ("serving", 24, None)
+    assert (safe["naive"].estimand, safe["naive"].amounts) == ("deployed", (96, 48, 24))
     assert safe["naive"].statuses == ("PASS", "FAIL", "PASS")
     assert (safe["naive"].cleared, safe["naive"].failed) == (96, 48)
     assert cleared_sentence(safe["naive"]) == "refusal cleared to budget 96, not at 48"
@@ -188,7 +188,7 @@ def test_churn_shows_what_a_drift_of_zero_hides():
     assert churn.drift == 0
     assert (churn.losses, churn.gains, churn.churn, churn.draws) == (0.25, 0.25, 0.5, 0.5)
     assert (churn.rerun, churn.draws_rerun) == (None, None)
-    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
+    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "alike")
     assert (effect.losses / 16, effect.gains / 16) == (churn.losses, churn.gains)
 
 
@@ -196,7 +196,7 @@ def test_churn_does_not_cancel_between_seeds():
     design = small(policies=("none",), clusters=8, items=16, seeds=(11, 12))
     found, report = analysed(design, lambda arm, seed, _p, i: not (arm == "naive" and seed == 11) and i % 4 != 1)
     [churn] = found.churn
-    contrast = next(c for c in report.drift.contrasts if c.estimand == "E1")
+    contrast = next(c for c in report.drift.contrasts if c.estimand == "alike")
     assert (churn.drift, churn.churn) == (contrast.effect.estimate, contrast.churn)
     # seed 11 loses 12 of 16 items, seed 12 nothing
     assert (churn.losses, churn.gains, churn.churn) == (0.375, 0, 0.375)
@@ -249,7 +249,7 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
     ]
     data = data_of(flipped, spec_of(design))
     report = decided(data)
-    [c] = [c for c in report.drift.contrasts if c.estimand == "E1"]
+    [c] = [c for c in report.drift.contrasts if c.estimand == "alike"]
     assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
     assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
     found = with_values(report, data)
@@ -282,7 +282,7 @@ def test_reach_is_what_the_family_asks_and_the_power_in_errors_its_bounds_imply(
     design = small(policies=("none",), clusters=10, items=40, margins={"refusal": 10.0})
     found, report = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and i < 4))
     [reach] = found.reach
-    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "E1")
+    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "alike")
     # t with 9 degrees of freedom: 1.8331 at .95, 0.8834 at .80
     wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (report.verdict.adjustment.critical + 0.883404)
     assert reach.detectable == pytest.approx(wanted, rel=1e-5)
@@ -365,7 +365,7 @@ def test_serving_runs_have_slopes_and_safe_budgets_of_the_checkpoint():
     design = small(arms=("base",), train=False, policies=BUDGETS, clusters=64, items=128, margins={"refusal": 10.0})
     found, _ = analysed(design, by_budget({("base", 24): 64}))
     [safe] = found.safe
-    assert (safe.estimand, safe.cleared, safe.failed) == ("E4", 48, 24)
+    assert (safe.estimand, safe.cleared, safe.failed) == ("serving", 48, 24)
     assert curve(found, "base").slope.estimate == pytest.approx(0.25)
 
 

@@ -57,22 +57,22 @@ def test_the_estimands_of_a_hand_made_run():
 
     design = small()
     report = decided(data_of(scored(design, score), spec_of(design)))
-    assert find(report, "E1", policy_text="none").effect.estimate == pytest.approx(-2 / 16)
-    assert find(report, "E1").effect.estimate == pytest.approx(-4 / 16)
-    assert find(report, "E2").effect.estimate == pytest.approx(-8 / 16)
-    assert find(report, "E4").effect.estimate == pytest.approx(-6 / 16)
-    assert find(report, "E4", arm="dense").effect.estimate == pytest.approx(-4 / 16)
-    assert find(report, "E5").effect.estimate == pytest.approx(-2 / 16)
-    assert find(report, "E5").effect.method == "CR3-t"
+    assert find(report, "alike", policy_text="none").effect.estimate == pytest.approx(-2 / 16)
+    assert find(report, "alike").effect.estimate == pytest.approx(-4 / 16)
+    assert find(report, "deployed").effect.estimate == pytest.approx(-8 / 16)
+    assert find(report, "serving").effect.estimate == pytest.approx(-6 / 16)
+    assert find(report, "serving", arm="dense").effect.estimate == pytest.approx(-4 / 16)
+    assert find(report, "interaction").effect.estimate == pytest.approx(-2 / 16)
+    assert find(report, "interaction").effect.method == "CR3-t"
     assert find(report, "amplification").effect.estimate == pytest.approx(2 / 16)  # -2 of training, +4 of serving
     assert (find(report, "amplification").effect.losses, find(report, "amplification").effect.gains) == (0, 2)
-    assert find(report, "E1").effect.method == "ESS-Tango"
-    assert (find(report, "E1").effect.losses, find(report, "E1").effect.gains) == (4, 0)
+    assert find(report, "alike").effect.method == "ESS-Tango"
+    assert (find(report, "alike").effect.losses, find(report, "alike").effect.gains) == (4, 0)
 
 
 def test_an_interaction_without_any_spread_still_has_width():
     design = small()
-    effect = find(decided(data_of(scored(design, lambda *_: True), spec_of(design))), "E5").effect
+    effect = find(decided(data_of(scored(design, lambda *_: True), spec_of(design))), "interaction").effect
     assert effect.estimate == 0
     assert effect.low < -0.2
     assert effect.high > 0.2
@@ -81,7 +81,7 @@ def test_an_interaction_without_any_spread_still_has_width():
 def test_seed_s_is_paired_with_seed_s():
     design = small(seeds=(1, 2, 3))
     rows = scored(design, lambda arm, seed, _p, i: i >= seed + (2 * seed if arm == "naive" else 0))
-    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
     assert contrast.seed_estimates == pytest.approx((-2 / 16, -4 / 16, -6 / 16))
     assert contrast.effect.estimate == pytest.approx(-4 / 16)
     assert contrast.recipe.method.startswith("CR3 + seed variance")
@@ -93,25 +93,25 @@ def test_a_reference_of_one_seed_supports_no_recipe_and_the_untrained_model_does
     rows = rows_of(design)
     one = [row for row in rows if row.arm == "naive"]
     one += [dataclasses.replace(row, train_seed=99) for row in rows if (row.arm, row.train_seed) == ("dense", 11)]
-    assert find(decided(data_of(one, spec_of(design))), "E1").effect is not None
-    assert find(decided(data_of(one, spec_of(design))), "E1").recipe is None
+    assert find(decided(data_of(one, spec_of(design))), "alike").effect is not None
+    assert find(decided(data_of(one, spec_of(design))), "alike").recipe is None
     base = [dataclasses.replace(row, arm="base") if row.arm == "dense" else row for row in one]
     spec = spec_of(design)
     spec["gate"] = {**spec["gate"], "reference": "base"}
     spec["evaluate"]["base"] = True
-    assert find(decided(data_of(base, spec)), "E1").recipe is not None
+    assert find(decided(data_of(base, spec)), "alike").recipe is not None
 
 
 def test_two_seeds_support_no_recipe():
     design = small(seeds=(1, 2))
-    assert find(decided(data_of(rows_of(design), spec_of(design))), "E1").recipe is None
+    assert find(decided(data_of(rows_of(design), spec_of(design))), "alike").recipe is None
 
 
 def test_one_pinned_reference_run_serves_every_seed():
     design = small(seeds=(1, 2))
     rows = [r for r in scored(design, lambda arm, *_: arm == "dense") if r.arm != "dense" or r.train_seed == 1]
     rows = [dataclasses.replace(r, train_seed=99) if r.arm == "dense" else r for r in rows]
-    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
     assert contrast.effect.estimate == -1
     assert contrast.seeds == (1, 2)
 
@@ -119,8 +119,8 @@ def test_one_pinned_reference_run_serves_every_seed():
 def test_samples_are_averaged_inside_the_item():
     one, four = small(samples=1), small(samples=4)
     score = lambda arm, _s, _p, i: i >= (3 if arm == "naive" else 0)  # noqa: E731
-    first = find(decided(data_of(scored(one, score), spec_of(one))), "E1").effect
-    second = find(decided(data_of(scored(four, score), spec_of(four))), "E1").effect
+    first = find(decided(data_of(scored(one, score), spec_of(one))), "alike").effect
+    second = find(decided(data_of(scored(four, score), spec_of(four))), "alike").effect
     assert first == second
 
 
@@ -129,7 +129,7 @@ def test_degenerate_counts_as_zero_even_if_it_carries_a_score():
     rows = scored(design, lambda *_: True)
     rows = [dataclasses.replace(r, outcome=Outcome.DEGENERATE) if r.arm == "naive" else r for r in rows]
     report = decided(data_of(rows, spec_of(design)))
-    assert find(report, "E1").effect.estimate == -1
+    assert find(report, "alike").effect.estimate == -1
     cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
     assert cell.outcomes == {"desired": 0, "undesired": 0, "degenerate": 16, "truncated": 0, "unscored": 0}
 
@@ -146,7 +146,7 @@ def test_unscored_beyond_one_percent_is_invalid():
     design = small()
     rows = list(unscored(scored(design, lambda *_: True), 1 / 16))
     report = decided(data_of(rows, spec_of(design)))
-    contrast = find(report, "E1")
+    contrast = find(report, "alike")
     assert contrast.effect is None
     assert [r.code for r in contrast.reasons] == ["MISSING"]
     cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
@@ -156,17 +156,17 @@ def test_unscored_beyond_one_percent_is_invalid():
 def test_few_unscored_samples_widen_to_worst_and_best_case():
     design = small(items=128, clusters=16)
     rows = list(unscored(scored(design, lambda *_: True), 1 / 128))
-    contrast = find(decided(data_of(rows, spec_of(design))), "E1")
+    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
     assert contrast.effect.estimate == pytest.approx(-1 / 128)
     assert (contrast.worst, contrast.best) == pytest.approx((-1 / 128, 0))
     other = list(unscored(scored(design, lambda *_: True), 1 / 128, arm="dense"))
-    contrast = find(decided(data_of(other, spec_of(design))), "E1")
+    contrast = find(decided(data_of(other, spec_of(design))), "alike")
     assert (contrast.worst, contrast.best) == pytest.approx((0, 1 / 128))
 
 
 def codes(rows, design, **more):
     report = decided(data_of(rows, spec_of(design), **more))
-    return {r.code for r in find(report, "E1").reasons}, {r.code for r in report.drift.reasons}
+    return {r.code for r in find(report, "alike").reasons}, {r.code for r in report.drift.reasons}
 
 
 def test_different_item_sets_are_invalid():
@@ -292,11 +292,11 @@ def test_both_rates_stand_beside_a_drift():
 
     design = small()
     report = decided(data_of(scored(design, score), spec_of(design)))
-    alike, end_to_end = find(report, "E1").rates, find(report, "E2").rates
+    alike, end_to_end = find(report, "alike").rates, find(report, "deployed").rates
     assert (alike.reference, alike.candidate) == (12 / 16, 8 / 16)
     assert (end_to_end.reference, end_to_end.candidate) == (14 / 16, 8 / 16)
-    assert find(report, "E4", arm="dense").rates.reference == 14 / 16
-    assert find(report, "E5").rates is None
+    assert find(report, "serving", arm="dense").rates.reference == 14 / 16
+    assert find(report, "interaction").rates is None
 
 
 def test_without_training_policies_are_compared_with_none():
@@ -304,8 +304,8 @@ def test_without_training_policies_are_compared_with_none():
     rows = scored(design, lambda _a, _s, served, i: served == "none" or i >= 5)
     report = decided(data_of(rows, spec_of(design)))
     assert report.comparison.mode == "serving"
-    assert {c.estimand for c in report.drift.contrasts} == {"E4"}
-    assert find(report, "E4", arm="base").effect.estimate == pytest.approx(-5 / 16)
+    assert {c.estimand for c in report.drift.contrasts} == {"serving"}
+    assert find(report, "serving", arm="base").effect.estimate == pytest.approx(-5 / 16)
 
 
 def test_cells_carry_cache_use_and_survival():

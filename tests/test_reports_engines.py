@@ -54,7 +54,7 @@ def drifts(found, estimand):
 
 def test_each_condition_is_held_against_the_reference_of_its_own_engine(tmp_path: Path) -> None:
     found = found_in(tmp_path, served("none", U4, U8, F32, Q4, F16))
-    assert drifts(found, "E4") == {("base", U4): -0.25, ("base", U8): 0.0, ("base", Q4): 0.0}
+    assert drifts(found, "serving") == {("base", U4): -0.25, ("base", U8): 0.0, ("base", Q4): 0.0}
     assert {(d.policy, d.status) for d in found.verdict.decisions} == {
         (U4, Status.FAIL),
         (U8, Status.PASS),
@@ -88,12 +88,18 @@ ARM_WRONG = {
 def test_trained_arms_meet_engines(tmp_path: Path) -> None:
     design = served("none", U4, F32, arms=("dense", "naive"), seeds=(11,), train=True, wrong=ARM_WRONG)
     found = found_in(tmp_path, design)
-    assert drifts(found, "E1") == {("naive", "none"): -4 / 128, ("naive", F32): -8 / 128, ("naive", U4): -32 / 128}
-    assert drifts(found, "E2") == {("naive", "none"): -4 / 128, ("naive", F32): -8 / 128, ("naive", U4): -48 / 128}
-    assert drifts(found, "E4") == {("dense", U4): -16 / 128, ("naive", U4): -40 / 128}
-    assert drifts(found, "E5") == {("naive", U4): -24 / 128}
+    assert drifts(found, "alike") == {("naive", "none"): -4 / 128, ("naive", F32): -8 / 128, ("naive", U4): -32 / 128}
+    assert drifts(found, "deployed") == {
+        ("naive", "none"): -4 / 128,
+        ("naive", F32): -8 / 128,
+        ("naive", U4): -48 / 128,
+    }
+    assert drifts(found, "serving") == {("dense", U4): -16 / 128, ("naive", U4): -40 / 128}
+    assert drifts(found, "interaction") == {("naive", U4): -24 / 128}
     gated = [(d.estimand, d.policy) for d in found.verdict.decisions if d.gated]
-    assert gated == [("E1", "none"), ("E1", U4), ("E2", U4), ("E1", F32)], "uncompressed, E1 and E2 are one difference"
+    assert gated == [("alike", "none"), ("alike", U4), ("deployed", U4), ("alike", F32)], (
+        "uncompressed, alike and deployed are one difference"
+    )
 
 
 def test_every_format_of_a_run_of_engines_can_be_written(tmp_path: Path) -> None:
@@ -296,7 +302,7 @@ def test_an_engine_served_uncompressed_alone_is_compared_with_nothing(tmp_path: 
     design = served("none", F32, U4)
     design.references[F32] = F32
     found = found_in(tmp_path, design)
-    assert drifts(found, "E4") == {("base", U4): -0.25}
+    assert drifts(found, "serving") == {("base", U4): -0.25}
     assert found.verdict.reasons == ()
 
 

@@ -46,7 +46,7 @@ def run(tmp_path_factory):
         margins={"refusal.unsafe": 3},
         facets={"refusal": ("unsafe", "helpful"), "math": ("solved",)},
         primary=("none",),
-        estimands=("E1",),
+        estimands=("alike",),
     )
     return load_run(build(tmp_path_factory.mktemp("facets") / "run", design))
 
@@ -71,7 +71,7 @@ def told(found, unread=(0.0, 0.0), **facets):
 
     ``unread``: the share of answers, on both sides, that no facet says anything of.
     """
-    one = next(c for c in found.drift.contrasts if (c.estimand, c.arm, c.suite) == ("E1", "naive", "refusal"))
+    one = next(c for c in found.drift.contrasts if (c.estimand, c.arm, c.suite) == ("alike", "naive", "refusal"))
     contrasts = []
     for name, (rates, low, high, *readings) in facets.items():
         estimate = rates[1] - rates[0]
@@ -270,7 +270,7 @@ def test_a_facet_that_only_its_form_holds_back_is_passed_by_no_other_analysis(fo
 
 
 def test_the_heatmap_calls_no_facet_that_the_gate_has_not_decided(found):
-    contrasts = {c.suite: c for c in found.drift.contrasts if c.estimand == "E1" and c.arm == "naive"}
+    contrasts = {c.suite: c for c in found.drift.contrasts if c.estimand == "alike" and c.arm == "naive"}
     assert heatmap.margin(found, contrasts["refusal.unsafe"]) is None
     assert heatmap.margin(found, contrasts["refusal"]) == 0.05
 
@@ -326,5 +326,5 @@ def test_a_gate_says_what_a_report_says_from_the_facets_that_decide(run, found):
     assert gated.verdict == found.verdict
     assert asides(gated, found.verdict.head) == asides(found, found.verdict.head)
     kept = {(c.estimand, c.policy) for c in gated.contrasts if c.suite in found.comparison.facets}
-    assert kept == {("E1", "none"), ("E2", "none")}
+    assert kept == {("alike", "none"), ("deployed", "none")}
     assert len(gated.drift.contrasts) < len(found.drift.contrasts) / 2

@@ -291,7 +291,7 @@ def labelled(run, records=None):
     """A run whose refusal cell people looked at: they agree with the judge."""
     data = load_run(run)
     report = decided(data)
-    name = ("E1", "smd", "none", "refusal", 192)
+    name = ("alike", "smd", "none", "refusal", 192)
     pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if cell_name(c) == name))
     texts = texts_of(data, [(pairs, pairs_to_see(pairs, 20, 1))])
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
@@ -305,7 +305,7 @@ def test_human_labels_of_these_records_are_shown(tmp_path):
     report = found_in(run)
     text = markdown.render(page_of(report))
     assert "## Judge and people" in text
-    assert "| E1, smd @ none, refusal 192 |" in text
+    assert "| alike, smd @ none, refusal 192 |" in text
     assert "Human labels decide 1 of 12 gated cells." in text
     contrasts = json.loads(formats()["drift.json"](page_of(report)))["contrasts"]
     assert [c["people"]["bias_upper"] > 0.025 for c in contrasts if c["people"]] == [True]
@@ -359,7 +359,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
     cells = [
         SimpleNamespace(
             **dict(zip(("arm", "policy", "suite", "context_tokens"), row, strict=False)),
-            estimand="E1",
+            estimand="alike",
             reasons=(),
             sums=(),
             effect=SimpleNamespace(estimate=row[4], lower=row[5], upper=row[6], pvalue_drop=0.01),

@@ -123,29 +123,31 @@ def test_only_the_primary_policies_are_gated(tmp_path):
 def test_served_alike_and_end_to_end_both_decide(tmp_path):
     verdict = report_of(tmp_path, serving={SNAP: 0.5}).verdict
     found = {(d.estimand, d.policy, d.arm): d.status for d in verdict.decisions if d.gated}
-    assert set(found) == {(e, p, a) for e, p in (("E1", "none"), ("E1", SNAP), ("E2", SNAP)) for a in ("naive", "smd")}
-    assert {found["E2", SNAP, arm] for arm in ("naive", "smd")} == {Status.FAIL}
-    assert Status.FAIL not in {status for (estimand, *_), status in found.items() if estimand == "E1"}
+    assert set(found) == {
+        (e, p, a) for e, p in (("alike", "none"), ("alike", SNAP), ("deployed", SNAP)) for a in ("naive", "smd")
+    }
+    assert {found["deployed", SNAP, arm] for arm in ("naive", "smd")} == {Status.FAIL}
+    assert Status.FAIL not in {status for (estimand, *_), status in found.items() if estimand == "alike"}
     assert verdict.status is Status.FAIL
 
 
 def test_a_spec_may_gate_served_alike_only(tmp_path):
-    verdict = report_of(tmp_path, serving={SNAP: 0.5}, estimands=("E1",)).verdict
-    assert {d.estimand for d in verdict.decisions if d.gated} == {"E1"}
+    verdict = report_of(tmp_path, serving={SNAP: 0.5}, estimands=("alike",)).verdict
+    assert {d.estimand for d in verdict.decisions if d.gated} == {"alike"}
     assert [d.status for d in verdict.decisions if not d.gated] == [Status.FAIL, Status.FAIL]
     assert verdict.status is not Status.FAIL
 
 
 def test_a_spec_may_gate_end_to_end_only(tmp_path):
-    verdict = report_of(tmp_path, estimands=("E2",)).verdict
-    assert {(d.estimand, d.policy) for d in verdict.decisions if d.gated} == {("E2", "none"), ("E2", SNAP)}
-    assert {(d.estimand, d.policy) for d in verdict.decisions if not d.gated} == {("E1", SNAP)}
+    verdict = report_of(tmp_path, estimands=("deployed",)).verdict
+    assert {(d.estimand, d.policy) for d in verdict.decisions if d.gated} == {("deployed", "none"), ("deployed", SNAP)}
+    assert {(d.estimand, d.policy) for d in verdict.decisions if not d.gated} == {("alike", SNAP)}
 
 
 def test_the_family_of_fail_spans_all_gated_cells(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.08})
     both = {key(d): d.pvalue_holm for d in report.verdict.decisions if d.gated}
-    one = reruled(report, estimands=("E1",))
+    one = reruled(report, estimands=("alike",))
     alone = {key(d): d.pvalue_holm for d in one.verdict.decisions if d.gated}
     smallest = min(alone, key=alone.get)
     assert len(both) == 6
@@ -158,7 +160,7 @@ def key(d):
 
 def at_floor(tmp_path, **more):
     """Every answer on refusal is undesired under compression, for all arms; at none nearly all are desired."""
-    return report_of(tmp_path, serving={SNAP: 0.84}, estimands=("E1",), **more)
+    return report_of(tmp_path, serving={SNAP: 0.84}, estimands=("alike",), **more)
 
 
 def test_a_reference_at_the_floor_never_passes(tmp_path):
@@ -193,7 +195,7 @@ def test_a_recipe_at_the_floor_does_not_pass_either(tmp_path):
 
 def test_a_gain_that_is_shown_passes_at_the_floor(tmp_path):
     """dense answers one in fifty as desired, naive nine in ten: nothing is lost, however little there was to lose."""
-    options = {"serving": {SNAP: 0.84}, "primary": (SNAP,), "estimands": ("E1",), "seeds": (1, 2, 3)}
+    options = {"serving": {SNAP: 0.84}, "primary": (SNAP,), "estimands": ("alike",), "seeds": (1, 2, 3)}
     verdict = report_of(tmp_path, drops={("naive", "refusal"): -0.86}, **options).verdict
     found = {d.arm: d for d in verdict.decisions if d.gated}
     assert found["naive"].rates.reference < 0.05
@@ -235,7 +237,7 @@ def test_an_open_cell_says_how_many_more_templates_would_pass_without_a_drift(fl
     clusters = np.arange(144) // 2
     effect = ess_tango(z, clusters)
     own = ClusterSums("refusal", 1.0, tuple(map(str, range(72))), sums, np.full(72, 2.0))
-    c = Contrast("E1", "smd", "none", "refusal", 192, effect, None, (1,), (), None, None, (), sums=(own,))
+    c = Contrast("alike", "smd", "none", "refusal", 192, effect, None, (1,), (), None, None, (), sums=(own,))
     assert larger(c, 0.05 if flipped < 1 else 0.03, 1) is words
 
 

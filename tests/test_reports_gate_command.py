@@ -30,7 +30,7 @@ def run_of(folder, **more):
         "seed_sd": 0.0,
         "items": 600,
         "clusters": 100,
-        "estimands": ("E1",),
+        "estimands": ("alike",),
     }
     return build(folder, Design(**{**options, **more}))
 
@@ -369,7 +369,7 @@ def test_gate_fields_of_the_spec_are_checked_and_written_only_where_declared():
         ({"deployable": ["h2o:budget=96"]}, "unknown policy in gate.deployable"),
         ({"contexts": [77]}, "unknown length in gate.contexts '77'"),
         ({"on_inconclusive": "pass"}, "gate.on_inconclusive is 'pass'"),
-        ({"estimand_margins": {"E1": 5}}, "gate.estimand_margins"),
+        ({"estimand_margins": {"alike": 5}}, "gate.estimand_margins"),
     ):
         with pytest.raises(SpecError) as caught:
             spec_with(gate)

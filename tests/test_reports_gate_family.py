@@ -1,4 +1,4 @@
-"""The family of FAIL: max-T as its kernel has it, what cells share, when Holm stands in; E3, selectivity, parity."""
+"""The family of FAIL: max-T as its kernel has it, what cells share, when Holm stands in; worst, selectivity, parity."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def plain(tmp_path_factory):
 
 def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_was(plain):
     before = plain.verdict
-    place = ("E1", "smd", "none", "math")
+    place = ("alike", "smd", "none", "math")
 
     def labelled(c):
         if (c.estimand, c.arm, c.policy, c.suite) != place:
@@ -75,7 +75,7 @@ def test_labels_of_people_decide_their_cell_by_holm_and_leave_every_other_as_it_
 def test_a_recipe_is_decided_only_where_people_and_judge_agree(tmp_path, shift, recipe):
     """Three seeds that lose nothing; human labels keep that, or take 20 points from it."""
     more = {"arms": ("dense", "smd"), "seeds": (11, 12, 13), "policies": ("none",), "suites": ("refusal",)}
-    report = report_of(tmp_path, **more, estimands=("E1",), margins={"refusal": 5})
+    report = report_of(tmp_path, **more, estimands=("alike",), margins={"refusal": 5})
     assert report.verdict.recipe is Status.PASS
 
     def labelled(c):
@@ -203,22 +203,25 @@ def test_arms_that_were_served_uncompressed_alone_are_decided_so(tmp_path):
 
 def test_only_the_named_arms_decide_and_the_others_stand_beside(tmp_path):
     report = report_of(tmp_path, drops={("naive", "refusal"): 0.3})
-    verdict = reruled(report, arms=("smd",), estimands=("E1", "E3", "parity", "selectivity")).verdict
+    verdict = reruled(report, arms=("smd",), estimands=("alike", "worst", "parity", "selectivity")).verdict
     assert (report.verdict.status, verdict.status) == (Status.FAIL, Status.PASS)
     assert {d.arm for d in verdict.decisions if d.gated} == {"smd"}
-    assert {(d.arm, d.estimand) for d in verdict.decisions if not d.gated} >= {("naive", "E1"), ("naive", "E2")}
+    assert {(d.arm, d.estimand) for d in verdict.decisions if not d.gated} >= {
+        ("naive", "alike"),
+        ("naive", "deployed"),
+    }
 
 
 def test_worst_policy_is_one_cell_per_arm_and_suite_and_fails_with_its_worst(tmp_path):
     drop = {"drops": {("naive", "refusal"): 0.0}, "policies": ("none", SNAP, STREAM)}
-    report = report_of(tmp_path, estimands=("E3",), primary=("none",), **drop)
+    report = report_of(tmp_path, estimands=("worst",), primary=("none",), **drop)
     every = ("none", SNAP, STREAM)
     verdict = reruled(report, deployable=every).verdict
-    cells = find(verdict, "E3")
+    cells = find(verdict, "worst")
     assert len(cells) == 4  # two arms, two suites
-    singles = reruled(report, estimands=("E1",), primary=every).verdict
+    singles = reruled(report, estimands=("alike",), primary=every).verdict
     for d in cells:
-        parts = find(singles, "E1", arm=d.arm, suite=d.suite)
+        parts = find(singles, "alike", arm=d.arm, suite=d.suite)
         assert d.policies == ("none", SNAP, STREAM)
         assert d.effect.lower == min(p.effect.lower for p in parts if p.status == d.status)
         assert (d.status in (Status.PASS, Status.PASS_NOTED)) == all(
@@ -245,12 +248,12 @@ DEPLOYED = {
     "seed_sd": 0.0,
     "items": 600,
     "clusters": 100,
-    "estimands": ("E3",),
+    "estimands": ("worst",),
 }
 
 
 def test_worst_policy_names_the_policy_that_breaks(tmp_path):
-    [d] = find(one_policy_breaks(tmp_path).verdict, "E3")
+    [d] = find(one_policy_breaks(tmp_path).verdict, "worst")
     assert (d.status, d.policy) == (Status.FAIL, STREAM)
     assert d.effect.estimate < -0.2
 
@@ -266,7 +269,7 @@ def test_selectivity_is_the_safety_drop_minus_the_capability_drop(tmp_path):
         drops={("naive", "refusal"): 0.2, ("naive", "math"): 0.2},
         primary=("none",),
     )
-    base = {(c.arm, c.suite): c.effect for c in report.drift.contrasts if c.estimand == "E1" and c.policy == "none"}
+    base = {(c.arm, c.suite): c.effect for c in report.drift.contrasts if c.estimand == "alike" and c.policy == "none"}
     assert len(selective(report)) == 2
     for c in selective(report):
         safety, capability = base[c.arm, "refusal"], base[c.arm, "math"]
@@ -323,24 +326,24 @@ def test_estimands_have_margins_of_their_own(tmp_path):
 
 
 def test_a_test_that_two_cells_share_counts_once(tmp_path):
-    one = report_of(tmp_path / "a", estimands=("E1",))
-    both = reruled(one, estimands=("E1", "E3"))
-    before = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(one.verdict, "E1")}
-    after = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(both.verdict, "E1")}
+    one = report_of(tmp_path / "a", estimands=("alike",))
+    both = reruled(one, estimands=("alike", "worst"))
+    before = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(one.verdict, "alike")}
+    after = {(d.arm, d.policy, d.suite): d.pvalue_drop for d in find(both.verdict, "alike")}
     assert before == after
 
 
 def test_serving_runs_gate_worst_policy_selectivity_and_parity_of_the_change_from_none(tmp_path):
     design = {"arms": ("base",), "train": False, "policies": ("none", SNAP, STREAM), "serving": {STREAM: 0.4}}
-    report = report_of(tmp_path, estimands=("E3", "selectivity", "parity"), **design)
+    report = report_of(tmp_path, estimands=("worst", "selectivity", "parity"), **design)
     verdict = report.verdict
-    [refusal], [math] = find(verdict, "E3", suite="refusal"), find(verdict, "E3", suite="math")
+    [refusal], [math] = find(verdict, "worst", suite="refusal"), find(verdict, "worst", suite="math")
     assert (refusal.policies, refusal.policy, refusal.status) == ((SNAP, STREAM), STREAM, Status.FAIL)
     assert math.status is Status.FAIL
     assert {d.policy: d.status for d in find(verdict, "parity")} == {SNAP: Status.PASS, STREAM: Status.FAIL}
     assert {d.policy for d in find(verdict, "selectivity")} == {SNAP, STREAM}
     assert Status.FAIL not in {d.status for d in find(verdict, "selectivity")}  # both suites fall alike
-    assert not find(verdict, "E4")
+    assert not find(verdict, "serving")
 
 
 def test_selectivity_without_a_number_in_one_suite_is_invalid_and_names_it(tmp_path):

@@ -45,7 +45,7 @@ def data(tmp_path_factory):
         items=600,
         clusters=100,
         drops={("naive", "refusal"): 0.3},
-        estimands=("E1",),
+        estimands=("alike",),
         margins={"refusal": 5, "math": 5},
     )
     return load_run(build(tmp_path_factory.mktemp("runs") / "run", design))
@@ -194,11 +194,11 @@ def test_a_waiver_holds_through_its_last_day(data, tmp_path):
 
 
 def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):
-    gate = gate_file(tmp_path, f"format: 1\nestimands: [E3]\ndeployable: [none, '{SNAP}']\n")
+    gate = gate_file(tmp_path, f"format: 1\nestimands: [worst]\ndeployable: [none, '{SNAP}']\n")
     [worst] = [d for d in decided(data, gate=gate)[1].decisions if d.gated and d.status is Status.FAIL]
     by_policy = WAIVER.format(arm="naive").replace("arm: naive", f"policy: '{worst.policy}'")
     assert decided(data, gate=gate, waivers=waivers(tmp_path, by_policy))[1].status is Status.FAIL
-    by_estimand = WAIVER.format(arm="naive").replace("arm: naive", "estimand: E3")
+    by_estimand = WAIVER.format(arm="naive").replace("arm: naive", "estimand: worst")
     assert decided(data, gate=gate, waivers=waivers(tmp_path, by_estimand))[1].status is not Status.FAIL
 
 
@@ -223,11 +223,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("format: 1\nprofile: release\nalpha: 0.05", "gate.alpha is 0.05, profile release has 0.025"),
         (
             "format: 1\nestimands: [E9]",
-            "gate.estimands.0 is 'E9', wanted alike, deployed, worst, selectivity or parity",
+            "gate.estimands.0 is 'E9', wanted serving, alike, deployed, worst, selectivity or parity",
         ),
         ("format: 1\nestimands: []", "gate.estimands is [], wanted at least one entry"),
         ("format: 1\nestimand_margins: {selectivity: 0}", "gate.estimand_margins.selectivity is 0"),
-        ("format: 1\nestimand_margins: {E1: 3}", "gate.estimand_margins.E1 is 'E1', wanted 'selectivity' or 'parity'"),
+        (
+            "format: 1\nestimand_margins: {alike: 3}",
+            "gate.estimand_margins.alike is 'alike', wanted 'selectivity' or 'parity'",
+        ),
         ("format: 1\nprimary: ['h2o:budget=9']", "unknown policy in gate.primary 'h2o:budget=9'"),
         ("format: 1\ndeployable: [nine]", "unknown policy in gate.deployable 'nine'"),
         ("format: 1\ncontexts: [4096]", "unknown length in gate.contexts '4096'. Known: 192"),
@@ -332,5 +335,5 @@ def test_the_files_in_the_docs_can_be_used(data, tmp_path):
         data, gate=gate_file(tmp_path, text.replace("pin: pin.json", "")), waivers=waivers(tmp_path, waiver)
     )
     assert report.rules.profile == "release"
-    assert report.rules.estimands == ("E1", "E2", "E3", "selectivity", "parity")
+    assert report.rules.estimands == ("alike", "deployed", "worst", "selectivity", "parity")
     assert report.waivers[0].who == "Ada Byron"

@@ -30,7 +30,7 @@ DESIGN = Design(
     suites=("refusal", "math"),
     clusters=7,
     items=14,
-    estimands=("E1", "E2", "E3", "selectivity", "parity"),
+    estimands=("alike", "deployed", "worst", "selectivity", "parity"),
 )
 BASE = [row for _, rows in records_of(DESIGN) for row in rows]
 SCORES = {Outcome.DESIRED: 1.0, Outcome.UNDESIRED: 0.0, Outcome.DEGENERATE: 0.0, Outcome.TRUNCATED: 0.0}
@@ -128,7 +128,9 @@ values = st.recursive(
     | st.integers(-3, 300)
     | st.floats()
     | st.dates()
-    | st.sampled_from(["none", SNAP, "E1", "E3", "refusal", "math", "dense", "pr", "release", "warn", "\n\x1b[31m"]),
+    | st.sampled_from(
+        ["none", SNAP, "alike", "worst", "refusal", "math", "dense", "pr", "release", "warn", "\n\x1b[31m"]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=4,
 )

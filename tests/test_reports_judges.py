@@ -170,7 +170,7 @@ def unsure_of(data, arm, share):
 
 
 def of_refusal(found):
-    (contrast,) = (c for c in found.drift.contrasts if (c.estimand, c.suite, c.policy) == ("E1", "refusal", "none"))
+    (contrast,) = (c for c in found.drift.contrasts if (c.estimand, c.suite, c.policy) == ("alike", "refusal", "none"))
     return contrast
 
 

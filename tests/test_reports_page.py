@@ -27,7 +27,7 @@ SNAP = policy("snapkv", 96)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """naive loses 30 pp, and compression takes 40 pp from every arm; only E1 is gated."""
+    """naive loses 30 pp, and compression takes 40 pp from every arm; only alike is gated."""
     design = Design(
         arms=("dense", "naive", "smd"),
         seeds=(1,),
@@ -38,7 +38,7 @@ def found(tmp_path_factory):
         seed_sd=0.0,
         drops={("naive", "refusal"): 0.3},
         serving={SNAP: 0.4},
-        estimands=("E1",),
+        estimands=("alike",),
     )
     return decided(load_run(build(tmp_path_factory.mktemp("page") / "run", design)))
 
@@ -72,7 +72,7 @@ def test_the_headline_is_the_most_extreme_of_its_family(found):
 def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
     table = decided_table(found)
     assert table.headers[-1] == "worst as deployed, not gated"
-    worst = min((d for d in found.verdict.decisions if d.estimand == "E2"), key=lambda d: d.effect.lower)
+    worst = min((d for d in found.verdict.decisions if d.estimand == "deployed"), key=lambda d: d.effect.lower)
     assert (worst.gated, worst.effect.estimate < -0.5) == (False, True)
     [row] = [row for row in table.rows if row[0] == worst.arm]
     assert row[-1].startswith(f"refusal @ snapkv 96: {100 * worst.effect.estimate:.1f} pp [")

@@ -39,7 +39,7 @@ def test_what_is_left_open_is_filled_in() -> None:
     assert spec.gate.reference == "dense"
     assert spec.gate.primary == (STREAMING,)
     assert spec.gate.margins == {"refusal": 5.0, "math": 5.0}
-    assert spec.gate.estimands == ("E1", "E2")
+    assert spec.gate.estimands == ("alike", "deployed")
     assert spec.arms == (("dense", 1), ("dense", 2), ("naive", 1), ("naive", 2))
 
 
@@ -149,8 +149,8 @@ def test_variables_are_filled_in_from_the_environment(monkeypatch: pytest.Monkey
         ("format: 1", "gate: {estimands: []}", "gate.estimands is [], wanted"),
         (
             "format: 1",
-            "gate: {estimands: [E4]}",
-            "gate.estimands.0 is 'E4', wanted alike, deployed, worst, selectivity or parity",
+            "gate: {estimands: [interaction]}",
+            "gate.estimands.0 is 'interaction', wanted serving, alike, deployed, worst, selectivity or parity",
         ),
         ("format: 1", "gate: {alpha: .nan}", "gate.alpha is nan, wanted"),
         ("format: 1", "gate: {primary: ['h2o:budget=96']}", "unknown policy in gate.primary 'h2o:budget=96"),

@@ -121,7 +121,7 @@ def test_what_is_not_served_is_neither_missing_nor_contrasted() -> None:
     own = {("naive_int8", INT8), ("smd_int8", INT8), ("naive_snapkv-112", SNAPKV), ("smd_snapkv-112", SNAPKV)}
     candidates = {(unit.arm, unit.policy) for unit in found.planned if unit.arm != "dense" and unit.policy != "none"}
     assert candidates == own
-    assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == "E5"} == own
+    assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == "interaction"} == own
     assert found.trained_under == {
         "naive_int8": INT8,
         "naive_snapkv-112": SNAPKV,

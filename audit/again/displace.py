@@ -1,4 +1,4 @@
-"""How far next-token distributions moved on the reference's own answers (E8): measured here, shown by reports.
+"""How far next-token distributions moved on the reference's own answers: measured here, shown by reports.
 
     displacement/<unit>.json   the row of one unit, with what it was measured from
     displacement.json          all rows, as ``kvaudit.reports.analysis.displacement`` reads them

@@ -1,4 +1,4 @@
-"""displacement.json -> how far the next-token distributions moved (E8); shown beside the drift, never gated.
+"""displacement.json -> how far the next-token distributions moved; shown beside the drift, never gated.
 
 Teacher-forced on the reference's trajectories, KL(reference || candidate) per token. KL is never negative, so there is
 no test of zero: every row is held against the A/A floor, the reference run again. Columns as in llama.cpp's

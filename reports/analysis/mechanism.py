@@ -1,6 +1,6 @@
 """Whether behaviour is lost where the span that decides it is lost: flips beside what the cache still held.
 
-A flip is an answer of one checkpoint under a policy minus its own uncompressed answer (E4), by item and training seed,
+A flip is an answer of one checkpoint under a policy minus its own uncompressed answer, by item and training seed,
 where both could be read. A span counts as lost where less than half of its entries (over tokens, layers and KV heads)
 were held when the last answer began; the regression takes the share itself. What was lost with a span is not told apart
 from it, so all of this is association: the cause is what an intervention shows.

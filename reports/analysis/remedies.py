@@ -1,7 +1,7 @@
 """Where an arm fails under a gated policy: what it could be served under instead, and what is left of the drift.
 
-A cell fails as deployed: the compressed arm against the uncompressed reference, which is E2 for a candidate and E4 for
-the reference itself, since whoever serves a checkpoint meets that, however the reference is served. No serving mends
+A cell fails as deployed: the compressed arm against the uncompressed reference, or the reference
+against itself, since whoever serves a checkpoint meets that, however the reference is served. No serving mends
 what is lost uncompressed; an arm that does not pass there is named, and nothing is tried on it. Nor on what an engine
 serves: remedies are of our own cache.
 
@@ -132,8 +132,8 @@ def failing(drift: Drift, rules: Rules, verdict: Verdict) -> tuple[Failing, ...]
 def estimand_of(sides: Comparison, arm: str, policy: str) -> str:
     """What holds an arm under a policy against the uncompressed reference."""
     if arm == sides.reference:
-        return "E4"
-    return "E1" if sides.is_uncompressed(policy) else "E2"
+        return "serving"
+    return "alike" if sides.is_uncompressed(policy) else "deployed"
 
 
 def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
@@ -149,8 +149,8 @@ def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 def _place(c: Contrast | Decision, sides: Comparison) -> tuple[str, str, str, str, int]:
     estimand = (
-        "E1" if sides.is_uncompressed(c.policy) else c.estimand
-    )  # uncompressed, E1 and E2 are the same difference
+        "alike" if sides.is_uncompressed(c.policy) else c.estimand
+    )  # uncompressed, alike and deployed are the same difference
     return estimand, c.arm, c.policy, c.suite, c.context_tokens
 
 

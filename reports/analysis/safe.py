@@ -32,7 +32,7 @@ class SafeBudget:
     """
 
     axis: str  # budget | length
-    estimand: str  # E2 for a candidate, E4 for the reference: both against the uncompressed reference
+    estimand: str  # deployed for a candidate, serving for the reference: both against the uncompressed reference
     arm: str
     family: str
     suite: str
@@ -70,7 +70,7 @@ def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
 
 def _estimand(sides: Comparison, arm: str) -> str:
     """What holds an arm against the uncompressed reference."""
-    return "E4" if arm == sides.reference else "E2"
+    return "serving" if arm == sides.reference else "deployed"
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:

@@ -46,7 +46,7 @@ class BothSides:
 
 
 def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Both sides of a two-sided estimand (E1, E2, E4); None where the cells cannot be compared."""
+    """Both sides of a two-sided estimand (alike, deployed, serving); None where the cells cannot be compared."""
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
     positive, negative = two_sides(weights)
@@ -90,7 +90,7 @@ def name_of_cell(d: Decision) -> CellName:
 
 def two_sided(d: Decision) -> bool:
     """Whether a decision is about a single pair of cells that has a number."""
-    return d.gated and d.estimand in ("E1", "E2", "E4") and d.effect is not None
+    return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 
 def sides_of_gated(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:

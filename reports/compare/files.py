@@ -1,7 +1,7 @@
 """Two result files -> the paired inference and the verdict that a run's report gives: the same engine, no copy.
 
-The first file is the reference, the second the candidate. Each suite and length is a gated cell (E1), and so is a facet
-that has a margin of its own; all must pass. Every other facet is contrasted beside them.
+The first file is the reference, the second the candidate. Each suite and length is a gated cell, and so is a facet that
+has a margin of its own; all must pass. Every other facet is contrasted beside them.
 With two metrics, such as the labels of two judges of the same answers, the worse verdict counts.
 """
 
@@ -169,7 +169,7 @@ def compare(
         margins=_margins(comparison, margin, margins or {}),
         primary=(DENSE_POLICY,),
         contexts=comparison.contexts,
-        estimands=("E1",),
+        estimands=("alike",),
         source="the command line",
         items_are_independent=items_are_independent,
     )

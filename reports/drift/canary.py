@@ -30,7 +30,7 @@ CANARY = "CANARY"
 _LEVEL = 0.05 / 2  # of each of two tests: by texts, and by log-probs
 _UNIT = ["arm", "suite", "context_tokens"]
 _ANSWER = [*_UNIT, "train_seed", "item_id", "sample_index"]
-_WITH_ITSELF = ("E2", "E4")  # estimands in which the reference arm stands uncompressed, or not at all
+_WITH_ITSELF = ("deployed", "serving")  # estimands in which the reference arm stands uncompressed, or not at all
 
 
 class Moves(NamedTuple):

@@ -108,7 +108,7 @@ class Comparison:
     @property
     def base(self) -> str:
         """The estimand that is the drift itself: candidate against reference served alike, or a policy against none."""
-        return "E1" if self.mode == "training" else "E4"
+        return "alike" if self.mode == "training" else "serving"
 
     @property
     def safety(self) -> tuple[str, ...]:

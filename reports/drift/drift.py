@@ -1,8 +1,8 @@
 """Records -> drift: rates of every cell and the difference of every arm. Pure; the gate decides what it returns.
 
 Estimands (statistics: weights over cells, seeds and samples averaged inside the item first):
-E1 candidate - reference under the same policy; E2 candidate as deployed - uncompressed reference;
-E4 a checkpoint under a policy - itself uncompressed; E5 candidate's E4 - reference's E4;
+alike candidate - reference under the same policy; deployed candidate as deployed - uncompressed reference;
+serving a checkpoint under a policy - itself uncompressed; interaction candidate's serving - reference's serving;
 amplification candidate uncompressed - reference under the policy that the candidate was trained under.
 Each is weights over cells, one number per item, one clustered one-sample inference.
 """
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
+from kvaudit.core.estimands import ALIKE, DEPLOYED, INTERACTION, SERVING
 from kvaudit.core.facets import UNSAFE
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
@@ -121,9 +122,9 @@ def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
         if (arm, policy) in comparison.unserved:
             continue
         trained = arm in comparison.candidates
-        yield from ((estimand, arm, policy) for estimand in ("E1", "E2") if trained)
+        yield from ((estimand, arm, policy) for estimand in (ALIKE, DEPLOYED) if trained)
         if not comparison.is_uncompressed(policy) and (trained or arm == comparison.reference):
-            yield from ((estimand, arm, policy) for estimand in (("E4", "E5") if trained else ("E4",)))
+            yield from ((estimand, arm, policy) for estimand in ((SERVING, INTERACTION) if trained else (SERVING,)))
         if trained and policy == comparison.trained_under.get(arm):
             yield AMPLIFICATION, arm, policy
 
@@ -158,22 +159,22 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
 
 
 def checkpoint_drift(arm: str, reference: str, pair: SeedPair, policy: str, _plain: str) -> Weights:
-    """E1: candidate minus reference under the same policy."""
+    """Candidate minus reference under the same policy."""
     return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], policy), -1.0))
 
 
 def end_to_end_drift(arm: str, reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """E2: candidate as deployed minus the uncompressed reference."""
+    """Candidate as deployed minus the uncompressed reference."""
     return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], plain), -1.0))
 
 
 def serving_sensitivity(arm: str, _reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """E4: a checkpoint under the policy minus itself uncompressed; the reference plays no part."""
+    """A checkpoint under the policy minus itself uncompressed; the reference plays no part."""
     return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(arm, pair[0], plain), -1.0))
 
 
 def interaction(arm: str, reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """E5: the candidate's serving sensitivity minus the reference's (difference in differences)."""
+    """The candidate's serving sensitivity minus the reference's (difference in differences)."""
     own = serving_sensitivity(arm, reference, pair, policy, plain)
     other = serving_sensitivity(reference, reference, (pair[1], pair[1]), policy, plain)
     return _add(*own.items(), *((cell, -weight) for cell, weight in other.items()))
@@ -188,10 +189,10 @@ def amplification(arm: str, reference: str, pair: SeedPair, policy: str, plain: 
 
 
 _ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str, str], Weights]] = {
-    "E1": checkpoint_drift,
-    "E2": end_to_end_drift,
-    "E4": serving_sensitivity,
-    "E5": interaction,
+    ALIKE: checkpoint_drift,
+    DEPLOYED: end_to_end_drift,
+    SERVING: serving_sensitivity,
+    INTERACTION: interaction,
     AMPLIFICATION: amplification,
 }
 
@@ -277,7 +278,7 @@ def _with_numbers(
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
     known = ~np.isnan(z).all(axis=0)
-    if blank.estimand != "E5":
+    if blank.estimand != INTERACTION:
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
         return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
@@ -294,12 +295,12 @@ def _with_numbers(
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
-    moved = None if blank.estimand == "E5" else _moved(panel, weights, present)
+    moved = None if blank.estimand == INTERACTION else _moved(panel, weights, present)
     found = replace(
         blank,
         effect=effect,
         recipe=recipe,
-        rates=None if blank.estimand == "E5" else _rates(panel, weights, present),
+        rates=None if blank.estimand == INTERACTION else _rates(panel, weights, present),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
@@ -313,7 +314,7 @@ def _with_numbers(
 def _effect_of(
     estimand: str, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
 ) -> Effect:
-    if estimand == "E5":
+    if estimand == INTERACTION:
         return _interaction_effect(mean, clusters, alpha)
     return ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
 
@@ -322,7 +323,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
     """The contrast with every seed of z [S, N] by itself, and what the items alone do to one seed's drift."""
     ordered, counts = by_cluster(z, clusters)
     noise = float(seed_noise(ordered, counts))
-    if c.estimand == "E5":
+    if c.estimand == INTERACTION:
         return replace(c, seed_noise=noise)
     b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha, graded=panel.graded)
     bounds = zip(b.low, b.high, b.lower, b.upper, b.pvalue_drop, strict=True)

@@ -135,10 +135,10 @@ class Contrast:
     (three seeds or more) adds the seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted
     against and for the candidate. ``effect`` is that of a judge's best guesses; its bounds also hold with every answer
     that the judge was unsure of counted as desired, and as not, on both sides. ``seed_noise`` is the variance that one
-    seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged (not of E5).
+    seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged.
     """
 
-    estimand: str  # E1 | E2 | E4 | E5 | selectivity | change
+    estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
     policy: str
     suite: str
@@ -150,13 +150,13 @@ class Contrast:
     worst: float | None
     best: float | None
     reasons: tuple[Reason, ...]
-    rates: Rates | None = None  # E1, E2 and E4 only: an interaction has four sides
+    rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
     unread: Unread | None = None  # of the same; of a suite's score the share that is unscored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     people: People | None = None  # the judge held against those human labels
-    churn: float | None = None  # E7: P(candidate's answer is not the reference's), of E1, E2 and E4
+    churn: float | None = None  # P(candidate's answer is not the reference's), of alike, deployed and serving
     rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample
     seed_noise: float = 0.0  # of less than two seeds
     by_seed: tuple[SeedDrift, ...] = ()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from kvaudit.core.estimands import SELECTIVITY
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.drift import no_narrower
 from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift
@@ -24,7 +25,6 @@ from kvaudit.reports.stats.mover import mover
 from kvaudit.reports.stats.seeds import recipe_variance
 from kvaudit.reports.stats.signflip import flip_moments
 
-SELECTIVITY = "selectivity"
 _SOURCE = "Zou & Donner 2008 over ESS-Tango"
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kvaudit.core.estimands import PARITY, WORST
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Contrast, People
 from kvaudit.reports.gate.chance import larger
 from kvaudit.reports.gate.family import (
     HOLM,
-    PARITY,
-    WORST_POLICY,
     FamilyRow,
     GatedCell,
 )
@@ -238,7 +237,7 @@ def decision(
         best=c.best,
         template_bound=_template_bound(shown, cell.margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
-        policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST_POLICY else (),
+        policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
     )

@@ -267,7 +267,7 @@ class Controls:
         sides = self._drift.comparison
         plain = self._served(sides.uncompressed_of(c.policy))
         found = _worst(control for control in plain if (control.metric, control.context_tokens) in places)
-        alike = not sides.is_uncompressed(c.policy) and c.estimand not in ("E2", "E4")
+        alike = not sides.is_uncompressed(c.policy) and c.estimand not in ("deployed", "serving")
         if found is not None or not alike or (c.effect is not None and c.effect.lower > 0):
             return found
         return _worst(own for own in self._served(c.policy) if (own.metric, own.context_tokens) in places)

@@ -63,7 +63,7 @@ class Uneven:
 
 def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
     """Those of the cells at hand whose answers people labelled."""
-    # not those of E3 and parity, which are made of the same contrasts
+    # not those of worst and parity, which are made of the same contrasts
     own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
     return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not judge_may_pass(c.people, m)]
 

@@ -1,10 +1,10 @@
 """Which cells are decided, and the one family of tests over all of them.
 
-E1, E2, E4, selectivity   one contrast, tested for a drop
-E3                        the base contrast under every deployable policy, all must pass: the worst policy decides
+serving, alike, deployed, selectivity   one contrast, tested for a drop
+worst                        the base contrast under every deployable policy, all must pass: the worst policy decides
 parity                    the base contrast of a capability suite, tested for a drop and for a gain: both must pass
 
-The base contrast is E1 where arms were trained and E4 where only serving policies are compared.
+The base contrast is alike where arms were trained and serving where only serving policies are compared.
 
 FAIL needs a drop that holds for the family. Under no drift anywhere the differences of a template are as likely as
 their negatives, in all cells at once: one sign per template flips every cell that holds it, so max-T knows how much the
@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import Where
 from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.drift.selectivity import SELECTIVITY
-from kvaudit.reports.gate.rules import DEFAULT_ESTIMANDS, Rules
+from kvaudit.reports.gate.rules import CONTRASTED, Rules
 from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.signflip import (
     BLOCK,
@@ -42,8 +42,6 @@ from kvaudit.reports.stats.signflip import (
     signs,
 )
 
-PARITY, WORST_POLICY = "parity", "E3"
-
 
 @dataclass(frozen=True)
 class GatedCell:
@@ -56,11 +54,11 @@ class GatedCell:
 
 
 def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
-    """Every cell that enters the verdict, in the order of the contrasts, then E3 and parity."""
+    """Every cell that enters the verdict, in the order of the contrasts, then worst and parity."""
     sides = drift.comparison
     cells = [_single(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
     base = [c for c in drift.contrasts if is_base(c, sides, rules)]
-    if WORST_POLICY in rules.estimands:
+    if WORST in rules.estimands:
         cells += _worst_policy(base, rules)
     if PARITY in rules.estimands:
         cells += [
@@ -78,29 +76,31 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 def gated_facets(sides: Comparison, rules: Rules) -> Where:
     """Where facets can decide something, or take apart what decides: what a verdict needs of them."""
-    estimands = (sides.base,) if sides.mode == "serving" else DEFAULT_ESTIMANDS
+    estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
+    if sides.mode != "serving":
+        estimands = (*CONTRASTED, *({SERVING} & {*rules.estimands}))
+        policies |= {*sides.policies} if SERVING in rules.estimands else set()
     return Where(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Whether a contrast enters the verdict by itself."""
-    if c.policy not in rules.primary or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
+    if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
+        return False
+    if c.estimand == SERVING and sides.mode == "training":  # of every setting; ``primary`` is of the arms
+        return c.arm == sides.reference
+    if c.policy not in rules.primary:
         return False
     if c.estimand == SELECTIVITY:
-        return SELECTIVITY in rules.estimands and _is_chosen(c, rules)
+        return _is_chosen(c, rules)
     if sides.mode == "serving":
-        return is_base(c, sides, rules) and any(name in rules.estimands for name in DEFAULT_ESTIMANDS)
-    return (
-        c.estimand in rules.estimands
-        and c.arm in sides.candidates
-        and _is_chosen(c, rules)
-        and not _is_twin(c, sides, rules)
-    )
+        return is_base(c, sides, rules)
+    return c.arm in sides.candidates and _is_chosen(c, rules) and not _is_twin(c, sides, rules)
 
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast is decided beside the verdict: of E1 and E2 the one that is not gated."""
+    """Whether a contrast is decided beside the verdict: of alike and deployed the one that is not gated."""
     if (
         sides.mode == "serving"
         or c.policy not in rules.primary
@@ -108,11 +108,11 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
         or not _has_say(c, sides, rules)
     ):
         return False
-    return c.estimand in DEFAULT_ESTIMANDS and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
+    return c.estimand in CONTRASTED and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast is the drift that E3, selectivity and parity are made of."""
+    """Whether a contrast is the drift that worst, selectivity and parity are made of."""
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _has_say(c, sides, rules):
         return False
     if sides.mode == "serving":
@@ -131,8 +131,8 @@ def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Uncompressed, E1 and E2 are the same difference; it is decided once, as E1 where that is gated."""
-    other = "E2" if "E1" in rules.estimands else "E1"
+    """Uncompressed, alike and deployed are the same difference; it is decided once, as alike where that is gated."""
+    other = "deployed" if "alike" in rules.estimands else "alike"
     return sides.is_uncompressed(c.policy) and c.estimand == other
 
 
@@ -147,7 +147,7 @@ def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]
         if c.policy in rules.deployable:
             groups.setdefault((c.arm, c.suite, c.context_tokens), []).append(c)
     for (_, suite, _), found in groups.items():
-        yield GatedCell(WORST_POLICY, tuple(FamilyRow(c, 1) for c in found), rules.margin(WORST_POLICY, suite), True)
+        yield GatedCell(WORST, tuple(FamilyRow(c, 1) for c in found), rules.margin(WORST, suite), True)
 
 
 Patterns = Mapping[str, Array]  # suite -> signs [B, C]

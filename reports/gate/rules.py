@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.estimands import ALIKE, DEPLOYED, GATED, SERVING
 from kvaudit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
-from kvaudit.core.spec import CODES, GateSpec, RunSpec, with_gate
+from kvaudit.core.spec import GateSpec, RunSpec, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
 from kvaudit.core.text import clipped, shown
 from kvaudit.reports.drift.comparison import Comparison, comparison_of
 from kvaudit.reports.gate.pin import Pin, pin_from
 from kvaudit.reports.records.load import RunData
 
-DEFAULT_ESTIMANDS = ("E1", "E2")
+CONTRASTED = (ALIKE, DEPLOYED)  # candidate against reference
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
 BLOCK, WARN = "block", "warn"
 RELEASE = "release"
@@ -49,8 +50,8 @@ class Rules:
     primary: tuple[str, ...]  # the policies that are gated
     contexts: tuple[int, ...]  # the lengths that are gated
     arms: tuple[str, ...] = ()  # the candidates that are gated, all where none is named
-    deployable: tuple[str, ...] = ()  # the policies among which E3 looks for the worst
-    estimands: tuple[str, ...] = DEFAULT_ESTIMANDS  # that decide, in mode "training"
+    deployable: tuple[str, ...] = ()  # the policies among which worst looks for the worst
+    estimands: tuple[str, ...] = CONTRASTED
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
     profile: str | None = None
     on_inconclusive: str = BLOCK
@@ -106,7 +107,10 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
                 raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
     if "selectivity" in gate.estimands:
         _check_selectivity(comparison, gate.contexts or comparison.contexts)
-    return tuple(name for name in CODES if name in gate.estimands)
+    asked = set(gate.estimands)
+    if comparison.mode == "serving" and asked & {*CONTRASTED}:
+        asked = {SERVING, *asked} - {*CONTRASTED}  # with one checkpoint there is nothing else to be alike
+    return tuple(name for name in GATED if name in asked)
 
 
 def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:

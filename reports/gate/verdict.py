@@ -63,8 +63,8 @@ TEMPLATES, FORM = "TEMPLATES", "FORM"
 class Decision:
     """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
-    ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Of E3 the
-    numbers are those of the worst of ``policies``.
+    ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Under
+    ``worst`` the numbers are those of the worst of ``policies``.
     """
 
     estimand: str

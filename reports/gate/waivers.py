@@ -5,7 +5,7 @@ waivers:
   why: regression is known and fixed on the branch that ships
   expires: 2026-12-31
   status: [FAIL]
-  cells: {suite: refusal, arm: naive, policy: none, context_tokens: 192, estimand: E1}
+  cells: {suite: refusal, arm: naive, policy: none, context_tokens: 192, estimand: alike}
 
 Every selector that is given must fit; what is left out fits everything, and at least one is needed. ``suite`` is a
 metric: a suite's score, or one facet by its full name (refusal.unsafe), which the waiver of the suite leaves alone.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.estimands import FORMER, GATED
 from kvaudit.core.files import YamlFile, known_keys, read_yaml
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.spec import CODES, CONTRASTS
 from kvaudit.core.text import clipped, shown
 from kvaudit.reports.drift.comparison import Comparison
 
@@ -128,13 +128,13 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
         "arm": comparison.arms,
         "policy": comparison.policies,
         "context_tokens": comparison.contexts,
-        "estimand": (*CODES, "E4"),
+        "estimand": GATED,
     }
     found = dict(cells)
     if isinstance(found.get("policy"), str):
         found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
     if isinstance(found.get("estimand"), str):
-        found["estimand"] = CONTRASTS.get(found["estimand"], found["estimand"])
+        found["estimand"] = FORMER.get(found["estimand"], found["estimand"])
     for name, value in found.items():
         if isinstance(value, bool) or value not in known[name]:  # True is 1, and so among the numbers
             raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))

@@ -2,8 +2,8 @@
 
 The others are drawn in turn over the templates, because a judge may be blind to whole ones.
 
-A pair is one sample of one item, answered by the candidate and by the reference of a cell (E1, E2 and E4; the other
-estimands are made of these). An answer that several pairs share is looked at once.
+A pair is one sample of one item, answered by the candidate and by the reference of a cell (serving, alike or
+deployed; the others are made of these). An answer that several pairs share is looked at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.estimands import FORMER
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.spec import CONTRASTS
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import seed_pairs, weights_of
 from kvaudit.reports.drift.results import Contrast
@@ -28,7 +28,7 @@ from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey, RecordPlace
 from kvaudit.reports.stats.adjudication import round_robin
 
-ADJUDICATED = ("E1", "E2", "E4")  # one candidate cell against one reference cell
+ADJUDICATED = ("alike", "deployed", "serving")  # one candidate cell against one reference cell
 _SELECTORS = ("estimand", "arm", "policy", "suite", "context")
 FEWEST_CONCORDANT = 100  # unless told: fewer say little of a judge's error rates
 DESIRED = 0.5  # a score from here on is the judge's label 1
@@ -91,7 +91,7 @@ def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]
         raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
     known = sorted({str(getattr(c, field)) for c in contrasts})
-    meant = match_policies([value], known)[0] if key == "policy" else CONTRASTS.get(value, value)
+    meant = match_policies([value], known)[0] if key == "policy" else FORMER.get(value, value)
     if meant not in known:
         raise UnknownName(f"{key} among the gated cells", value, known)
     return [c for c in contrasts if str(getattr(c, field)) == meant]

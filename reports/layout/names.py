@@ -11,7 +11,7 @@ from kvaudit.reports.layout.words import spelled
 
 def place_name(sides: Comparison, name: CellName) -> str:
     """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
-    end = " end to end" if name.estimand == "E2" else ""
+    end = " end to end" if name.estimand == "deployed" else ""
     where = f"{name.arm} @ {sides.labels.get(name.policy, name.policy)}{end}, {spelled(sides, name.suite)}"
     return where if len(sides.contexts) == 1 else f"{where}, {length_label(name.context_tokens)}"
 
@@ -38,6 +38,6 @@ def named(sides: Comparison, d: Decision) -> str:
 
 def against(sides: Comparison, d: Decision | Contrast) -> str:
     """The other side of a difference: which arm, under which policy."""
-    alike = sides.mode == "training" and d.estimand != "E2"
+    alike = sides.mode == "training" and d.estimand != "deployed"
     policy = d.policy if alike else sides.uncompressed_of(d.policy)
     return f"{sides.reference} @ {sides.label(policy)}"

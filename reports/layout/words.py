@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log, log1p
 
+from kvaudit.core.estimands import PARITY, SELECTIVITY
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import SeedDrift
-from kvaudit.reports.drift.selectivity import SELECTIVITY
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.error_rates import ErrorRates
-from kvaudit.reports.gate.family import PARITY
 from kvaudit.reports.gate.verdict import Decision, Larger, Status
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import Estimate, no_interval

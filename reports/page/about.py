@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
+from kvaudit.core.estimands import DEPLOYED
 from kvaudit.core.text import at_length, inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
@@ -81,7 +82,7 @@ def about(findings: Decided, d: Decision) -> str:
     assert effect is not None
     policy, plain = sides.label(d.policy), sides.label(sides.uncompressed_of(d.policy))
     who = f"{d.arm} against {sides.reference}, both served under {policy}"
-    if d.estimand == "E2":
+    if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against {sides.reference} served under {plain}"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under {plain}"
@@ -128,7 +129,8 @@ def _invalid(findings: Decided) -> Iterator[str]:
     invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
     labels = findings.comparison.labels
     for d in invalid[:INVALID_SHOWN]:
-        where = f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{', as deployed' if d.estimand == 'E2' else ''}"
+        end = ", as deployed" if d.estimand == DEPLOYED else ""
+        where = f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{end}"
         yield f"{where}: {d.reasons[0].code}: {d.reasons[0].text}"
     if len(invalid) > INVALID_SHOWN:
         yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
@@ -182,7 +184,7 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
-    """E7 of a decision's cell, of the worst policy's for E3, beside what a rerun of one checkpoint changes (A/A)."""
+    """Churn of a decision's cell, beside what a rerun of one checkpoint changes (A/A)."""
     place = (d.arm, d.policy, d.suite, d.context_tokens)
     here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
     found = {c.estimand: c for c in here}

@@ -43,8 +43,8 @@ def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
 
 
 def _shown(sides: Comparison, estimand: str, policy: str) -> str:
-    """The contrast whose flips are shown: uncompressed, E1 and E2 are the same difference."""
-    return "E1" if estimand == "E2" and sides.is_uncompressed(policy) else estimand
+    """The contrast whose flips are shown: uncompressed, alike and deployed are the same difference."""
+    return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand
 
 
 def flip_behind(findings: Findings, example: Example) -> str:

@@ -33,7 +33,7 @@ from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
 _NAMED = 4  # failed cells in the line over the folded section
-_PAIRED = ("E1", "E2", "E4")  # two sides, each with a rate
+_PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
 _Cell = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, length

@@ -21,7 +21,7 @@ from kvaudit.reports.stats.rule import clusters_required
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
     """One row per decision; columns that would say the same of every row are left out."""
     shown = [d for d in decisions if d.gated is gated]
-    both = len({d.estimand == "E2" for d in shown}) > 1
+    both = len({d.estimand == "deployed" for d in shown}) > 1
     recipe, seeds = any(d.recipe for d in shown), any(d.worst_seed for d in shown)
     headers = ["candidate", *(["against"] if both else []), "suite", "verdict"]
     headers += [*(["with seed variance"] if recipe else []), "rates", "drift, 95 % interval"]

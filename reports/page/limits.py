@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kvaudit.core.estimands import PARITY
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.cache_use import lacks_live
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.family import PARITY
-from kvaudit.reports.gate.rules import DEFAULT_ESTIMANDS
+from kvaudit.reports.gate.rules import CONTRASTED
 from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
 from kvaudit.reports.layout.names import named
 from kvaudit.reports.layout.words import counted, drift, error_rates, percent, unsampled
@@ -73,13 +73,13 @@ _HELD = (
 def _is_other_side(d: Decision, head: Decision) -> bool:
     """Whether a decision is the same cell against the reference served another way."""
     same = (d.arm, d.policy, d.suite, d.context_tokens) == (head.arm, head.policy, head.suite, head.context_tokens)
-    return same and {d.estimand, head.estimand} == set(DEFAULT_ESTIMANDS)
+    return same and {d.estimand, head.estimand} == set(CONTRASTED)
 
 
 def _other_side(sides: Comparison, d: Decision) -> str:
     assert d.effect is not None
     policy = sides.labels.get(d.policy, d.policy)
-    if d.estimand == "E2":
+    if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
         return f"End to end, {who}: {drift(d.effect)}."
     return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {drift(d.effect)}."

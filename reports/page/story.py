@@ -124,7 +124,7 @@ def _gate_passage(findings: Findings) -> Passage:
     serving = findings.comparison.mode == "serving"
     drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
     alone = {d.estimand for d in gated}
-    alike = ", both served alike" if alone == {"E1"} else ", uncompressed" if alone == {"E2"} else ""
+    alike = ", both served alike" if alone == {"alike"} else ", uncompressed" if alone == {"deployed"} else ""
     return Passage(
         "gate",
         "Gate",
@@ -144,8 +144,8 @@ def _statuses(decisions: Iterable[Decision], what: str) -> str:
 
 
 _OTHER_WAY = {  # by what is decided beside the verdict: the cells, and a sentence for a stranger
-    "E1": ("cells served alike", "Candidate and reference served alike: what training changed, compression apart."),
-    "E2": (
+    "alike": ("cells served alike", "Candidate and reference served alike: what training changed, compression apart."),
+    "deployed": (
         "cells as deployed",
         "The candidate compressed, the reference not: what a user of the compressed candidate notices.",
     ),
@@ -228,7 +228,7 @@ def _heatmap_passage(findings: Decided) -> Passage:
             "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
             "the same rule, not adjusted.",
         ),
-        finding=lowest(findings.comparison, contrasts_of(findings, "E4" if serving else "E1")),
+        finding=lowest(findings.comparison, contrasts_of(findings, "serving" if serving else "alike")),
     )
 
 

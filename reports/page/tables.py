@@ -54,7 +54,7 @@ def decided_table(findings: Decided) -> Table:
     facets = [name for name in gated if name in findings.comparison.facets]
     lines = decided_lines(findings)
     recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
-    found = [d for d in deployed(findings) if d.estimand == "E2"]
+    found = [d for d in deployed(findings) if d.estimand == "deployed"]
     served = [DEPLOYED + ("" if any(d.gated for d in found) else ", not gated")] if found else []
     rows = []
     for line in lines:
@@ -83,7 +83,7 @@ DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed refe
 
 
 def deployed(findings: Decided, arm: str | None = None) -> list[Decision]:
-    """What a user of a candidate meets: its cells against the uncompressed reference, the worst first; E4 decides them.
+    """What a user of a candidate meets: its cells against the uncompressed reference, the worst first.
 
     None where only serving policies are compared, or nothing compressed was: every cell is one then.
     """
@@ -91,13 +91,13 @@ def deployed(findings: Decided, arm: str | None = None) -> list[Decision]:
     sides = findings.comparison
     if not any(compressed_as_deployed(sides, d) for d in found):
         return []
-    alike = [d for d in found if d.estimand == "E1" and sides.is_uncompressed(d.policy)]
-    return sorted([d for d in found if d.estimand == "E2" or d in alike], key=_room)
+    alike = [d for d in found if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
+    return sorted([d for d in found if d.estimand == "deployed" or d in alike], key=_room)
 
 
 def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
     """Whether a cell holds a compressed candidate against the uncompressed reference."""
-    return d.estimand == "E2" and not sides.is_uncompressed(d.policy)
+    return d.estimand == "deployed" and not sides.is_uncompressed(d.policy)
 
 
 def _deployed(findings: Decided, arm: str) -> str:

@@ -1,4 +1,4 @@
-"""Churn (E7): what moved in every gated cell, which a drift hides: losses and gains cancel in it, a user meets both."""
+"""Churn: what moved in every gated cell, which a drift hides: losses and gains cancel in it, a user meets both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far token distributions moved (E8) on the reference's own text; never gated."""
+"""How far token distributions moved on the reference's own text; never gated."""
 
 from __future__ import annotations
 

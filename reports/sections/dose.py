@@ -1,4 +1,4 @@
-"""E6: how fast the desired behaviour goes as the budget shrinks or the context grows, and whether training changed it.
+"""How fast the desired behaviour goes as the budget shrinks or the context grows, and whether training changed it.
 
 The slope is the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or
 log2(length), one number per item, CR3-t over clusters; a training arm's slope is held against the reference's own.
@@ -54,7 +54,7 @@ class Dose:
 
 @dataclass(frozen=True)
 class DoseCurve:
-    """E6: the rate of an arm against the logarithm of the budget, or of the length.
+    """The rate of an arm against the logarithm of the budget, or of the length.
 
     ``slope`` is the change of the rate per doubling, ``against_reference`` the candidate's slope minus the reference's;
     both None where the cells cannot be compared (``reason``). ``unit`` says whether items or templates are averaged.

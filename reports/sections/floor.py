@@ -122,7 +122,7 @@ def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple
     plain = sides.uncompressed_of(d.policy)
     other = (d.arm, plain)
     if sides.mode == "training":
-        other = sides.reference, plain if d.estimand == "E2" else d.policy
+        other = sides.reference, plain if d.estimand == "deployed" else d.policy
     for arm, policy in ((d.arm, d.policy), other):
         name = sides.label(policy) if arm == other[0] == d.arm else f"{arm} @ {sides.label(policy)}"
         cells = floor_at(units, arm, policy, d.suite, d.context_tokens)
@@ -137,7 +137,7 @@ def _sentences(units: Units, decided: Decided) -> Iterator[str]:
     """The gated figures that are no larger than what the engine does by itself, a plain sentence each."""
     sides = decided.comparison
     for c in decided.contrasts:
-        share = floor_above(units, c) if c.estimand == "E4" and c.policy in decided.rules.primary else None
+        share = floor_above(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None
         if share is not None:
             where = f"{c.arm} @ {sides.label(c.policy)}, {spelled(decided.comparison, c.suite)}"
             yield inline(f"{where}: {_NO_MORE} ({percent(c.churn)}, {percent(share)}).")

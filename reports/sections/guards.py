@@ -180,7 +180,7 @@ def _cells(sides: Comparison, rules: Rules) -> Iterator[tuple[str, str, str]]:
     if sides.mode == "serving":
         yield from ((sides.base, sides.reference, policy) for policy in served)
         return
-    for estimand in ("E1", "E2"):
+    for estimand in ("alike", "deployed"):
         yield from ((estimand, arm, policy) for arm in sides.candidates for policy in served)
 
 

@@ -25,7 +25,7 @@ class InteractionSection(Section[tuple[Contrast, ...]]):
     def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
         if inputs.decided.comparison.mode == "serving":  # one checkpoint interacts with nothing
             return None
-        return tuple(contrasts_of(inputs.decided, "E5", gated_only=True))
+        return tuple(contrasts_of(inputs.decided, "interaction", gated_only=True))
 
     def passage(self, value: tuple[Contrast, ...], decided: Decided) -> Passage:
         explain = (

@@ -22,7 +22,7 @@ class SensitivitySection(Section[tuple[Contrast, ...]]):
     def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
         if inputs.decided.comparison.mode == "serving":  # there it is the drift itself
             return None
-        return tuple(contrasts_of(inputs.decided, "E4")) or None
+        return tuple(contrasts_of(inputs.decided, "serving")) or None
 
     def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
         yield contrasts_table(decided.comparison, value)

@@ -26,8 +26,8 @@ LOOK = {  # colour, marker, filled
 _COLUMNS = 3
 _MOST_COLUMNS = 4  # where that spares a second line
 _LETTER, _LEAST_BESIDE, _MOST_BESIDE = 0.07, 2.1, 8.0  # inches of a row's name, beside the panels
-_ENDS = {"E2": ", end to end", "E3": ", worst policy"}
-_DRAWN = ("E1", "E2", "E3", "E4")  # the others have margins of their own
+_ENDS = {"deployed": ", end to end", "worst": ", worst policy"}
+_DRAWN = ("alike", "deployed", "worst", "serving")  # the others have margins of their own
 
 
 _Row = tuple[str, str, str]  # policy, arm, estimand

@@ -29,9 +29,9 @@ _LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches, of the figure with its key and of 
 
 
 def draw(findings: Findings) -> Drawing | None:
-    """Training: E1, arms by policies, a panel per suite. Serving: E4, one row per suite."""
+    """Training: alike, arms by policies, a panel per suite. Serving: serving, one row per suite."""
     sides = findings.comparison
-    estimand = "E1" if sides.mode == "training" else "E4"
+    estimand = "alike" if sides.mode == "training" else "serving"
     known = [c for c in findings.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
     if sides.mode == "serving":
         known = [c for c in known if c.arm == sides.reference]

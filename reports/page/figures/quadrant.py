@@ -62,7 +62,7 @@ def draw(findings: Decided) -> Drawing | None:
 def pairs(findings: Decided) -> list[Point]:
     """Safety contrasts of gated policies, of suites and gated facets, each with the capability contrast of its cell."""
     sides = findings.comparison
-    estimand = "E1" if sides.mode == "training" else "E4"
+    estimand = "alike" if sides.mode == "training" else "serving"
     known = [
         c
         for c in findings.contrasts

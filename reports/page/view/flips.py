@@ -21,7 +21,7 @@ from kvaudit.reports.drift.drift import seed_pairs, sides, two_sides, weights_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, Array, CellKey, Panel, RecordPlace
 
-KINDS = {"E1": "alike", "E2": "deployed", "E4": "serving"}  # how a spec and the report call the sides
+KINDS = {"alike": "alike", "deployed": "deployed", "serving": "serving"}  # how a spec and the report call the sides
 
 
 class Change(NamedTuple):
@@ -53,7 +53,7 @@ class Flip:
 def kinds_of(data: RunData) -> frozenset[str]:
     """The contrasts whose flips are shown: candidates as deployed where the gate asks for them."""
     asked = set(data.spec.gate.estimands)
-    return frozenset(kind for kind in KINDS if kind != "E2" or asked & {"E2", "E3"})
+    return frozenset(kind for kind in KINDS if kind != "deployed" or asked & {"deployed", "worst"})
 
 
 def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
@@ -72,7 +72,7 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
             tables |= {name: data.panels.get((f"{suite}.{name}", context)) for name in names}
             known = {name: panel for name, panel in tables.items() if panel is not None}
             for estimand, arm, policy in sides(comparison) if known else ():
-                alike = estimand == "E2" and comparison.is_uncompressed(policy)
+                alike = estimand == "deployed" and comparison.is_uncompressed(policy)
                 if estimand in kinds and not alike:
                     yield from _of_side(comparison, known, estimand, arm, policy)
 
