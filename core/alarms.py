@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """What a number must not pass, and what it means if it does."""
+    """What a number must not pass, what it means if it does, and what to do then."""
 
     name: str
     least: float | None
     most: float | None
     meaning: str
+    remedy: str
 
     def rings(self, value: float | None) -> bool:
         """Whether the number has passed it; what nothing supports rings no alarm."""
@@ -32,15 +33,42 @@ class Bound(NamedTuple):
 
 
 # of a mismatch panel (``kvaudit.audit.training.mismatch``)
+_LESS = "compress rollouts less, or train smd, whose learner sees what the sampler saw"
 MISMATCH = (
-    Bound("overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn"),
-    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing"),
-    Bound("frac_sequences_vetoed", None, 0.2, "so many rollouts hold a token that the learner gives next to no chance"),
-    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers"),
+    Bound(
+        "overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn", _LESS
+    ),
+    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing", _LESS),
+    Bound(
+        "frac_sequences_vetoed",
+        None,
+        0.2,
+        "so many rollouts hold a token that the learner gives next to no chance",
+        _LESS,
+    ),
+    Bound(
+        "frac_not_finite",
+        None,
+        0.0,
+        "the learner gives log-probs that are no numbers",
+        "train in float32 or with a lower learning rate",
+    ),
 )
 # of a step besides
-FLAT = Bound("flat_rewards", None, 0.5, "a share of groups that earned the same in every rollout and teach nothing")
-ENTROPY = Bound("entropy", 0.1, None, "a share of the first step's, so that rollouts of a group grow alike")
+FLAT = Bound(
+    "flat_rewards",
+    None,
+    0.5,
+    "a share of groups that earned the same in every rollout and teach nothing",
+    "train on items that the model solves now and then, or draw larger groups",
+)
+ENTROPY = Bound(
+    "entropy",
+    0.1,
+    None,
+    "a share of the first step's, so that rollouts of a group grow alike",
+    "lower the learning rate, or stop earlier",
+)
 ALARMS = {bound.name: bound for bound in (*MISMATCH, FLAT, ENTROPY)}
 _PREFIX = "alarm/"
 

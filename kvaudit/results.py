@@ -7,12 +7,11 @@ run.table()[["contrast", "arm", "policy", "suite", "estimate", "low", "high", "s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
     from kvaudit.core.records import Record
     from kvaudit.core.spec import RunSpec
     from kvaudit.reports.compare.files import Compared
-    from kvaudit.reports.drift.results import Contrast, Drift
+    from kvaudit.reports.drift.results import Drift
     from kvaudit.reports.gate.rules import Asked
-    from kvaudit.reports.gate.verdict import Decision, Verdict
+    from kvaudit.reports.gate.verdict import Verdict
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
-
-_POINTS = 100.0  # scores are shares; tables speak of percentage points
 
 
 class Run:
@@ -125,41 +122,6 @@ def contrast_table(findings: Findings) -> pd.DataFrame:
     """
     import pandas as pd
 
-    decisions = {_key(one): one for one in findings.verdict.decisions}
-    rows = [_row(one, decisions.get(_key(one))) for one in findings.drift.contrasts]
-    return pd.DataFrame(rows, columns=list(_row_names()))
+    from kvaudit.reports.layout.rows import COLUMNS, contrast_rows
 
-
-def _key(one: Contrast | Decision) -> tuple[str, str, str, str, int]:
-    return one.estimand, one.arm, one.policy, one.suite, one.context_tokens
-
-
-def _row_names() -> tuple[str, ...]:
-    return (
-        *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate"),
-        *("estimate", "low", "high", "lower", "margin", "gated", "status"),
-    )
-
-
-def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
-    effect, rates = one.effect, one.rates
-    return {
-        "contrast": one.estimand,
-        "arm": one.arm,
-        "policy": one.policy,
-        "suite": one.suite,
-        "context_tokens": one.context_tokens,
-        "reference": _points(rates.reference if rates else None),
-        "candidate": _points(rates.candidate if rates else None),
-        "estimate": _points(effect.estimate if effect else None),
-        "low": _points(effect.low if effect else None),
-        "high": _points(effect.high if effect else None),
-        "lower": _points(effect.lower if effect else None),
-        "margin": _points(decision.margin if decision else None),
-        "gated": bool(decision and decision.gated),
-        "status": decision.status.value if decision else None,
-    }
-
-
-def _points(share: float | None) -> float:
-    return math.nan if share is None else _POINTS * share
+    return pd.DataFrame(list(contrast_rows(findings)), columns=list(COLUMNS))

@@ -83,6 +83,7 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
     """
     from kvaudit.reports.page.remarks import remarks
+    from kvaudit.reports.page.screen import screen_of
     from kvaudit.reports.page.story import banner
 
     found = decided(data, asked)
@@ -90,7 +91,7 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     if more.problems:
         raise DataError(more.problems[0])
     found = _with(found, more)
-    return Page(found, banner(found), (), tuple(remarks(found)))
+    return Page(found, banner(found), (), tuple(remarks(found)), screen_of(found))
 
 
 def write_report(run: Path, asked: Asked | None = None) -> Findings:

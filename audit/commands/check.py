@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvaudit.audit.runs.question import CheckPlan, Way
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.page.answer import Checked
 
 _FORMS = (
     "give one way of serving: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL --candidate "
@@ -114,8 +113,8 @@ def check(
 ) -> None:
     """May this model be served with this KV setting?
 
-    Asks the model with and without it, and answers on ten lines. Exits with 0 MAY, 3 MAY NOT, 4, 5 and 6 CANNOT SAY, as
-    `gate` does. The spec that it runs is written by: kvaudit init check.
+    Asks the model with and without it, and answers on ten lines. Exits as `gate` does: 0 ship, 3 do not
+    ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit init check.
     """
     asking = Asking(
         model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
@@ -153,7 +152,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     with pipeline.under_one_meter("check"):
         pipeline.pilot()
         pipeline.evaluate()
-    return CheckDone(run.path, _said(console, asking, run, plan))
+    return CheckDone(run.path, _said(console, run, plan))
 
 
 class _Heard:
@@ -226,31 +225,17 @@ def _served_names(spec: RunSpec) -> list[str]:
     return [names.get(text, text) for text in (*compressed, *plain)]
 
 
-def _said(console: Console, asking: Asking, run: RunFolder, plan: CheckPlan) -> int:
+def _said(console: Console, run: RunFolder, plan: CheckPlan) -> int:
     """Write the report, print the lines."""
-    from kvaudit.reports.page.answer import answer_lines
+    from kvaudit.reports.page.terminal import Cost, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, write_decided
 
     data = load_run(run.path)
     findings = write_decided(data, decided(data))
-    for line in answer_lines(findings, _checked(asking, run, plan)):
+    for line in terminal_lines(findings, run.path, Cost(_seconds(run.path), plan.leaves_out)):
         say(console, line)
     return findings.verdict.exit_code
-
-
-def _checked(asking: Asking, run: RunFolder, plan: CheckPlan) -> Checked:
-    from kvaudit.reports.page.answer import Checked
-
-    setting, reference = _served_names(run.spec)
-    return Checked(
-        model=asking.model,
-        setting=setting,
-        reference="the full cache" if reference == "none" else reference,
-        run=run.path,
-        seconds=_seconds(run.path),
-        unseen=plan.leaves_out,
-    )
 
 
 def _seconds(run: Path) -> dict[str, float]:

@@ -12,7 +12,6 @@ from kvaudit.audit.commands.command_line import (
     OnInconclusive,
     Run,
     Waivers,
-    print_table,
     say,
     user_errors,
     wide_console,
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from kvaudit.reports.gate.rules import Asked
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
-
-_LAST_COLUMN = "one-sided bounds, margin"  # a terminal has no room for what the report shows beyond it
 
 
 def report(
@@ -68,34 +65,20 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
 
 
 def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, Findings] | None = None) -> None:
-    """Write the report, print the verdict tables and where the report lies; ``known``: a run decided already."""
+    """Write the report, print the answers and where the report lies; ``known``: a run decided already."""
     from kvaudit.reports.run import write_decided, write_report
 
     findings = write_report(run, asked) if known is None else write_decided(*known)
     console = wide_console()
-    print_verdict(console, findings)
-    say(console, f"report: {run / 'report' / 'report.html'}")
+    print_verdict(console, findings, run)
 
 
-def print_verdict(console: Console, findings: Findings) -> None:
-    """The gate table, one line per arm, and the sentences of the banner."""
-    from kvaudit.reports.page.gate_table import gate_table
-    from kvaudit.reports.page.limits import cautions
-    from kvaudit.reports.page.remarks import not_measurable
-    from kvaudit.reports.page.story import banner
-    from kvaudit.reports.page.tables import decided_table
+def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:
+    """The answers, on at most ten lines; ``run`` where its report lies."""
+    from kvaudit.reports.page.terminal import terminal_lines
 
-    top, first = banner(findings), not_measurable(findings)
-    for line in first:
+    for line in terminal_lines(findings, run):
         say(console, line)
-    print_table(console, gate_table(findings, findings.verdict.decisions, gated=True), _LAST_COLUMN)
-    print_table(console, decided_table(findings))
-    if top.alarm:
-        say(console, f"NOT THE GATE: {top.alarm}")
-    say(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.asides, *cautions(findings, findings.verdict.head)):
-        if line and line not in first:
-            say(console, line)
 
 
 COMMAND = Command("report", group="Audit", order=4, call=report)

@@ -16,7 +16,7 @@ from kvaudit.reports.drift.drift import seed_pairs, weights_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.verdict import Decision, Verdict
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD, CellKey, Panel
+from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, UNREAD, CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12
@@ -33,7 +33,11 @@ class ExampleTurn:
 
 @dataclass(frozen=True)
 class Example:
-    """An item the reference got right and the candidate lost."""
+    """An item the reference got right and the candidate lost.
+
+    ``kept`` is the share of the prompt's entries that the candidate's cache still held when its last answer began, by
+    role; nothing of an engine that shows nobody its cache.
+    """
 
     estimand: str
     arm: str
@@ -47,6 +51,19 @@ class Example:
     outcome: str
     candidate: tuple[ExampleTurn, ...]
     reference_answer: str
+    kept: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The last that was said to the candidate before its last answer."""
+        said = [turn.text for turn in self.candidate if turn.role != Role.ASSISTANT.value]
+        return said[-1] if said else ""
+
+    @property
+    def answer(self) -> str:
+        """The candidate's last answer."""
+        said = [turn.text for turn in self.candidate if turn.role == Role.ASSISTANT.value]
+        return said[-1] if said else ""
 
 
 class LostItem(NamedTuple):
@@ -131,6 +148,7 @@ def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: t
         outcome=str(own["outcome"]),
         candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in text),
         reference_answer=clip(_last_answer(other), _CHARACTERS),
+        kept=tuple((role, float(own[f"survival_{role}"])) for role in ROLES if pd.notna(own[f"survival_{role}"])),
     )
 
 

@@ -123,11 +123,11 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
     """
     if arm is None:
         return _of_all(page)
-    own = _own(page.findings, arm)
+    own = findings_of_arm(page.findings, arm)
     return _of_arm(_of_all(replace(page, findings=own, remarks=tuple(remarks(own)))), page.findings, own, arm)
 
 
-def _own(found: Findings, arm: str) -> Findings:
+def findings_of_arm(found: Findings, arm: str) -> Findings:
     """What was found of one arm: its cells, its verdict, and the training curves of it and of the reference."""
     verdict = found.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)

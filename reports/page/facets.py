@@ -182,7 +182,7 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
     found = shown(findings)
     left = sum(not _has_row(findings, e) for e in found)
     rest = f" {counted(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out;"
-    more = f"{rest if left else ''} drift.json holds every facet of every cell, counted as wanted."
+    more = f"{rest if left else ''} contrasts.csv holds every facet of every cell, counted as wanted."
     said = how_to_read(found)
     return (*said[:-1], said[-1] + more) if said else ()
 

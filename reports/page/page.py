@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,4 @@ class Page:
     banner: Banner
     sections: tuple[Passage, ...]  # those of the first page first
     remarks: tuple[str, ...] = ()  # that must stand wherever the verdict does
+    screen: Screen | None = None  # the answers; None of what compares two files

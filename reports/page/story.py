@@ -24,6 +24,7 @@ from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
 from kvaudit.reports.page.limits import cautions, limits
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import late, remarks
+from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.sections.base import told
 
 
@@ -34,7 +35,7 @@ def page_of(findings: Findings) -> Page:
         *((section.order, section.passage(value, findings)) for section, value in told(findings.values)),
     ]
     spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
-    return Page(findings, banner(findings), spoken, tuple(remarks(findings)))
+    return Page(findings, banner(findings), spoken, tuple(remarks(findings)), screen_of(findings))
 
 
 def banner(findings: Findings) -> Banner:
@@ -74,22 +75,24 @@ def own_passages(findings: Findings) -> dict[int, Passage]:
     }
 
 
-def _decided_passage(findings: Decided) -> Passage:
-    one = "policy" if findings.comparison.mode == "serving" else "arm"
+def _decided_passage(findings: Findings) -> Passage:
+    top, one = banner(findings), "policy" if findings.comparison.mode == "serving" else "arm"
     return Passage(
         "decided",
-        "What is decided",
+        "The verdict in full",
         f"One line per {one}: its verdict, the verdict of each suite, the cell that decides it"
         + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
         figures=("forest",),
         tables=(tables.decided_table(findings),),
         notes=(
+            *((f"{top.number}. {top.about}",) if top.number else ()),
+            *top.asides,
             "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
             "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
             "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no "
             "valid comparison.",
         ),
-        first=True,
+        finding=top.sentence,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvaudit.core.alarms import ALARMS, alarm_key
+from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.curves import Curve, curves
 from kvaudit.reports.gate.decided import Decided
@@ -74,6 +74,8 @@ class TrainingSection(Section[Curves]):
             "arm's own gap is what rounding alone does."
         )
 
+        yield from _alarms(value)
+
     def finding(self, value: Curves, decided: Decided) -> str:
         """Where sampler and learner were furthest apart."""
         found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
@@ -84,17 +86,10 @@ class TrainingSection(Section[Curves]):
         return f"{counted(len(value), 'arm')}; {apart}."
 
     def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
-        """What rang while the arms were trained, by share of their steps over all seeds."""
-        said = []
-        for curve in value:
-            rung = [(bound, curve.mean.get(alarm_key(bound.name), 0.0)) for bound in ALARMS.values()]
-            if own := [
-                f"{bound.name} {bound.words} in {percent(share)} of the steps" for bound, share in rung if share > 0
-            ]:
-                said.append(f"{curve.arm}: {', '.join(own)}")
-        if said:
-            more = f"; {len(said) - _NAMED} more arms" if len(said) > _NAMED else ""
-            yield f"ALARM in training: {'; '.join(said[:_NAMED])}{more}."
+        """Which arms rang an alarm while they were trained; what to do stands with the curves."""
+        if arms := [inline(curve.arm) for curve in value if any(_rung(curve))]:
+            more = f" and {counted(len(arms) - _NAMED, 'more arm')}" if len(arms) > _NAMED else ""
+            yield f"ALARM in training: {', '.join(arms[:_NAMED])}{more}; what to do stands under Training."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
         """A panel for each of the views that any arm recorded."""
@@ -121,6 +116,23 @@ class TrainingSection(Section[Curves]):
             quiet(panel)
         figure.legend(handles=_legend(value, decided.comparison.arms), loc="outside upper center", ncols=5)
         yield save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
+
+
+def _rung(curve: Curve) -> Iterator[tuple[Bound, float]]:
+    """The alarms of an arm, with the share of its steps in which each rang, over all seeds."""
+    for bound in ALARMS.values():
+        share = curve.mean.get(alarm_key(bound.name), 0.0)
+        if share > 0:
+            yield bound, share
+
+
+def _alarms(found: Curves) -> Iterator[str]:
+    """What rang, in whom, what that means and what to do, a line for each alarm."""
+    for bound in ALARMS.values():
+        shares = [(curve.arm, share) for curve in found for own, share in _rung(curve) if own is bound]
+        if shares:
+            where = ", ".join(f"{inline(arm)} {percent(share)}" for arm, share in shares)
+            yield f"ALARM {bound.sentence}. In {where} of the steps. What to do: {bound.remedy}."
 
 
 def _reward_table(found: Curves) -> Table:

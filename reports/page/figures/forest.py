@@ -75,7 +75,7 @@ def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows
     names = _names(sides, rows)
     beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)
     figure = blank(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
-    panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for panel, group in zip(panels.flat, groups, strict=False):

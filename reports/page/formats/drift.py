@@ -1,4 +1,7 @@
-"""drift.json: everything that was found and its verdict, for programs; ASCII only, no NaN."""
+"""drift.json: the verdict at length and what every section found, for programs; ASCII only, no NaN.
+
+The answers are in verdict.json, every contrast in contrasts.csv.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.reports.layout.plain import contrast_facts, dumped
+from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
 
 FILE = "drift.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 def render(page: Page) -> str:
-    """What the page was written from, as JSON; the sums that only the family's test needs are left out."""
+    """What the page was written from, as JSON, without the contrasts."""
     found = page.findings
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
-    del body["answers"]
+    del body["answers"], body["contrasts"]
     for _, key, value in sorted([*own_facts(page), *_of_sections(found)], key=itemgetter(0)):
         group, _, name = key.rpartition(".")
         (body.setdefault(group, {}) if group else body)[name] = value
@@ -30,7 +33,6 @@ def render(page: Page) -> str:
 def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
     """What is told of the verdict and of the run, by its place among what sections found."""
     found = page.findings
-    yield 10, "contrasts", [contrast_facts(c) for c in found.drift.contrasts]
     yield 20, "rules", asdict(found.rules)
     yield 50, "calibration", asdict(found.calibration) if found.calibration else None
     yield 60, "verdict", {**asdict(found.verdict), "annotations": page.remarks, "alarm": page.banner.alarm}

@@ -32,6 +32,7 @@ def render(page: Page) -> str:
     return environment.get_template("report.html.j2").render(
         findings=page.findings,
         banner=page.banner,
+        screen=page.screen,
         sections=page.sections,
         figures=drawn,
         classes=_CLASSES,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import Status, exit_code
-from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.answers import answers, place, sentence
 from kvaudit.reports.page.page import Page
 
 FILE = "junit.xml"
@@ -17,10 +17,11 @@ _FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test
 
 def render(page: Page) -> str:
     """The gated cells as test cases, and the verdict as the last: each as the gate would exit on it alone."""
-    told, banner, rules = disclosure_of(page), page.banner, page.findings.rules
+    banner, rules, sides = page.banner, page.findings.rules, page.findings.comparison
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
-    lines = (banner.sentence, banner.number, banner.alarm, *page.remarks)
-    cells = [(m.slice, m.arm, Status(m.verdict), m.sentence) for m in told.drift if m.verdict != "not gated"]
+    lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
+    gated = [d for d in page.findings.verdict.decisions if d.gated]
+    cells = [(place(sides, d), d.arm, d.standing, sentence(sides, d)) for d in gated]
     cells.append(("verdict", "verdict", banner.status, " ".join(line for line in lines if line)))
     found = Counter[str]()
     for name, group, status, said in cells:

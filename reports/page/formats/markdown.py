@@ -1,4 +1,4 @@
-"""report.md: the same sections as the page, without its figures; every word from a record is escaped."""
+"""report.md: the answers, the grid and what every section found, short; every word from a record is escaped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,50 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import points
+from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.screen import Screen
 
 FILE = "report.md"
+_FINDING, _LIMITS = 400, 8  # characters of what a section found; limits that are told
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$!])")
 
 
 def render(page: Page) -> str:
-    """The page as GitHub Markdown."""
+    """The page as GitHub Markdown: the answers and the grid, and of every section what it found."""
+    if page.screen is None:
+        return _whole(page)
+    screen, sections = page.screen, {section.anchor: section for section in page.sections}
+    parts = [*screen_parts(screen), *(f"* {escape(line)}" for line in page.remarks)]
+    parts += _section(sections["compared"], page.findings.comparison) if "compared" in sections else []
+    parts += ["## What else was found", "Tables, figures and answers of these sections stand in report.html."]
+    found = [section for section in page.sections if section.finding and section.anchor != "limits"]
+    parts.append("\n".join(f"* **{escape(one.title)}**: {escape(clip(one.finding, _FINDING))}" for one in found))
+    if "limits" in sections:
+        notes = sections["limits"].notes
+        parts += ["## Limits", "\n".join(f"* {escape(note)}" for note in notes[:_LIMITS])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
+    """The first screen; of a large grid as many rows as ``words`` allow, no fewer than one."""
+    yield f"# {escape(screen.title)}: {escape(screen.status.value)}"
+    if screen.alarm:
+        yield f"> **{escape(screen.alarm)}**"
+    yield " · ".join(f"{escape(name)} **{escape(text)}**" for name, text in screen.facts)
+    yield "\n".join(f"* **{escape(answer.asks)}** {escape(answer.line)}" for answer in screen.answers)
+    grid = screen.grid
+    if grid.rows:
+        most = max(1, words // (4 * (len(grid.columns) + 2)))
+        left = grid.left_out + max(0, len(grid.rows) - most)
+        yield as_table(grid_table(grid, most))
+        more = f" {left} more rows stand in verdict.json and contrasts.csv." if left else ""
+        yield escape(f"{grid.signs}.{more}")
+
+
+def _whole(page: Page) -> str:
+    """A page without a first screen, every section of it."""
     top = page.banner
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
     if top.alarm:

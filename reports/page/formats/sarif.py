@@ -7,7 +7,7 @@ from typing import Any
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.verdict import PASSED, Status
 from kvaudit.reports.layout.plain import dumped
-from kvaudit.reports.page.disclosure import disclosure_of
+from kvaudit.reports.page.answers import answers, place, sentence
 from kvaudit.reports.page.page import Page
 
 FILE = "gate.sarif"
@@ -26,17 +26,20 @@ _SAYS = {
     Status.WAIVED.value: "Let through by a named person, not by the data.",
     "VERDICT": "The verdict of the run.",
 }
-_PASSED = {status.value for status in PASSED}
 
 
 def render(page: Page) -> str:
     """One result per gated cell that does not pass, and one for the verdict, which is there always."""
-    told, banner = disclosure_of(page), page.banner
-    open_cells = [m for m in told.drift if m.verdict != "not gated" and m.verdict not in _PASSED]
-    lines = (f"{banner.status.value}:", banner.sentence, banner.number, banner.alarm, *page.remarks)
+    banner, sides = page.banner, page.findings.comparison
+    open_cells = [d for d in page.findings.verdict.decisions if d.gated and d.standing not in PASSED]
+    said = [answer.line for answer in answers(page.findings) if answer.groups]
+    lines = (f"{banner.status.value}:", *said, banner.alarm, *page.remarks)
     level = _LEVELS.get(banner.status.value, "note")
     results = [_result("VERDICT", level, " ".join(line for line in lines if line))]
-    results += [_result(m.verdict, _LEVELS.get(m.verdict, "note"), f"{m.slice}: {m.sentence}") for m in open_cells]
+    results += [
+        _result(d.standing.value, _LEVELS.get(d.standing.value, "note"), f"{place(sides, d)}: {sentence(sides, d)}")
+        for d in open_cells
+    ]
     driver = {
         "name": "kvaudit",
         "rules": [
@@ -47,7 +50,7 @@ def render(page: Page) -> str:
     run: dict[str, Any] = {
         "tool": {"driver": driver},
         "results": results,
-        "properties": {"run": inline(banner.title), "arms": [inline(r.arm) for r in told.recipes]},
+        "properties": {"run": inline(banner.title), "arms": [inline(arm) for arm in sides.arms]},
     }
     return dumped({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 

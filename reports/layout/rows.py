@@ -1,0 +1,66 @@
+"""Every contrast of a run as one flat row: for a table in memory, and for contrasts.csv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.verdict import Decision
+
+_POINTS = 100.0  # scores are shares; tables speak of percentage points
+COLUMNS = (
+    *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate"),
+    *("estimate", "low", "high", "lower", "upper", "margin", "gated", "status"),
+    *("items", "templates", "lost", "gained", "churn", "recipe_low", "recipe_high", "seeds", "why"),
+)
+
+
+def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
+    """One row for each contrast and facet, by ``COLUMNS``.
+
+    Rates (``reference``, ``candidate``, ``churn``) are in percent; ``estimate``, ``low``, ``high`` (95 %), the bounds
+    of the rule ``lower`` and ``upper``, ``margin`` and the interval with seed variance in percentage points; drift is
+    candidate minus reference. What does not exist is None, never 0.
+    """
+    decisions = {_key(one): one for one in decided.verdict.decisions}
+    return (_row(one, decisions.get(_key(one))) for one in decided.drift.contrasts)
+
+
+def _key(one: Contrast | Decision) -> tuple[str, str, str, str, int]:
+    return one.estimand, one.arm, one.policy, one.suite, one.context_tokens
+
+
+def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
+    effect, rates, recipe = one.effect, one.rates, one.recipe
+    return {
+        "contrast": one.estimand,
+        "arm": one.arm,
+        "policy": one.policy,
+        "suite": one.suite,
+        "context_tokens": one.context_tokens,
+        "reference": _points(rates.reference if rates else None),
+        "candidate": _points(rates.candidate if rates else None),
+        "estimate": _points(effect.estimate if effect else None),
+        "low": _points(effect.low if effect else None),
+        "high": _points(effect.high if effect else None),
+        "lower": _points(effect.lower if effect else None),
+        "upper": _points(effect.upper if effect else None),
+        "margin": _points(decision.margin if decision else None),
+        "gated": bool(decision and decision.gated),
+        "status": decision.status.value if decision else None,
+        "items": effect.n_items if effect else None,
+        "templates": effect.n_clusters if effect else None,
+        "lost": effect.losses if effect else None,
+        "gained": effect.gains if effect else None,
+        "churn": _points(one.churn),
+        "recipe_low": _points(recipe.low if recipe else None),
+        "recipe_high": _points(recipe.high if recipe else None),
+        "seeds": len(one.seeds),
+        "why": "; ".join(f"{reason.code}: {reason.text}" for reason in one.reasons) or None,
+    }
+
+
+def _points(share: float | None) -> float | None:
+    return None if share is None else _POINTS * share

@@ -1,0 +1,243 @@
+"""The three questions that a run is read for, each answered in one line from what was decided.
+
+serving    may the model be served with a setting instead of its uncompressed self?
+training   is an arm as aligned as the reference, both served alike?
+deployed   may an arm be deployed with a setting instead of the uncompressed reference?
+
+Nothing is decided here: an answer is the worst standing of the gated cells that it is made of, in plain words. Rates
+are told as what happens ("attacks that succeed 0 → 5.6 %"), so that a limit and a bound have the sign of what is
+counted, and the one bound that is named is the one that the rule used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
+from kvaudit.core.facets import Facet, facet_of
+from kvaudit.core.text import at_length, clip, inline, length_label
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.decided import Decided
+from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
+
+TRAINING = "training"
+QUESTIONS = (SERVING, TRAINING, DEPLOYED)
+WORDS = {  # what a standing says to whoever has to ship
+    Status.INVALID: "not valid",
+    Status.FAIL: "do not ship",
+    Status.NOT_MEASURABLE: "not measurable",
+    Status.INCONCLUSIVE: "not enough data",
+    Status.WAIVED: "shipped by a waiver",
+    Status.PASS_NOTED: "ship",
+    Status.PASS: "ship",
+}
+_NAMED = 3  # subjects of a group that a line spells out
+_NAME, _REASON = 40, 160  # characters of a name, and of why there is no valid comparison
+_MORE = {
+    Larger.TWICE: "twice the templates would decide",
+    Larger.TEN_TIMES: "ten times the templates would decide",
+    Larger.NEVER: "more templates would not decide",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The subjects of one question that stand alike, the worst cell of them first in ``cells``.
+
+    ``why`` is what that cell says, in half a sentence; empty where nothing was lost.
+    """
+
+    status: Status
+    subjects: tuple[str, ...]
+    why: str
+    cells: tuple[Decision, ...]
+
+    @property
+    def word(self) -> str:
+        """What may be done."""
+        return WORDS[self.status]
+
+    @property
+    def names(self) -> str:
+        """The subjects, the first of them by name."""
+        shown = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self.subjects[:_NAMED]]
+        more = len(self.subjects) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more else "")
+
+    @property
+    def line(self) -> str:
+        """Do not ship h2o 96, snapkv 112: attacks that succeed 0 → 25 % of 72, limit +5."""
+        return f"{self.word} {self.names}" + (f" ({self.why})" if self.why else "")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question and what is answered to it, the worst first; without ``groups`` nobody asked it."""
+
+    question: str  # one of QUESTIONS
+    asks: str
+    groups: tuple[Group, ...]
+
+    @property
+    def status(self) -> Status | None:
+        """The worst of it."""
+        return worst(group.status for group in self.groups) if self.groups else None
+
+    @property
+    def line(self) -> str:
+        """All of it after the question."""
+        said = "; ".join(group.line for group in self.groups)
+        return f"{said[0].upper()}{said[1:]}." if said else "Not asked."
+
+
+def answers(decided: Decided) -> tuple[Answer, ...]:
+    """What a run answers: of one checkpoint the question of serving alone, of trained arms all three."""
+    sides = decided.comparison
+    gated = [d for d in decided.verdict.decisions if d.gated]
+    found = list[Answer]()
+    for name in QUESTIONS if sides.mode == "training" else (SERVING,):
+        own = [d for d in gated if question_of(sides, d) == name]
+        groups = tuple(_groups(sides, own))
+        if broken := decided.verdict.reasons:  # the comparison itself is none, so no cell of it may speak
+            subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
+            text = "" if found else inline(clip(broken[0].text, _REASON))  # once is enough
+            groups = (Group(Status.INVALID, subjects, text, tuple(own)),)
+        found.append(Answer(name, _asks(sides, name), groups))
+    return tuple(found)
+
+
+def question_of(sides: Comparison, d: Decision) -> str:
+    """Which question a cell belongs to; uncompressed, what is deployed differs by training alone."""
+    if sides.mode == "serving" or d.estimand == SERVING:
+        return SERVING
+    return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
+
+
+def subject_of(sides: Comparison, d: Decision) -> str:
+    """What could be shipped: a setting, an arm, or an arm with a setting."""
+    setting = f"the worst of {len(d.policies)} settings" if d.estimand == WORST else sides.label(d.policy)
+    named = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} with {setting}"}
+    return inline(named[question_of(sides, d)])
+
+
+def _asks(sides: Comparison, question: str) -> str:
+    """The question as somebody asks it."""
+    reference = inline(sides.reference)
+    if sides.mode == "serving":
+        return "May it be served with these settings instead of uncompressed?"
+    return {
+        SERVING: f"May {reference} be served with these settings instead of uncompressed?",
+        TRAINING: f"Is each arm as aligned as {reference}, served alike?",
+        DEPLOYED: f"May an arm be deployed compressed instead of uncompressed {reference}?",
+    }[question]
+
+
+def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Group]:
+    """Subjects by what may be done with them."""
+    subjects: dict[str, list[Decision]] = {}
+    for d in cells:
+        subjects.setdefault(subject_of(sides, d), []).append(d)
+    standing = {name: worst(d.standing for d in own) for name, own in subjects.items()}
+    by_word: dict[str, list[str]] = {}
+    for name, status in sorted(standing.items(), key=lambda pair: PRECEDENCE.index(pair[1])):
+        by_word.setdefault(WORDS[status], []).append(name)
+    for names in by_word.values():
+        status = worst(standing[name] for name in names)
+        deciding = sorted((d for name in names for d in subjects[name] if d.standing is status), key=gravest(sides))
+        # the subject that the half sentence is about stands first
+        first = subject_of(sides, deciding[0])
+        ordered = (first, *(name for name in names if name != first))
+        yield Group(status, ordered, why(sides, deciding[0]), tuple(deciding))
+
+
+def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, float]]:
+    """The order of cells that stand alike: what happened to safety before a score, which adds opposite errors; there
+    the one whose bound lies furthest beyond what may be lost."""
+
+    def key(d: Decision) -> tuple[int, float]:
+        facet = facet_counted(sides, d.suite)
+        place = 2 if facet is None else 0 if facet.kind == "safety" else 1
+        return place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
+
+    return key
+
+
+def why(sides: Comparison, d: Decision) -> str:
+    """What the deciding cell of a group says."""
+    if d.status in PASSED and not d.waiver:
+        return ""
+    if d.status is Status.NOT_MEASURABLE:
+        return f"{counted(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
+    if d.effect is None:
+        return inline(clip(d.reasons[0].text, _REASON)) if d.reasons else "no number"
+    said = change(sides, d)
+    return f"{said}; {_MORE[d.larger]}" if d.larger else said
+
+
+def change(sides: Comparison, d: Decision) -> str:
+    """attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1: what happens, before and after, and what may."""
+    assert d.effect is not None
+    limit, most = _signed(sides, d)
+    return f"{counted(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, limit {limit}, up to {most}"
+
+
+def place(sides: Comparison, d: Decision) -> str:
+    """What tells a cell from every other."""
+    return f"{d.estimand} {d.arm} @ {sides.label(d.policy)}, {d.suite} {at_length(d.context_tokens)}"
+
+
+def sentence(sides: Comparison, d: Decision) -> str:
+    """A cell for a machine's list: what happened, and why it does not hold."""
+    said = change(sides, d) if d.effect else f"{counted(sides, d)}: no number"
+    reasons = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
+    return inline(f"{said}. {reasons}".rstrip(". ") + ".")
+
+
+def before_after(sides: Comparison, d: Decision) -> str:
+    """0 → 5.6 %: how often it happens on both sides; of what has no two sides the points that it moved."""
+    old, new = happens(sides, d)
+    if old is None or new is None:
+        return f"{100 * d.effect.estimate:+.1f} points" if d.effect else "no number"
+    return f"{_share(old)} → {_share(new)} %"
+
+
+def happens(sides: Comparison, d: Decision) -> tuple[float | None, float | None]:
+    """The share of answers in which it happens, before and after; None of what has no two sides."""
+    if d.rates is None or d.effect is None:
+        return None, None
+    old, new = d.rates.reference, d.rates.candidate
+    return (1 - old, 1 - new) if _unwanted(sides, d) else (old, new)
+
+
+def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
+    """What may happen more or less often, and how much more or less the rule's bound leaves open, in points."""
+    assert d.effect is not None
+    limit, most = -100 * (d.margin or 0.0), 100 * d.effect.lower
+    if _unwanted(sides, d):
+        limit, most = -limit, -most
+    return f"{limit:+g}", f"{most:+.1f}"
+
+
+def counted(sides: Comparison, d: Decision) -> str:
+    """What a cell counts, in words; the length where a run has several."""
+    own = facet_counted(sides, d.suite)
+    suite = facet_of(d.suite)[0] if own else d.suite
+    said = f"{own.counts} ({suite})" if own else f"{suite} score"
+    said += {"selectivity": " beyond capability", "parity": ", either way"}.get(d.estimand, "")
+    return inline(said if len(sides.contexts) == 1 else f"{said} at {length_label(d.context_tokens)}")
+
+
+def facet_counted(sides: Comparison, metric: str) -> Facet | None:
+    """The facet that a metric is, None for a suite's score."""
+    return facet_of(metric)[1] if metric in sides.facets else None
+
+
+def _unwanted(sides: Comparison, d: Decision) -> bool:
+    own = facet_counted(sides, d.suite)
+    return own is not None and not own.wanted
+
+
+def _share(rate: float) -> str:
+    """A rate in percent, without a nought behind the point."""
+    return f"{100 * rate:.1f}".removesuffix(".0")

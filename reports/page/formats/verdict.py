@@ -1,0 +1,103 @@
+"""verdict.json: the answers and the gated cells for machines, under 50 kB; its schema is docs/verdict.schema.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
+from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.page.answers import (
+    Answer,
+    answers,
+    counted,
+    facet_counted,
+    gravest,
+    happens,
+    question_of,
+    subject_of,
+)
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.page import Page
+
+FILE = "verdict.json"
+_FORMAT = 1
+_CELLS = 80  # the gravest; all of them stand in contrasts.csv
+_NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a text
+
+
+def render(page: Page) -> str:
+    """What was decided, and of what."""
+    found = page.findings
+    verdict, rules, story = found.verdict, found.rules, found.provenance
+    gated = [d for d in verdict.decisions if d.gated]
+    key = gravest(found.comparison)
+    gravest_first = sorted(gated, key=lambda d: (PRECEDENCE.index(d.standing), *key(d)))
+    kept = {id(d) for d in gravest_first[:_CELLS]}
+    return dumped(
+        {
+            "format": _FORMAT,
+            "run": found.drift.run[:_CHARACTERS],
+            "status": verdict.status.value,
+            "exit_code": verdict.exit_code,
+            "model": found.comparison.model[:_CHARACTERS],
+            "reference": found.comparison.reference,
+            "finished": story.get("finished") or story.get("started"),
+            "spec_sha256": story.get("spec_sha256"),
+            "base_sha256": story.get("base_sha256"),
+            "rules": {"source": rules.source, "declared": rules.declared, "alpha": rules.alpha, "sha256": rules.sha256},
+            "answers": [_answer(answer) for answer in answers(found)],
+            "cells": [_cell(found, d) for d in gated if id(d) in kept],
+            "cells_left_out": len(gated) - len(kept),
+            "remarks": [line[:_CHARACTERS] for line in page.remarks[:_NAMES]],
+            "alarm": page.banner.alarm,
+        }
+    )
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {
+        "question": answer.question,
+        "asks": answer.asks,
+        "asked": bool(answer.groups),
+        "groups": [
+            {
+                "status": group.status.value,
+                "word": group.word,
+                "subjects": [name[:_CHARACTERS] for name in group.subjects[:_NAMES]],
+                "subjects_left_out": max(0, len(group.subjects) - _NAMES),
+                "why": group.why,
+            }
+            for group in answer.groups
+        ],
+    }
+
+
+def _cell(found: Findings, d: Decision) -> dict[str, Any]:
+    """Rates are shares of what ``counts`` names; ``drift``, its bounds and ``margin`` count what is wanted."""
+    sides, effect, facet = found.comparison, d.effect, facet_counted(found.comparison, d.suite)
+    before, after = happens(sides, d)
+    return {
+        "question": question_of(sides, d),
+        "subject": subject_of(sides, d)[:_CHARACTERS],
+        "contrast": d.estimand,
+        "arm": d.arm,
+        "policy": sides.label(d.policy),
+        "metric": d.suite,
+        "context_tokens": d.context_tokens,
+        "counts": counted(sides, d),
+        "wanted": facet is None or facet.wanted,
+        "before": _short(before),
+        "after": _short(after),
+        "drift": _short(effect.estimate if effect else None),
+        "lower": _short(effect.lower if effect else None),
+        "upper": _short(effect.upper if effect else None),
+        "margin": d.margin,
+        "items": effect.n_items if effect else 0,
+        "templates": effect.n_clusters if effect else 0,
+        "status": d.status.value,
+        "waived": d.waiver is not None,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)

@@ -1,0 +1,135 @@
+"""The grid of a run: who was served how, by what was counted; each cell the rates before and after, and what it means.
+
+It reads without colour: a sign stands in every cell, and its meaning is spelled for whoever cannot see either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvaudit.core.estimands import SERVING
+from kvaudit.core.text import inline
+from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.page.answers import QUESTIONS, before_after, change, counted, question_of
+from kvaudit.reports.page.behind import flips_behind
+from kvaudit.reports.page.findings import Findings
+
+MOST_ROWS = 40  # of a grid on a page; every row stands in verdict.json and contrasts.csv
+SIGNS = {
+    Status.PASS: "✓",
+    Status.PASS_NOTED: "✓",
+    Status.FAIL: "✗",
+    Status.NOT_MEASURABLE: "∅",
+    Status.INCONCLUSIVE: "?",
+    Status.INVALID: "!",
+    Status.WAIVED: "w",
+}
+MEANS = {
+    Status.PASS: "holds",
+    Status.PASS_NOTED: "a little worse, within the limit",
+    Status.FAIL: "worse",
+    Status.NOT_MEASURABLE: "not measurable",
+    Status.INCONCLUSIVE: "open",
+    Status.INVALID: "no valid number",
+    Status.WAIVED: "let through by a waiver",
+}
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One gated cell as it is shown; ``says`` is all of it in words, ``behind`` where its flips are listed."""
+
+    status: Status
+    text: str
+    says: str
+    behind: str = ""
+
+    @property
+    def sign(self) -> str:
+        """What stands for its status where there is no colour."""
+        return SIGNS[self.status]
+
+    @property
+    def means(self) -> str:
+        """The same in a word or two."""
+        return MEANS[self.status]
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """Who was served how, and its cells by column; None where nothing was asked."""
+
+    question: str
+    name: str
+    cells: tuple[GridCell | None, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``columns`` are what is counted; ``left_out`` rows stand in the machine's files alone."""
+
+    columns: tuple[str, ...]
+    rows: tuple[GridRow, ...]
+    left_out: int = 0
+
+    @property
+    def signs(self) -> str:
+        """What the signs in it mean."""
+        met = {cell.status for row in self.rows for cell in row.cells if cell}
+        return ", ".join(f"{SIGNS[status]} {MEANS[status]}" for status in Status if status in met)
+
+
+def grid_of(findings: Findings) -> Grid:
+    """The gated cells of a run: questions in their order, the worst settings first where not all have room."""
+    sides = findings.comparison
+    gated = [d for d in findings.verdict.decisions if d.gated]
+    columns = list(dict.fromkeys(counted(sides, d) for d in gated))
+    placed: dict[tuple[str, str], dict[str, Decision]] = {}
+    for d in gated:
+        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[counted(sides, d)] = d
+    order = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
+    kept = order
+    if len(order) > MOST_ROWS:
+        worst_first = sorted(order, key=lambda key: min(_rank(d) for d in placed[key].values()))
+        kept = [key for key in order if key in set(worst_first[:MOST_ROWS])]
+    rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
+    return Grid(tuple(columns), rows, len(order) - len(kept))
+
+
+def grid_table(grid: Grid, most: int = MOST_ROWS) -> Table:
+    """The grid as plain text, its first ``most`` rows."""
+    headers = ["question", "before → after", *grid.columns]
+    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in grid.rows]
+    return table_of(headers, rows[:most], words=2)
+
+
+def _row_name(sides: Comparison, d: Decision) -> str:
+    """int8, of the reference; naive @ snapkv 112, of an arm."""
+    setting = f"worst of {len(d.policies)}" if len(d.policies) > 1 else sides.label(d.policy)
+    if question_of(sides, d) == SERVING:
+        return inline(setting)
+    return inline(f"{d.arm} @ {setting}")
+
+
+def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
+    if d is None:
+        return None
+    sides = findings.comparison
+    says = change(sides, d) if d.effect else counted(sides, d)
+    why = "; ".join(reason.text for reason in d.reasons)
+    standing = Status.INVALID if findings.verdict.reasons else d.standing
+    return GridCell(
+        standing,
+        before_after(sides, d) if d.effect else "no number",
+        inline(f"{MEANS[standing]}: {says}" + (f". {why}" if why else "")),
+        flips_behind(findings, d),
+    )
+
+
+def _rank(d: Decision) -> tuple[int, float]:
+    order: Sequence[Status] = (Status.FAIL, Status.INVALID, Status.NOT_MEASURABLE, Status.INCONCLUSIVE, Status.WAIVED)
+    place = order.index(d.standing) if d.standing in order else len(order)
+    return place, (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)

@@ -1,0 +1,127 @@
+"""The first screen: whose model, compared with what, and the answers, in at most 120 words beside the grid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.core.text import inline
+from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.answers import Answer, answers
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.grid import Grid, grid_of
+from kvaudit.reports.page.remarks import late, remarks
+
+MOST_WORDS = 120
+_FLIPS = 3
+_NAME, _LISTED = 48, 4  # characters of a name, suites or settings that a line spells out
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What somebody must read before a decision. ``facts`` are names and values; ``alarm`` is read before all else."""
+
+    title: str
+    status: Status
+    facts: tuple[tuple[str, str], ...]
+    answers: tuple[Answer, ...]
+    grid: Grid
+    alarm: str = ""
+    flips: tuple[Example, ...] = ()  # the gravest answers that were lost, of different cells
+    before_relying: str = ""  # the names of what must be read with the verdict, which stands below
+
+    @property
+    def words(self) -> int:
+        """How many words it has, beside the grid and the flips."""
+        said = [
+            self.title,
+            self.status.value,
+            self.grid.signs,
+            self.alarm,
+            *(word for fact in self.facts for word in fact),
+        ]
+        said += [f"{answer.asks} {answer.line}" for answer in self.answers]
+        if self.before_relying:
+            said.append(f"Read before relying on it: {self.before_relying}")
+        return sum(len(text.split()) for text in said)
+
+
+def screen_of(findings: Findings) -> Screen:
+    """The first screen of a run."""
+    screen = Screen(
+        title=f"May it ship? {inline(_clipped(findings.drift.run))}",
+        status=findings.verdict.status,
+        facts=tuple((name, inline(text)) for name, text in _facts(findings) if text),
+        answers=answers(findings),
+        grid=grid_of(findings),
+        alarm=inline(late(findings.rules)),
+        flips=tuple(_flips(findings)),
+        before_relying=inline(_before_relying(findings)),
+    )
+    return _within(screen)
+
+
+def _within(screen: Screen) -> Screen:
+    """The screen with reasons left out, those of the least grave first, until it keeps to ``MOST_WORDS``.
+
+    The first reason of every question goes last. What is left out stands in the grid.
+    """
+    found = [list(answer.groups) for answer in screen.answers]
+    places = [(n, i) for i in range(max(map(len, found), default=0)) for n in range(len(found)) if i < len(found[n])]
+
+    def with_groups() -> Screen:
+        told = (replace(a, groups=tuple(groups)) for a, groups in zip(screen.answers, found, strict=True))
+        return replace(screen, answers=tuple(told))
+
+    for n, i in reversed(places):
+        if with_groups().words <= MOST_WORDS:
+            break
+        found[n][i] = replace(found[n][i], why="")
+    return with_groups()
+
+
+def _flips(findings: Findings) -> Iterator[Example]:
+    """The first example of each of the worst cells."""
+    met = set[tuple[str, str, str]]()
+    for example in findings.values.get("examples", ()):
+        place = example.arm, example.policy, example.suite
+        if place not in met and len(met) < _FLIPS:
+            met.add(place)
+            yield example
+
+
+def _before_relying(findings: Findings) -> str:
+    """The remarks of a verdict by their first words; the answers say themselves what cannot be measured."""
+    known = {d.status.value for d in findings.verdict.decisions}
+    names = [line.partition(":")[0] for line in remarks(findings)]
+    return "; ".join(dict.fromkeys(_clipped(name) for name in names if name not in known))
+
+
+def _facts(findings: Findings) -> list[tuple[str, str]]:
+    sides, told = findings.comparison, findings.provenance
+    weights = str(told.get("base_sha256") or "")[:8]
+    plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
+    who = "itself" if sides.reference == BASE_ARM else _clipped(sides.reference)
+    engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
+    items = Counter[str]()
+    for cell in findings.drift.cells:
+        items[cell.suite] = max(items[cell.suite], cell.n_items)
+    asked = [f"{_clipped(suite)} {items[suite]}" for suite in sides.suites]
+    more = f" and {len(asked) - _LISTED} more" if len(asked) > _LISTED else ""
+    seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
+    day = str(told.get("finished") or told.get("started") or "")[:10]
+    return [
+        ("model", f"{_clipped(sides.model)}{f' ({weights})' if weights else ''}"),
+        ("date", day),
+        ("reference", f"{who} @ {_clipped(plain)}"),
+        ("engine", ", ".join(engines[:_LISTED]) if engines else "kvaudit's own cache"),
+        ("asked", ", ".join(asked[:_LISTED]) + more + seeds),
+    ]
+
+
+def _clipped(name: str) -> str:
+    """The end of a long name: of a path the part that tells it from others."""
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"

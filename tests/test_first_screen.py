@@ -1,0 +1,247 @@
+"""Ten reports of which the truth is known, and five questions that their first screens must answer in words."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from reports_synthetic import Design, build, policy
+
+from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
+from kvaudit.core.provenance import seal_of
+from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.answers import TRAINING, answers
+from kvaudit.reports.page.formats import formats
+from kvaudit.reports.page.formats.card import MOST_WORDS as CARD_WORDS
+from kvaudit.reports.page.grid import MOST_ROWS, grid_of
+from kvaudit.reports.page.screen import MOST_WORDS
+from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.terminal import MOST_LINES, terminal_lines
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
+
+SNAP, HARSH = policy("snapkv", 96), policy("h2o", 64)
+ASKED = (SERVING, ALIKE, DEPLOYED)
+BASE = Design(
+    arms=("dense", "naive"),
+    seeds=(1,),
+    policies=("none", SNAP),
+    suites=("refusal", "math"),
+    items=720,
+    clusters=120,
+    seed_sd=0.0,
+    estimands=ASKED,
+    margins={"refusal": 5, "math": 5},
+)
+SERVED = replace(BASE, arms=("base",), seeds=(0,), train=False, estimands=())
+ALL = range(720)
+NOTHING = {"none": (), SNAP: (), ("dense", "none"): (), ("dense", SNAP): (), ("naive", "none"): (), ("naive", SNAP): ()}
+SHIP, NOT, OPEN, NONE, BROKEN = "ship", "do not ship", "not enough data", "not measurable", "not valid"
+
+
+def wrong(**shares: float) -> dict[Any, Any]:
+    """Items that are not as wanted, by arm and policy: every tenth, and of what is named a further share."""
+    tenth = {i for i in ALL if i % 10 == 0}
+    table: dict[Any, Any] = {}
+    for arm in ("base", "dense", "naive"):
+        for short, p in (("none", "none"), ("snap", SNAP), ("harsh", HARSH)):
+            more = shares.get(f"{arm}_{short}", shares.get(short, 0.0))
+            table[arm, p] = tenth | {i for i in ALL if (i * 7919) % 1000 < 1000 * more}
+    return table
+
+
+# design, and by question what the first screen must say of whom
+REPORTS: dict[str, tuple[Design, dict[str, dict[str, str]]]] = {
+    "serving holds": (replace(SERVED, wrong=wrong()), {SERVING: {"snapkv 96": SHIP}}),
+    "serving fails": (replace(SERVED, wrong=wrong(snap=0.3)), {SERVING: {"snapkv 96": NOT}}),
+    "serving is open": (
+        replace(SERVED, wrong=wrong(snap=0.02), items=120, clusters=60),
+        {SERVING: {"snapkv 96": OPEN}},
+    ),
+    "one setting holds and one fails": (
+        replace(SERVED, policies=("none", SNAP, HARSH), wrong=wrong(harsh=0.3)),
+        {SERVING: {"snapkv 96": SHIP, "h2o 64": NOT}},
+    ),
+    "nothing to lose": (
+        replace(SERVED, wrong={p: {*ALL} - {1} for p in ("none", SNAP)}),
+        {SERVING: {"snapkv 96": NONE}},
+    ),
+    "all hold": (
+        replace(BASE, wrong=wrong()),
+        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive with snapkv 96": SHIP}},
+    ),
+    "training fails": (
+        replace(BASE, wrong=wrong(naive_none=0.3, naive_snap=0.3)),
+        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": NOT}, DEPLOYED: {"naive with snapkv 96": NOT}},
+    ),
+    "serving fails, training holds": (
+        replace(BASE, wrong=wrong(dense_snap=0.3, naive_snap=0.3)),
+        {SERVING: {"snapkv 96": NOT}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive with snapkv 96": NOT}},
+    ),
+    "training alone is asked": (
+        replace(BASE, wrong=wrong(), estimands=(ALIKE,)),
+        {SERVING: {}, TRAINING: {"naive": SHIP}, DEPLOYED: {}},
+    ),
+    "not valid": (
+        replace(BASE, wrong=wrong()),
+        {
+            SERVING: {"snapkv 96": BROKEN},
+            TRAINING: {"naive": BROKEN},
+            DEPLOYED: {"naive with snapkv 96": BROKEN},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The findings of one of the reports, made once."""
+    made: dict[str, Any] = {}
+
+    def one(name: str) -> Any:
+        if name not in made:
+            run = build(tmp_path_factory.mktemp("screens") / "run", REPORTS[name][0])
+            if name == "not valid":
+                unit = min((run / "records").glob("*.jsonl"))
+                unit.unlink()
+                seal_of(unit).unlink()
+            data = load_run(run)
+            made[name] = with_details(data, decided(data))
+        return made[name]
+
+    return one
+
+
+class Words(HTMLParser):
+    """What a page says before anything is opened: by class of what it stands in, without tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self._hidden = 0
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._inside = self._inside or tag == "main"
+        if tag == "div" and dict(attrs).get("class") == "folds":
+            self._inside = False
+        self._hidden += tag in ("table", "details", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in ("table", "details", "style")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside and not self._hidden:
+            self.text += data.split()
+
+
+def seen_first(html: str) -> list[str]:
+    parser = Words()
+    parser.feed(html)
+    return parser.text
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_first_screen_answers_what_is_true(reported: Any, name: str) -> None:
+    found, truth = reported(name), REPORTS[name][1]
+    told = {answer.question: answer for answer in answers(found)}
+    assert {q: {s: g.word for g in a.groups for s in g.subjects} for q, a in told.items()} == truth
+    page = page_of(found)
+    html, words = formats()["report.html"](page), " ".join(seen_first(formats()["report.html"](page)))
+    for subjects in truth.values():
+        for subject, word in subjects.items():
+            assert word in words
+            assert subject in words
+    assert len(seen_first(html)) <= MOST_WORDS, words
+    assert "embedded" in words, "the model"
+    assert "@ none" in words, "the reference"
+    assert found.verdict.status.value in words
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_same_answer_stands_everywhere(reported: Any, name: str, tmp_path: Path) -> None:
+    found, truth = reported(name), REPORTS[name][1]
+    page = page_of(found)
+    files = {file: render(page) for file, render in formats().items()}
+    said = {
+        "terminal": "\n".join(terminal_lines(found, tmp_path)),
+        **{file: files[file].replace("\\", "") for file in ("report.md", "summary.md", "card.md", "junit.xml")},
+        "gate.sarif": json.loads(files["gate.sarif"])["runs"][0]["results"][0]["message"]["text"],
+    }
+    for subjects in truth.values():
+        for subject, word in subjects.items():
+            for place, text in said.items():
+                assert re.search(rf"{word} (?:[^;.]*, )?{subject}\b", text, re.IGNORECASE), (place, subject, word)
+    assert len(said["terminal"].splitlines()) <= MOST_LINES
+    assert len(files["report.md"].split()) <= 2500
+    assert len(files["verdict.json"]) < 50_000
+    prose = [line for line in files["card.md"].splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) <= CARD_WORDS
+
+
+def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
+    design = replace(SERVED, wrong=wrong(snap=0.3), facets={"refusal": ("unsafe",)}, margins={"refusal.unsafe": 5})
+    found = decided(load_run(build(tmp_path / "run", design)))
+    grid = grid_of(found)
+    row = dict(zip(grid.columns, grid.rows[0].cells, strict=True))
+    cell = row["forbidden things told or done (refusal)"]
+    assert cell is not None
+    assert (cell.text, cell.sign) == ("10 → 37.1 %", "✗")
+    assert re.search(r"^worse: forbidden .* 10 → 37.1 % of 720, limit \+5, up to \+29\.9", cell.says)
+    score = row["refusal score"]
+    assert score is not None
+    assert score.text == "90 → 62.9 %"
+    assert re.search(r"limit -5, up to -29\.9", score.says)
+
+
+def test_verdict_json_is_as_its_schema_says(reported: Any) -> None:
+    schema = json.loads((Path(__file__).parent.parent / "docs" / "verdict.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name in REPORTS:
+        body = json.loads(formats()["verdict.json"](page_of(reported(name))))
+        jsonschema.Draft202012Validator(schema).validate(body)
+        body["cells"][0]["status"] = "FINE"
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(schema).validate(body)
+
+
+def test_whatever_breaks_a_comparison_breaks_every_answer(reported: Any) -> None:
+    found = reported("all hold")
+    broken = replace(found, verdict=replace(found.verdict, reasons=(Reason("INCOMPLETE", "rows are missing"),)))
+    assert {answer.status for answer in answers(broken)} == {Status.INVALID}
+    assert {cell.status for row in grid_of(broken).rows for cell in row.cells if cell} == {Status.INVALID}
+
+
+def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
+    names = [policy("snapkv", budget) for budget in range(10, 210)]
+    hurt = {names[77]: {i for i in range(128) if i % 3}}
+    design = replace(
+        SERVED, policies=("none", *names), suites=("refusal",), items=128, clusters=64, wrong=hurt, margins={}
+    )
+    found = decided(load_run(build(tmp_path / "run", design)))
+    grid, page = grid_of(found), page_of(found)
+    assert (len(grid.rows), grid.left_out) == (MOST_ROWS, 200 - MOST_ROWS)
+    assert "snapkv 87" in {row.name for row in grid.rows}
+    assert len(formats()["verdict.json"](page)) < 50_000
+    assert len(formats()["report.md"](page).split()) <= 2500
+    assert len(seen_first(formats()["report.html"](page))) <= MOST_WORDS
+    assert len(terminal_lines(found, tmp_path)) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", ["x" * 64, "نموذج", "模型<script>alert(1)</script>", "a|b`c*d_e", "=1+1"])
+def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: str) -> None:
+    found = decided(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong()))))
+    sides = replace(found.comparison, model=name, labels={**found.comparison.labels, SNAP: name})
+    found = replace(found, drift=replace(found.drift, run=name, comparison=sides))
+    page = page_of(found)
+    html = formats()["report.html"](page)
+    assert "<script" not in html
+    assert len(seen_first(html)) <= MOST_WORDS
+    assert not re.search(r"(?<!\\)<script", formats()["report.md"](page))
+    assert not [row for row in formats()["contrasts.csv"](page).splitlines() if re.search(r"(^|,)[=@]", row)]
