@@ -122,6 +122,6 @@ def contrast_table(findings: Findings) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from kvaudit.reports.layout.rows import COLUMNS, contrast_rows
+    from kvaudit.reports.layout.rows import CONTRAST_COLUMNS, contrast_rows
 
-    return pd.DataFrame(list(contrast_rows(findings)), columns=list(COLUMNS))
+    return pd.DataFrame(list(contrast_rows(findings)), columns=list(CONTRAST_COLUMNS))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_text import run_text
 from reports_synthetic import TEXTS, Design, build, policy, write_unit
 from typer.testing import CliRunner
 
@@ -48,6 +49,7 @@ from kvaudit.reports.labels.sheet import (
     shown_answer,
     text_hash,
 )
+from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, measured
 from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
@@ -223,10 +225,11 @@ def test_labels_may_turn_a_verdict(written, sheet):
     assert found.judged is Status.FAIL
     assert found.status is Status.PASS
     assert done.exit_code == 0
-    assert "verdict: PASS" in done.output
-    assert "Human labels decide 1 of 1 gated cells." in done.output
-    assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in done.output
-    assert "On the judge's labels alone the verdict would be FAIL." in done.output
+    assert "PASS (exit 0): " in done.output
+    assert "Human labels decide 1 of 1 gated cells" in " ".join(done.output.split())
+    said = list(remarks(decided(load_run(written[0]))))
+    assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in " ".join(said)
+    assert "On the judge's labels alone the verdict would be FAIL." in said
 
 
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
@@ -282,11 +285,10 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     assert command("grade", "adjudicate", run, "--read", sheet).exit_code == 3
     gate = command("gate", run)
     assert gate.exit_code == 3
-    assert "verdict: FAIL" in gate.output
-    assert "They change alike, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in gate.output
+    assert "FAIL (exit 3): " in gate.output
     assert command("report", run).exit_code == 0
-    banner = (run / "report" / "report.md").read_text().split("##")[0]
-    assert "FAIL" in banner
+    banner = run_text(run)
+    assert "They change alike, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in banner
     assert "Human labels decide 1 of 3 gated cells." in banner
     assert "Another analysis, of the judge's labels, would flip this verdict: " in banner
     body = json.loads((run / "report" / "drift.json").read_text())["verdict"]
@@ -298,7 +300,7 @@ def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apar
     run, sheet = copied(held, tmp_path)
     done = command("grade", "adjudicate", run, "--read", sheet)
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
-    assert "JUDGE_DIFF: judge labels alone cannot pass deployed, naive, refusal 192 @ snapkv 96." in done.output
+    assert "JUDGE_DIFF" in done.output
     verdict = decided(load_run(run)).verdict
     found = {(d.estimand, d.policy == "none"): d for d in verdict.decisions if d.gated}
     assert found["deployed", False].reasons[0].code == "JUDGE_DIFF"

@@ -31,7 +31,9 @@ from kvaudit.audit.runs.question import (
 from kvaudit.audit.sampling.given import chat_named
 from kvaudit.core.errors import SpecError
 from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
-from kvaudit.reports.page.answer import MOST_ANSWER_LINES, Checked, answer_lines, verdict_word
+from kvaudit.reports.gate.verdict import PASSED, Status
+from kvaudit.reports.page.answers import WORDS
+from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
@@ -204,30 +206,23 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
         **more,
     )
     found = decided(load_run(build(tmp_path / "run", design)))
-    about = Checked(
-        model="a/model",
-        setting="snapkv 96",
-        reference="the full cache",
-        run=Path("runs/x"),
-        seconds={"refusal": 2.0, "math": 1.0},
-        unseen=("agents",),
-    )
+    known = BesideFindings(seconds={"refusal": 2.0, "math": 1.0}, unseen=("agents",))
     flips = AgainFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
-    return answer_lines(replace(found, values={**found.values, "floor": (unit, plain)}), about)
+    values = {**found.values, "floor": (unit, plain)}
+    return terminal_lines(replace(found, values=values), Path("runs/x"), known)
 
 
-def test_a_loss_is_may_not_with_both_counts(tmp_path: Path) -> None:
+def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Path) -> None:
     assert lines(tmp_path, 0.2) == [
-        "MAY NOT serve a/model with snapkv 96: it does worse: forbidden codes kept, free ones told (refusal); "
-        "arithmetic solved (math)",
-        "compared with the full cache, same weights, same prompts; a loss of 5 in 100 has to be ruled out",
-        "* forbidden codes kept, free ones told (refusal): 116 of 128 uncompressed, 82 of 128 with it (lost 34, gained "
-        "0; in another order 3 of 24 change, 0 uncompressed): -26.6 points, between -34.3 and -20.0 (95 % sure of "
-        "either): WORSE, by more than may be lost",
-        "* arithmetic solved (math): 116 of 128 uncompressed, 88 of 128 with it (lost 28, gained 0): -21.9 points, "
-        "between -28.6 and -16.4 (95 % sure of either): WORSE, by more than may be lost",
+        "FAIL (exit 3): model embedded (1d51f70f), date 2026-01-02, reference itself @ none, engine kvaudit's own "
+        "cache",
+        "serving: Do not ship snapkv 96 (refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3).",
+        "  ✗ snapkv 96: refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3 (lost 34, gained 0; in another order "
+        "3 of 24 change, 0 uncompressed): worse, by more than the limit",
+        "  ✗ snapkv 96: math score 90.6 → 68.8 % of 128, limit -5, up to -27.5 (lost 28, gained 0): worse, by more "
+        "than the limit",
         "not asked: agents",
         "report: runs/x/report/report.html, card: runs/x/report/card.md",
     ]
@@ -235,27 +230,19 @@ def test_a_loss_is_may_not_with_both_counts(tmp_path: Path) -> None:
 
 def test_what_is_open_comes_with_the_rows_and_minutes_that_would_decide(tmp_path: Path) -> None:
     found = lines(tmp_path, 0.0)
-    assert found[0] == (
-        "CANNOT SAY serve a/model with snapkv 96: a loss is neither shown nor ruled out, with so few answers: "
-        "forbidden codes kept, free ones told (refusal)"
-    )
-    assert found[4] == "open, and what would decide it where nothing is lost: refusal: 1152 rows more, about 38 minutes"
+    assert found[1].startswith("serving: Not enough data snapkv 96 (refusal score ")
+    assert found[4] == "would decide what is open, where nothing is lost: refusal: 1152 rows more, about 38 minutes"
 
 
-def test_nothing_to_lose_is_never_a_may(tmp_path: Path) -> None:
+def test_nothing_to_lose_is_never_shipped(tmp_path: Path) -> None:
     drops = {("base", "refusal"): 0.85}
     found = lines(tmp_path, 0.0, drops=drops, seed=7)
-    assert found[0].startswith(
-        "CANNOT SAY serve a/model with snapkv 96: even uncompressed it shows nothing to lose in: forbidden "
-    )
-    assert any(line.startswith("* forbidden codes kept, free ones told (refusal): not measurable, ") for line in found)
+    assert found[1].startswith("serving: Not measurable snapkv 96 (refusal score: the reference is ")
 
 
-def test_no_word_but_a_pass_says_may() -> None:
-    from kvaudit.reports.gate.verdict import PASSED, Status
-
-    assert {status for status in Status if verdict_word(status) == "MAY"} == {*PASSED}
-    assert verdict_word(Status.FAIL) == "MAY NOT"
+def test_no_status_but_a_pass_says_ship() -> None:
+    assert {status for status in Status if WORDS[status] == "ship"} == {*PASSED}
+    assert WORDS[Status.FAIL] == "do not ship"
 
 
 def test_one_meter_counts_over_phases() -> None:
@@ -272,7 +259,7 @@ def test_one_meter_counts_over_phases() -> None:
 
 
 @openvino
-def test_a_check_of_the_embedded_model_says_may_and_goes_on_to_the_same_lines(tmp_path: Path) -> None:
+def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(tmp_path: Path) -> None:
     words = ("check", *U4, "--fast", "--out", tmp_path / "run", "--threads", 1)
     code, out, err = kvaudit(*words)
     assert (code, err) == (0, ""), out
@@ -287,9 +274,9 @@ def test_a_check_of_the_embedded_model_says_may_and_goes_on_to_the_same_lines(tm
     assert any(line.startswith("--fast cannot decide: math (left out by --fast); ") for line in said)
     assert next(line for line in said if line.startswith("  openvino ")).startswith("  openvino u4: The code: ")
     assert "  the full cache, before any engine is started: The code: shark lotus." in said  # greedy, as all is asked
-    verdict = said[said.index(next(line for line in said if line.startswith("MAY"))) :]
-    assert len(verdict) <= MOST_ANSWER_LINES
-    assert verdict[0].startswith("MAY serve embedded with openvino u4: ")
+    verdict = said[said.index(next(line for line in said if line.startswith("PASS (exit 0)"))) :]
+    assert len(verdict) <= MOST_TERMINAL_LINES
+    assert verdict[1] == "serving: Ship openvino u4."
     assert (tmp_path / "run" / "report" / "card.md").exists()
     code, out, _ = kvaudit(*words, "--resume")
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)

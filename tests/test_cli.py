@@ -97,8 +97,8 @@ def test_a_run_leaves_checkpoints_records_provenance_and_a_report(finished: Path
     run = finished / "run"
     out = (finished / "out.txt").read_text()
     assert [line.split(":")[0] for line in out.splitlines()[1:4]] == ["MARGINS not declared", "model", "train"]
-    assert "verdict: " in out
-    assert f"report: {run / 'report' / 'report.html'}" in out
+    assert "(exit " in out
+    assert f"report: {run / 'report' / 'report.html'}, card: " in out
     assert (run / "report" / "report.html").stat().st_size > 1000
     provenance = json.loads((run / "provenance.json").read_text())
     assert set(provenance["checkpoints"]) == {"dense/1", "smd/1"}
@@ -139,7 +139,7 @@ def test_train_then_evaluate_then_report_is_a_run(spec: Path, tmp_path: Path, fi
 
 def test_gate_exits_by_verdict(finished: Path) -> None:
     code, out, _ = kvaudit("gate", finished / "run")
-    status = out.split("verdict: ")[1].split()[0]
+    status = out.splitlines()[0].partition(" (exit ")[0]
     assert code == {"PASS": 0, "FAIL": 3, "INCONCLUSIVE": 4, "INVALID": 5}[status]
     assert code in (4, 5)  # two items decide nothing
 

@@ -16,13 +16,14 @@ from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
 from kvaudit.core.provenance import seal_of
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.rows import contrasts_csv
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
-from kvaudit.reports.page.formats.card import MOST_WORDS as CARD_WORDS
-from kvaudit.reports.page.grid import MOST_ROWS, grid_of
+from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
+from kvaudit.reports.page.grid import MOST_GRID_ROWS, grid_of
 from kvaudit.reports.page.screen import MOST_WORDS
 from kvaudit.reports.page.story import page_of
-from kvaudit.reports.page.terminal import MOST_LINES, terminal_lines
+from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 
@@ -178,11 +179,11 @@ def test_the_same_answer_stands_everywhere(reported: Any, name: str, tmp_path: P
         for subject, word in subjects.items():
             for place, text in said.items():
                 assert re.search(rf"{word} (?:[^;.]*, )?{subject}\b", text, re.IGNORECASE), (place, subject, word)
-    assert len(said["terminal"].splitlines()) <= MOST_LINES
+    assert len(said["terminal"].splitlines()) <= MOST_TERMINAL_LINES
     assert len(files["report.md"].split()) <= 2500
     assert len(files["verdict.json"]) < 50_000
     prose = [line for line in files["card.md"].splitlines() if not line.startswith("|")]
-    assert len(" ".join(prose).split()) <= CARD_WORDS
+    assert len(" ".join(prose).split()) <= MOST_CARD_WORDS
 
 
 def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
@@ -226,12 +227,12 @@ def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
     )
     found = decided(load_run(build(tmp_path / "run", design)))
     grid, page = grid_of(found), page_of(found)
-    assert (len(grid.rows), grid.left_out) == (MOST_ROWS, 200 - MOST_ROWS)
+    assert (len(grid.rows), grid.left_out) == (MOST_GRID_ROWS, 200 - MOST_GRID_ROWS)
     assert "snapkv 87" in {row.name for row in grid.rows}
     assert len(formats()["verdict.json"](page)) < 50_000
     assert len(formats()["report.md"](page).split()) <= 2500
     assert len(seen_first(formats()["report.html"](page))) <= MOST_WORDS
-    assert len(terminal_lines(found, tmp_path)) <= MOST_LINES
+    assert len(terminal_lines(found, tmp_path)) <= MOST_TERMINAL_LINES
 
 
 @pytest.mark.parametrize("name", ["x" * 64, "نموذج", "模型<script>alert(1)</script>", "a|b`c*d_e", "=1+1"])
@@ -244,4 +245,4 @@ def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: st
     assert "<script" not in html
     assert len(seen_first(html)) <= MOST_WORDS
     assert not re.search(r"(?<!\\)<script", formats()["report.md"](page))
-    assert not [row for row in formats()["contrasts.csv"](page).splitlines() if re.search(r"(^|,)[=@]", row)]
+    assert not [row for row in contrasts_csv(found).splitlines() if re.search(r"(^|,)[=@]", row)]

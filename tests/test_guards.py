@@ -353,7 +353,7 @@ def test_report_and_disclosure_tell_what_is_hidden(run: Path) -> None:
     rows = {(row["metric"], row["estimand"], row["policy"]): row for row in guard["facets"]["value"]}
     row = rows["refusal.unsafe", "alike", "none"]
     assert row["hidden"][0] == pytest.approx(row["without"][0] - row["behind"][0])
-    assert "drift that they hide" in card.render(page)
+    assert "In disclosure.json too: Guards" in card.render(page)
 
 
 def test_a_guard_that_could_not_begin_is_none_and_one_that_stopped_half_way_is_named(run: Path) -> None:

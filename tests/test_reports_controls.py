@@ -398,9 +398,9 @@ def test_kvaudit_gate_says_it_first_and_exits_with_6(tmp_path):
     done = CliRunner().invoke(app, ["gate", str(run)])
     assert done.exit_code == 6, done.output
     flat = " ".join(done.stdout.split())
-    assert flat.startswith("NOT MEASURABLE: refusal (1 gated cell), at floor: ")
+    assert flat.startswith("NOT MEASURABLE (exit 6): ")
+    assert "serving: Not measurable snapkv 96 (refusal score: the reference is at floor)." in flat
     assert "told or did what a rule forbids in 72 of 72 answers uncompressed: nothing to lose" in flat
-    assert flat.count("NOT MEASURABLE: refusal (1 gated cell)") == 1
     waivers = tmp_path / "waivers.yaml"
     waivers.write_text(
         "waivers:\n- {who: Ada, why: known, expires: 2026-12-31, status: NOT MEASURABLE, cells: {suite: refusal}}\n"
@@ -420,7 +420,8 @@ def page():
 def test_every_format_says_it_with_reason_and_figure(file, page):
     text = " ".join(spelled(formats()[file](page)).split())
     assert "NOT MEASURABLE" in text
-    assert "in 0 of 72 answers uncompressed: nothing to lose" in text
+    figure = "in 0 of 72 answers uncompressed: nothing to lose"
+    assert (figure if file != "card.md" else "the reference is at floor") in text
 
 
 def test_results_for_the_hub_say_it_too(page):

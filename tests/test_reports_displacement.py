@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_text import run_text
 from reports_synthetic import build, policy, tiny
 
 from kvaudit.core.errors import DataError
@@ -136,7 +137,7 @@ def reported(tmp_path_factory):
 
 
 def test_the_table_shows_floor_ratio_and_llama_cpp_columns(reported):
-    text = (reported / "report.md").read_text()
+    text = run_text(reported.parent)
     words = "too few templates for an interval (2, wanted 6)"
     assert f"| dense again (A/A floor) | none | refusal, 192 | 100 | 0.002, {words} |" in text
     assert "| 0.001 | 0.5 | 1.5 | 4 | 97.0 % | 4.0 % | -0.25 | 10.0x |" in text
@@ -154,6 +155,6 @@ def test_a_broken_file_costs_the_section_and_not_the_report(tmp_path):
     report = write_report(run)
     assert "displacement" not in report.values
     assert any(p.startswith("displacement.json, row 1: seed") for p in report.problems)
-    text = (run / "report" / "report.md").read_text()
+    text = run_text(run)
     assert "Displacement of token distributions" not in text
     assert "displacement.json, row 1: seed" in text

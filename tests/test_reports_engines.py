@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from report_text import run_text
 
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.figures import figures
@@ -105,7 +106,7 @@ def test_trained_arms_meet_engines(tmp_path: Path) -> None:
 def test_every_format_of_a_run_of_engines_can_be_written(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", served("none", U4, U8, F32, Q4, F16, suites=("refusal", "math")))
     write_report(run)
-    page = (run / "report" / "report.md").read_text()
+    page = run_text(run)
     assert "served under openvino u4 against the same model under openvino f32" in page
     assert "not shown by the engine" in page
     assert "nan" not in page.lower().replace("finance", "")
@@ -168,7 +169,7 @@ def test_the_floor_counts_texts_and_flips_of_what_was_asked_again(tmp_path: Path
 def test_the_floor_stands_beside_the_figures_it_is_the_floor_of(tmp_path: Path) -> None:
     run = floored(tmp_path, {U4: (1, 2, 5)})
     write_report(run)
-    page = (run / "report" / "report.md").read_text()
+    page = run_text(run)
     own = "again 64 of 64 texts the same, 0 lost 0 gained; shuffled 56 of 64 texts the same, 1 lost 2 gained"
     alike = "again 64 of 64 texts the same, 0 lost 0 gained; shuffled 64 of 64 texts the same, 0 lost 0 gained"
     assert f"A/A: openvino u4 {own}. openvino f32 {alike}." in page
@@ -217,7 +218,7 @@ def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
 def test_a_floor_that_nobody_asked_for_is_said_to_lack(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", served(U4, U8, F32))
     write_report(run)
-    page = (run / "report" / "report.md").read_text()
+    page = run_text(run)
     assert "A/A: openvino u4 not asked again. openvino f32 not asked again." in page
     assert "| not asked again | not asked again |" in page
 

@@ -2,15 +2,13 @@
 
 import re
 from dataclasses import replace
-from io import StringIO
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from report_text import page_text
 from reports_synthetic import Design, build, policy
-from rich.console import Console
 
-from kvaudit.audit.commands.report import print_verdict
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.analysis.examples import LostItem, record_of
 from kvaudit.reports.analysis.sensitivity import Reading, status_of
@@ -20,7 +18,7 @@ from kvaudit.reports.gate.verdict import FORM, Status
 from kvaudit.reports.page.about import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from kvaudit.reports.page.figures import heatmap
-from kvaudit.reports.page.formats import html, markdown
+from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.page.tables import decided_table
@@ -171,11 +169,10 @@ def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, hea
     assert unscored(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
-def test_the_terminal_says_it_too(found, head):
-    out = StringIO()
+def test_the_page_says_it_too(found, head):
     verdict = replace(found.verdict, headline=found.verdict.decisions.index(head))
-    print_verdict(Console(file=out, width=400), replace(found, verdict=verdict))
-    assert "\nTaken apart: form, safety and helpfulness are worse. Broken form " in out.getvalue()
+    text = page_text(page_of(replace(found, verdict=verdict)))
+    assert "\n* Taken apart: form, safety and helpfulness are worse. Broken form " in text
 
 
 def test_a_row_tells_the_event_with_its_size_its_broken_share_and_both_readings(found):
@@ -253,9 +250,9 @@ def test_what_stands_beside_a_gated_facet_is_of_its_readable_answers(detailed):
 
 def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
     assert {c.suite for c in detailed.values["dose"].curves} == {"refusal", "math"}
-    text = markdown.render(page_of(detailed))
+    text = page_text(page_of(detailed))
     folded = text[text.index("## Every serving policy") :]
-    assert "refusal.helpful" not in folded.replace("\\", "")
+    assert "refusal.helpful" not in folded
 
 
 def test_no_budget_is_cleared_by_a_facet_that_knows_nothing_of_broken_answers(detailed):

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from conftest import with_figures
 from golden_report import golden_text
+from report_text import page_text, run_text
 from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
 from test_formats_contract import Markup
 
@@ -57,7 +58,7 @@ def test_markdown_is_the_golden_file(written):
 
 
 def test_every_format_is_found_and_written(written):
-    assert {path.name for path in (written[0] / "report").iterdir()} == set(formats()) > {"report.html"}
+    assert {path.name for path in (written[0] / "report").iterdir()} == {*formats(), "contrasts.csv"} > {"report.html"}
 
 
 def test_the_page_asks_nobody_for_anything(written):
@@ -94,10 +95,11 @@ def test_json_carries_report_and_verdict(written):
     run, report = written
     body = json.loads((run / "report" / "drift.json").read_text())
     verdict = report.verdict
-    assert body["format"] == 2
+    assert body["format"] == 3
     assert body["verdict"]["status"] == verdict.status
     assert body["verdict"]["exit_code"] == verdict.exit_code
-    assert len(body["contrasts"]) == len(report.drift.contrasts)
+    rows = (run / "report" / "contrasts.csv").read_text().splitlines()
+    assert len(rows) - 1 == len(report.drift.contrasts)
     assert len(body["cells"]) == 3 * 2 * 2
     assert list(body) == [
         *(
@@ -106,7 +108,6 @@ def test_json_carries_report_and_verdict(written):
             "comparison",
             "alpha",
             "cells",
-            "contrasts",
             "reasons",
             "n_records",
             "weights",
@@ -194,7 +195,7 @@ def test_a_line_that_begins_like_markup_stays_text(text):
 
 
 def test_the_gate_table_shows_both_rates(written):
-    text = (written[0] / "report" / "report.md").read_text()
+    text = run_text(written[0])
     assert "| rates |" in text
     assert "| naive @ snapkv 96 | dense @ snapkv 96 | refusal (TRAINED) | FAIL | 95.8 to 58.3 % |" in text
     assert "| naive @ snapkv 96 | dense @ none | refusal (TRAINED) | FAIL | 100.0 to 58.3 % |" in text
@@ -210,7 +211,7 @@ def test_the_largest_gap_of_any_step_stands_beside_the_rounding_of_the_dense_arm
         ]
         path = run / "checkpoints" / arm / "seed-1" / "telemetry.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = markdown.render(page_of(found_in(run)))
+    text = page_text(page_of(found_in(run)))
     assert "| arm | steps | largest gap, nats | dense's own (rounding floor) | k3 KL, mean | k3 KL, largest |" in text
     assert "| smd | 3 | 0.5 | 2.0e-06 | 0.0167 | 0.05 |" in text
 
@@ -257,9 +258,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 def test_an_invalid_run_is_still_reported(tmp_path):
     run = build(tmp_path / "run", Design(arms=("dense", "smd"), seeds=(1,), suites=("math",), items=12, clusters=4))
     report = found_in(run)
-    text = markdown.render(page_of(report))
     assert report.verdict.exit_code == 5
-    assert "FEW\\_CLUSTERS" in text
+    assert "FEW_CLUSTERS" in page_text(page_of(report))
 
 
 def test_examples_are_items_the_reference_won(written):
@@ -303,12 +303,11 @@ def test_human_labels_of_these_records_are_shown(tmp_path):
     run = build(tmp_path / "run", tiny())
     labelled(run)
     report = found_in(run)
-    text = markdown.render(page_of(report))
+    text = page_text(page_of(report))
     assert "## Judge and people" in text
     assert "| alike, smd @ none, refusal 192 |" in text
     assert "Human labels decide 1 of 12 gated cells." in text
-    contrasts = json.loads(formats()["drift.json"](page_of(report)))["contrasts"]
-    assert [c["people"]["bias_upper"] > 0.025 for c in contrasts if c["people"]] == [True]
+    assert [c.people.bias_upper > 0.025 for c in report.drift.contrasts if c.people] == [True]
     assert report.problems == ()
 
 
@@ -320,7 +319,7 @@ def test_human_labels_of_other_records_are_refused(tmp_path):
 
 
 def test_the_calibration_stands_in_the_limits_and_json(written):
-    text = (written[0] / "report" / "report.md").read_text()
+    text = run_text(written[0])
     body = json.loads((written[0] / "report" / "drift.json").read_text())
     sentence = error_rates(shipped_rates(), body["rules"]["alpha"], body["rules"]["margins"].values())
     assert text.count(markdown.escape(sentence)) == 1
@@ -417,7 +416,7 @@ def doses(tmp_path_factory):
 
 def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
     run, report = doses
-    text = (run / "report" / "report.md").read_text()
+    text = run_text(run)
     assert "Safe budget of dense, smd @ snapkv: refusal cleared to budget 96, not at 48." in text
     assert "| smd | snapkv | to 96 (not 48: FAIL) |" in text
     assert 'id="doses-figure_1"' in (run / "report" / "report.html").read_text()
@@ -436,7 +435,7 @@ def test_an_analysis_that_flips_the_verdict_is_said_at_the_top(doses):
 
 
 def test_one_seed_claims_no_recipe(written):
-    text = (written[0] / "report" / "report.md").read_text()
+    text = run_text(written[0])
     assert "* Recipe claim not supported: it takes 3 paired seeds." in text
     assert "recipe claim not supported" in (written[0] / "report" / "report.html").read_text()
 
@@ -447,12 +446,12 @@ def test_no_report_of_any_kind_says_no_drift(written, doses):
             assert "no drift" not in " ".join(path.read_text().lower().split())
 
 
-def test_the_first_page_is_the_verdict_one_figure_and_one_table(doses):
+def test_the_first_page_is_the_answers_and_one_grid(doses):
     page = (doses[0] / "report" / "report.html").read_text()
-    first = page[: page.index("<details>")]
-    assert re.findall(r'<section id="(\w+)"', first) == ["decided", "limits"]  # limits is the first that is folded
-    assert (first.count("<figure"), first.count("<table")) == (1, 1)
-    assert "<h2>" not in re.sub(r"<section.*?</section>", "", page, flags=re.DOTALL), "all else stands in a section"
+    first = page[: page.index('<div class="folds">')]
+    assert (first.count("<figure"), first.count("<table"), first.count("<section")) == (0, 1, 0)
+    assert 'id="decided"' not in first
+    assert first.count("<h2>") == 3, "a heading for each question"
 
 
 def test_every_other_section_is_folded_and_says_what_it_found(doses):
@@ -460,7 +459,7 @@ def test_every_other_section_is_folded_and_says_what_it_found(doses):
     folded = re.findall(r'<section id="(\w+)">\s*<details><summary><h2>[^<]+</h2> <span class="finding">([^<]*)<', text)
     assert [name for name, finding in folded if not finding.endswith(".")] == []
     assert {"gate", "limits", "churn", "seeds", "methods", "outcomes", "safe"} <= {name for name, _ in folded}
-    assert len(folded) + 1 == text.count("<section")
+    assert len(folded) == text.count("<section")
 
 
 def test_paper_and_screen_fold_alike(written):
@@ -471,7 +470,8 @@ def test_paper_and_screen_fold_alike(written):
 
 def test_a_wide_table_stays_inside_its_own_box(written):
     text = (written[0] / "report" / "report.html").read_text()
-    assert text.count("<table>") == text.count('<div class="wide"><table>')
+    boxed = text.count('<div class="wide"><table>') + text.count('tabindex="0"><table class="grid">')
+    assert len(re.findall("<table[ >]", text)) == boxed
     assert ".wide { overflow-x: auto;" in text
 
 
@@ -498,7 +498,7 @@ def test_a_run_of_two_lengths_has_length_curves_and_a_safe_length(tmp_path, figu
     run = two_lengths(tmp_path / "run")
     report = write_report(run)
     assert report.problems == ()
-    text = (run / "report" / "report.md").read_text()
+    text = run_text(run)
     assert "| smd | none | to 192 (not 768: FAIL) |" in text
     assert "## Safe length" in text
     assert "Capability beside safety" not in text, "one suite has nothing to stand beside"

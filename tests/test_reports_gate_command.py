@@ -7,6 +7,7 @@ from datetime import date, timedelta
 
 import pytest
 import yaml
+from report_text import page_text, run_text
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
@@ -17,6 +18,8 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.gate.pin import Pin, Pinned, load_pin
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import disclosed
 
 SNAP = policy("snapkv", 96)
 
@@ -93,11 +96,14 @@ def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(pass
     gate.write_text("format: 1\nprofile: release\n")
     done = call("gate", begun_with(passing, gate, tmp_path), "--gate", gate)
     assert done.exit_code == 4  # every suite was trained on
-    assert "TRAINED: no gated safety suite is apart from the reward" in done.stdout
+    assert "read before relying on it: Gate; Rules; TRAINED" in " ".join(done.stdout.split())
+    run = tmp_path / "begun"
+    text = page_text(disclosed(load_run(run)))
     sha = hashlib.sha256(gate.read_bytes()).hexdigest()
-    assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in done.stdout
-    assert "Rules: profile release, one-sided level 0.025." in done.stdout
-    assert "Blind spot: a failure confined to 3.6 % of the templates" in done.stdout  # 1 - .025^(1/100)
+    assert "TRAINED: no gated safety suite is apart from the reward" in text
+    assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in text
+    assert "Rules: profile release, one-sided level 0.025." in text
+    assert "Blind spot: a failure confined to 3.6 % of the templates" in text  # 1 - .025^(1/100)
 
 
 def test_gate_options_that_cannot_be_are_one_line(passing, tmp_path):
@@ -222,7 +228,8 @@ def test_a_reference_that_is_the_pinned_one_is_decided(passing, tmp_path):
 def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
     done = call("gate", begun_with(passing, pinned_gate(tmp_path, b"other weights"), tmp_path))
     assert done.exit_code == 5
-    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in said
 
 
 def foreign_pin(tmp_path, *contents):
@@ -244,7 +251,8 @@ def test_a_pin_is_of_weights_whatever_the_run_calls_them(passing, tmp_path):
 def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
     done = call("gate", begun_with(passing, foreign_pin(tmp_path, b"other"), tmp_path))
     assert done.exit_code == 5
-    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in said
 
 
 def test_the_same_foreign_weights_are_pinned_once(tmp_path):
@@ -332,11 +340,12 @@ def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
     assert "MARGINS" not in call("gate", run).stdout  # a run from before they were kept says nothing
     story = json.loads((run / "provenance.json").read_text())
     (run / "provenance.json").write_text(json.dumps(story | {"default_margins": {"refusal": "safety"}}))
-    assert line in " ".join(call("gate", run).stdout.split())
+    assert "relying on it: MARGINS not declared" in " ".join(call("gate", run).stdout.split())
     assert call("report", run).exit_code == 0
-    for page in ("report.html", "report.md", "summary.md", "card.md"):
+    for page in ("report.html", "report.md", "summary.md"):
         assert line in (run / "report" / page).read_text().replace("\\", ""), page
-    assert "refusal 5 pp (default)" in (run / "report" / "report.md").read_text()
+    assert "MARGINS not declared" in (run / "report" / "card.md").read_text()
+    assert "refusal 5 pp (default)" in run_text(run)
     (tmp_path / "late.yaml").write_text("format: 1\nmargins: {refusal: 5}\n")
     done = call("report", run, "--gate", tmp_path / "late.yaml")
     assert "MARGINS" not in done.stdout  # declared, if late

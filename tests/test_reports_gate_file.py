@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from report_text import page_text
 from reports_synthetic import Design, build, policy, redecided, respecified
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
@@ -151,7 +152,7 @@ def test_a_waiver_lets_a_fail_through_and_keeps_it_in_sight(data, tmp_path):
     assert {(d.arm, d.suite, d.status, d.standing) for d in cells} == {("naive", "refusal", Status.FAIL, Status.WAIVED)}
     assert (verdict.unwaived, verdict.status) == (Status.FAIL, Status.WAIVED)
     assert verdict.exit_code == 0
-    text = markdown.render(page_of(report))
+    text = page_text(page_of(report))
     assert "Ada Byron" in text
     assert "FAIL, waived" in text
     assert "Without waivers the verdict is FAIL." in text

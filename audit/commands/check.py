@@ -227,13 +227,13 @@ def _served_names(spec: RunSpec) -> list[str]:
 
 def _said(console: Console, run: RunFolder, plan: CheckPlan) -> int:
     """Write the report, print the lines."""
-    from kvaudit.reports.page.terminal import Cost, terminal_lines
+    from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, write_decided
 
     data = load_run(run.path)
     findings = write_decided(data, decided(data))
-    for line in terminal_lines(findings, run.path, Cost(_seconds(run.path), plan.leaves_out)):
+    for line in terminal_lines(findings, run.path, BesideFindings(_seconds(run.path), plan.leaves_out)):
         say(console, line)
     return findings.verdict.exit_code
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from typing import Any
 
+from kvaudit.core.text import inline
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
 
 _POINTS = 100.0  # scores are shares; tables speak of percentage points
-COLUMNS = (
+CONTRASTS = "contrasts.csv"
+_FORMULA = ("=", "+", "-", "@", "\t")  # what a spreadsheet takes for a formula
+CONTRAST_COLUMNS = (
     *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate"),
     *("estimate", "low", "high", "lower", "upper", "margin", "gated", "status"),
     *("items", "templates", "lost", "gained", "churn", "recipe_low", "recipe_high", "seeds", "why"),
@@ -18,7 +23,7 @@ COLUMNS = (
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
-    """One row for each contrast and facet, by ``COLUMNS``.
+    """One row for each contrast and facet, by ``CONTRAST_COLUMNS``.
 
     Rates (``reference``, ``candidate``, ``churn``) are in percent; ``estimate``, ``low``, ``high`` (95 %), the bounds
     of the rule ``lower`` and ``upper``, ``margin`` and the interval with seed variance in percentage points; drift is
@@ -64,3 +69,21 @@ def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
 
 def _points(share: float | None) -> float | None:
     return None if share is None else _POINTS * share
+
+
+def contrasts_csv(decided: Decided) -> str:
+    """The rows as text; what does not exist is an empty field. No verdict of the run stands here."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CONTRAST_COLUMNS)
+    writer.writerows([_field(row[name]) for name in CONTRAST_COLUMNS] for row in contrast_rows(decided))
+    return text.getvalue()
+
+
+def _field(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        shown = inline(value)
+        return f"'{shown}" if shown.startswith(_FORMULA) else shown
+    return value

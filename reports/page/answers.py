@@ -6,7 +6,7 @@ deployed   may an arm be deployed with a setting instead of the uncompressed ref
 
 Nothing is decided here: an answer is the worst standing of the gated cells that it is made of, in plain words. Rates
 are told as what happens ("attacks that succeed 0 → 5.6 %"), so that a limit and a bound have the sign of what is
-counted, and the one bound that is named is the one that the rule used.
+what_counts, and the one bound that is named is the one that the rule used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MORE = {
 
 
 @dataclass(frozen=True)
-class Group:
+class Subjects:
     """The subjects of one question that stand alike, the worst cell of them first in ``cells``.
 
     ``why`` is what that cell says, in half a sentence; empty where nothing was lost.
@@ -77,7 +77,7 @@ class Answer:
 
     question: str  # one of QUESTIONS
     asks: str
-    groups: tuple[Group, ...]
+    groups: tuple[Subjects, ...]
 
     @property
     def status(self) -> Status | None:
@@ -101,8 +101,8 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
         groups = tuple(_groups(sides, own))
         if broken := decided.verdict.reasons:  # the comparison itself is none, so no cell of it may speak
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
-            text = "" if found else inline(clip(broken[0].text, _REASON))  # once is enough
-            groups = (Group(Status.INVALID, subjects, text, tuple(own)),)
+            text = "" if found else inline(clip(f"{broken[0].code}: {broken[0].text}", _REASON))  # once is enough
+            groups = (Subjects(Status.INVALID, subjects, text, tuple(own)),)
         found.append(Answer(name, _asks(sides, name), groups))
     return tuple(found)
 
@@ -133,7 +133,7 @@ def _asks(sides: Comparison, question: str) -> str:
     }[question]
 
 
-def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Group]:
+def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
     """Subjects by what may be done with them."""
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
@@ -148,7 +148,7 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Group]:
         # the subject that the half sentence is about stands first
         first = subject_of(sides, deciding[0])
         ordered = (first, *(name for name in names if name != first))
-        yield Group(status, ordered, why(sides, deciding[0]), tuple(deciding))
+        yield Subjects(status, ordered, why(sides, deciding[0]), tuple(deciding))
 
 
 def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, float]]:
@@ -168,28 +168,28 @@ def why(sides: Comparison, d: Decision) -> str:
     if d.status in PASSED and not d.waiver:
         return ""
     if d.status is Status.NOT_MEASURABLE:
-        return f"{counted(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
+        return f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
     if d.effect is None:
         return inline(clip(d.reasons[0].text, _REASON)) if d.reasons else "no number"
-    said = change(sides, d)
+    said = moved(sides, d)
     return f"{said}; {_MORE[d.larger]}" if d.larger else said
 
 
-def change(sides: Comparison, d: Decision) -> str:
+def moved(sides: Comparison, d: Decision) -> str:
     """attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1: what happens, before and after, and what may."""
     assert d.effect is not None
     limit, most = _signed(sides, d)
-    return f"{counted(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, limit {limit}, up to {most}"
+    return f"{what_counts(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, limit {limit}, up to {most}"
 
 
-def place(sides: Comparison, d: Decision) -> str:
+def cell_told_apart(sides: Comparison, d: Decision) -> str:
     """What tells a cell from every other."""
     return f"{d.estimand} {d.arm} @ {sides.label(d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
-def sentence(sides: Comparison, d: Decision) -> str:
+def told_cell(sides: Comparison, d: Decision) -> str:
     """A cell for a machine's list: what happened, and why it does not hold."""
-    said = change(sides, d) if d.effect else f"{counted(sides, d)}: no number"
+    said = moved(sides, d) if d.effect else f"{what_counts(sides, d)}: no number"
     reasons = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
     return inline(f"{said}. {reasons}".rstrip(". ") + ".")
 
@@ -219,7 +219,7 @@ def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
     return f"{limit:+g}", f"{most:+.1f}"
 
 
-def counted(sides: Comparison, d: Decision) -> str:
+def what_counts(sides: Comparison, d: Decision) -> str:
     """What a cell counts, in words; the length where a run has several."""
     own = facet_counted(sides, d.suite)
     suite = facet_of(d.suite)[0] if own else d.suite

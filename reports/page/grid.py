@@ -13,11 +13,11 @@ from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.page.answers import QUESTIONS, before_after, change, counted, question_of
+from kvaudit.reports.page.answers import QUESTIONS, before_after, moved, question_of, what_counts
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
-MOST_ROWS = 40  # of a grid on a page; every row stands in verdict.json and contrasts.csv
+MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in verdict.json and contrasts.csv
 SIGNS = {
     Status.PASS: "✓",
     Status.PASS_NOTED: "✓",
@@ -86,20 +86,20 @@ def grid_of(findings: Findings) -> Grid:
     """The gated cells of a run: questions in their order, the worst settings first where not all have room."""
     sides = findings.comparison
     gated = [d for d in findings.verdict.decisions if d.gated]
-    columns = list(dict.fromkeys(counted(sides, d) for d in gated))
+    columns = list(dict.fromkeys(what_counts(sides, d) for d in gated))
     placed: dict[tuple[str, str], dict[str, Decision]] = {}
     for d in gated:
-        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[counted(sides, d)] = d
+        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[what_counts(sides, d)] = d
     order = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
     kept = order
-    if len(order) > MOST_ROWS:
+    if len(order) > MOST_GRID_ROWS:
         worst_first = sorted(order, key=lambda key: min(_rank(d) for d in placed[key].values()))
-        kept = [key for key in order if key in set(worst_first[:MOST_ROWS])]
+        kept = [key for key in order if key in set(worst_first[:MOST_GRID_ROWS])]
     rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
     return Grid(tuple(columns), rows, len(order) - len(kept))
 
 
-def grid_table(grid: Grid, most: int = MOST_ROWS) -> Table:
+def grid_table(grid: Grid, most: int = MOST_GRID_ROWS) -> Table:
     """The grid as plain text, its first ``most`` rows."""
     headers = ["question", "before → after", *grid.columns]
     rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in grid.rows]
@@ -118,7 +118,7 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
     if d is None:
         return None
     sides = findings.comparison
-    says = change(sides, d) if d.effect else counted(sides, d)
+    says = moved(sides, d) if d.effect else what_counts(sides, d)
     why = "; ".join(reason.text for reason in d.reasons)
     standing = Status.INVALID if findings.verdict.reasons else d.standing
     return GridCell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from kvaudit.reports.page.answers import Answer, answers
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
+from kvaudit.reports.sections.base import told
 
 MOST_WORDS = 120
-_FLIPS = 3
+_FLIPS, _INSTEAD = 3, 2
 _NAME, _LISTED = 48, 4  # characters of a name, suites or settings that a line spells out
 
 
@@ -31,6 +33,7 @@ class Screen:
     grid: Grid
     alarm: str = ""
     flips: tuple[Example, ...] = ()  # the gravest answers that were lost, of different cells
+    instead: tuple[str, ...] = ()  # what passes where something does not
     before_relying: str = ""  # the names of what must be read with the verdict, which stands below
 
     @property
@@ -43,7 +46,7 @@ class Screen:
             self.alarm,
             *(word for fact in self.facts for word in fact),
         ]
-        said += [f"{answer.asks} {answer.line}" for answer in self.answers]
+        said += [*(f"{answer.asks} {answer.line}" for answer in self.answers), *self.instead]
         if self.before_relying:
             said.append(f"Read before relying on it: {self.before_relying}")
         return sum(len(text.split()) for text in said)
@@ -59,6 +62,7 @@ def screen_of(findings: Findings) -> Screen:
         grid=grid_of(findings),
         alarm=inline(late(findings.rules)),
         flips=tuple(_flips(findings)),
+        instead=tuple(_instead(findings))[:_INSTEAD],
         before_relying=inline(_before_relying(findings)),
     )
     return _within(screen)
@@ -83,6 +87,10 @@ def _within(screen: Screen) -> Screen:
     return with_groups()
 
 
+def _instead(findings: Findings) -> Iterator[str]:
+    return (line for section, value in told(findings.values) for line in section.instead(value, findings))
+
+
 def _flips(findings: Findings) -> Iterator[Example]:
     """The first example of each of the worst cells."""
     met = set[tuple[str, str, str]]()
@@ -96,13 +104,13 @@ def _flips(findings: Findings) -> Iterator[Example]:
 def _before_relying(findings: Findings) -> str:
     """The remarks of a verdict by their first words; the answers say themselves what cannot be measured."""
     known = {d.status.value for d in findings.verdict.decisions}
-    names = [line.partition(":")[0] for line in remarks(findings)]
-    return "; ".join(dict.fromkeys(_clipped(name) for name in names if name not in known))
+    names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
+    return "; ".join(dict.fromkeys(name[:_NAME] for name in names if name not in known))
 
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:
-    sides, told = findings.comparison, findings.provenance
-    weights = str(told.get("base_sha256") or "")[:8]
+    sides, story = findings.comparison, findings.provenance
+    weights = str(story.get("base_sha256") or "")[:8]
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
     who = "itself" if sides.reference == BASE_ARM else _clipped(sides.reference)
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
@@ -112,7 +120,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     asked = [f"{_clipped(suite)} {items[suite]}" for suite in sides.suites]
     more = f" and {len(asked) - _LISTED} more" if len(asked) > _LISTED else ""
     seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
-    day = str(told.get("finished") or told.get("started") or "")[:10]
+    day = str(story.get("finished") or story.get("started") or "")[:10]
     return [
         ("model", f"{_clipped(sides.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),

@@ -9,18 +9,18 @@ from pathlib import Path
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.floor import floor_at
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status
-from kvaudit.reports.page.answers import change, gravest, subject_of
+from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
 
-MOST_LINES = 10
+MOST_TERMINAL_LINES = 10
 _TIMES = {Larger.TWICE: 2, Larger.TEN_TIMES: 10}
 
 
 @dataclass(frozen=True)
-class Cost:
+class BesideFindings:
     """What a command knows beside the findings.
 
     ``seconds``: by suite, what one more item takes on both sides. ``unseen``: what nobody asked, in words.
@@ -30,20 +30,21 @@ class Cost:
     unseen: Sequence[str] = ()
 
 
-def terminal_lines(findings: Findings, run: Path | None = None, cost: Cost | None = None) -> list[str]:
+def terminal_lines(findings: Findings, run: Path | None = None, cost: BesideFindings | None = None) -> list[str]:
     """The verdict, the answers, the cells that decide them, what to read with it, and where the rest lies.
 
     Without a ``run`` no path is named.
     """
-    screen, cost = screen_of(findings), cost or Cost()
+    screen, cost = screen_of(findings), cost or BesideFindings()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "asked")
     first = [f"NOT THE GATE: {screen.alarm}"] if screen.alarm else []
     first += [f"{screen.status.value} (exit {findings.verdict.exit_code}): {facts}"]
     first += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
+    first += screen.instead
     last = list(_last_lines(findings, screen.before_relying, cost))
     if run is not None:
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
-    room = MOST_LINES - len(first) - len(last)
+    room = MOST_TERMINAL_LINES - len(first) - len(last)
     cells = [f"  {_cell(findings, d)}" for d in _worth_a_line(findings)]
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
@@ -65,8 +66,8 @@ def _cell(findings: Findings, d: Decision) -> str:
     who = f"{SIGNS[d.standing]} {subject_of(sides, d)}"
     if d.effect is None or d.status is Status.NOT_MEASURABLE:
         return f"{who}, {d.suite}: {d.reasons[0].text if d.reasons else 'no number'}"
-    moved = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_by_itself(findings, d)}"
-    return f"{who}: {change(sides, d)} ({moved}): {_means(d)}"
+    items = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_by_itself(findings, d)}"
+    return f"{who}: {moved(sides, d)} ({items}): {_means(d)}"
 
 
 def _means(d: Decision) -> str:
@@ -88,7 +89,7 @@ def _by_itself(findings: Findings, d: Decision) -> str:
     return f"; in another order {changed}, {plain.lost + plain.gained} uncompressed"
 
 
-def _last_lines(findings: Findings, before_relying: str, cost: Cost) -> Iterator[str]:
+def _last_lines(findings: Findings, before_relying: str, cost: BesideFindings) -> Iterator[str]:
     if more := list(_more(findings, cost)):
         yield f"would decide what is open, where nothing is lost: {'; '.join(more)}"
     if cost.unseen:
@@ -97,7 +98,7 @@ def _last_lines(findings: Findings, before_relying: str, cost: Cost) -> Iterator
         yield f"read before relying on it: {before_relying}"
 
 
-def _more(findings: Findings, cost: Cost) -> Iterator[str]:
+def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:
     """By suite, how many rows more and how many minutes; nothing of what nobody timed."""
     gated = [d for d in findings.verdict.decisions if d.gated]
     for suite, seconds in cost.seconds.items():

@@ -104,6 +104,10 @@ class Section(Generic[V]):
 
     # what a section may say outside of itself
 
+    def instead(self, value: V, decided: Decided) -> Iterator[str]:
+        """What could be done where the answer is not to ship, a line each."""
+        yield from ()
+
     def remarks(self, value: V, decided: Decided) -> Iterator[str]:
         """What must be read wherever the verdict is read."""
         yield from ()

@@ -65,6 +65,12 @@ class RemediesSection(Section[Remedies]):
     def finding(self, value: Remedies, decided: Decided) -> str:
         return next(self.remarks(value, decided)).removeprefix("REMEDIES: ")
 
+    def instead(self, value: Remedies, decided: Decided) -> Iterator[str]:
+        """The cheapest policy that passes where one fails, if one does."""
+        for one in _shown(value):
+            if one.chosen is not None and decided.verdict.status is not Status.INVALID:
+                yield inline(f"Instead of {one.label}, for {one.failing.arm}: {one.remedies[one.chosen].label} passes.")
+
     def remarks(self, value: Remedies, decided: Decided) -> Iterator[str]:
         """The cheapest policy that passes where one fails, a line for each, for whoever reads the verdict alone."""
         if decided.verdict.status is Status.INVALID:

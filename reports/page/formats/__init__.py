@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvaudit.core.files import write_output
+from kvaudit.reports.layout.rows import CONTRASTS, contrasts_csv
 from kvaudit.reports.page.page import Page
 
 
@@ -21,6 +22,10 @@ def formats() -> dict[str, Callable[[Page], str]]:
 
 
 def write_pages(folder: Path, page: Page) -> None:
-    """Write a page in every format, each file whole or not at all; raises RunError where the folder takes none."""
+    """Write a page in every format, its contrasts beside, each file whole or not at all.
+
+    Raises RunError where the folder takes none.
+    """
     for name, render in formats().items():
         write_output(folder / name, render(page))
+    write_output(folder / CONTRASTS, contrasts_csv(page.findings))

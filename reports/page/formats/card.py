@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvaudit.reports.layout.facts import Fact
+from kvaudit.reports.layout.facts import NOT_APPLICABLE, Fact, known
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of, findings_of_arm
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.page.grid import grid_table
@@ -16,7 +16,7 @@ from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen, screen_of
 
 FILE = "card.md"
-MOST_WORDS = 150  # beside the tables
+MOST_CARD_WORDS = 150  # beside the tables
 _ROWS = 24  # of the grid; all of them stand in verdict.json
 _FACTS = {  # of how an arm came about: name here -> name in the disclosure
     "rollouts": "rollouts",
@@ -34,23 +34,33 @@ def render(page: Page, arm: str | None = None) -> str:
     told = disclosure_of(page, arm)
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "a card is of a run"
-    return "\n\n".join(part for part in _parts(told, screen) if part) + "\n"
+    own = "" if arm is None else _word(told.verdict["says"])
+    return "\n\n".join(part for part in _parts(told, screen, own) if part) + "\n"
 
 
-def _parts(told: Disclosure, screen: Screen) -> Iterator[str]:
+def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
+    """The section; ``own`` says what the verdict of one arm is about."""
     yield "## KV-cache compression"
     if told.verdict["alarm"].state == "known":
         yield f"> **{_word(told.verdict['alarm'])}**"
     yield f"**{_word(told.verdict['status'])}** · " + " · ".join(
         f"{escape(name)} **{escape(text)}**" for name, text in screen.facts
     )
+    yield own
     yield "\n".join(f"* {escape(a.asks)} **{escape(a.line)}**" for a in screen.answers if a.groups)
+    yield "\n".join(f"* {escape(line)}" for line in screen.instead)
     if screen.grid.rows:
         yield as_table(grid_table(screen.grid, _ROWS))
         left = screen.grid.left_out + max(0, len(screen.grid.rows) - _ROWS)
         yield escape(f"{screen.grid.signs}." + (f" {left} more rows stand in verdict.json." if left else ""))
     if recipes := [recipe for recipe in told.recipes if recipe.role != "base"]:
         yield _recipes(recipes)
+    yield _served(told)
+    if stack := [(name, fact) for name, fact in told.stack.items() if fact.state == "known"]:
+        rows = [f"| {escape(name.replace('_', ' '))} | {_word(fact)} |" for name, fact in stack]
+        yield "\n".join(("| declared of the stack, not verified | |", "| --- | --- |", *rows))
+    if owed := [one.title for one in told.owed if one.rows]:
+        yield f"In disclosure.json too: {escape('; '.join(owed))}."
     if screen.before_relying:
         yield f"Read before relying on it: {escape(screen.before_relying)}."
     yield (
@@ -68,6 +78,19 @@ def _recipes(recipes: Iterable[ArmRecipe]) -> str:
     heads = [head for head in _FACTS if any(head in facts and facts[head].state == "known" for _, facts in rows)]
     table = [["arm", *heads], ["---"] * (1 + len(heads))]
     table += [[escape(recipe.arm), *(_word(facts.get(head)) for head in heads)] for recipe, facts in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+
+
+def _served(told: Disclosure) -> str:
+    """A row for each setting: what it is called in full, and what it leaves of the cache."""
+    rows = list(told.serving[:_ROWS])
+    heads = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
+    names = ["kv_allocated_of_none", "kv_live_of_none", "retention"]
+    table = [heads, ["---"] * len(heads)]
+    for row in rows:
+        settings = row.get("settings", NOT_APPLICABLE)
+        full = settings if settings.state == "known" else row["policy"]
+        table.append([_word(full), _word(row.get("engine", known("kvaudit"))), *(_word(row[name]) for name in names)])
     return "\n".join("| " + " | ".join(row) + " |" for row in table)
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import Status, exit_code
-from kvaudit.reports.page.answers import answers, place, sentence
+from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
 
 FILE = "junit.xml"
@@ -21,7 +21,7 @@ def render(page: Page) -> str:
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
     gated = [d for d in page.findings.verdict.decisions if d.gated]
-    cells = [(place(sides, d), d.arm, d.standing, sentence(sides, d)) for d in gated]
+    cells = [(cell_told_apart(sides, d), d.arm, d.standing, told_cell(sides, d)) for d in gated]
     cells.append(("verdict", "verdict", banner.status, " ".join(line for line in lines if line)))
     found = Counter[str]()
     for name, group, status, said in cells:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvaudit.core.text import clip, inline, visible
-from kvaudit.reports.analysis.examples import Example
-from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.core.text import clip, inline
 from kvaudit.reports.layout.passage import Passage
 from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen
@@ -27,7 +24,7 @@ def render(page: Page) -> str:
         return _whole(page)
     screen, sections = page.screen, {section.anchor: section for section in page.sections}
     parts = [*screen_parts(screen), *(f"* {escape(line)}" for line in page.remarks)]
-    parts += _section(sections["compared"], page.findings.comparison) if "compared" in sections else []
+    parts += _section(sections["compared"]) if "compared" in sections else []
     parts += ["## What else was found", "Tables, figures and answers of these sections stand in report.html."]
     found = [section for section in page.sections if section.finding and section.anchor != "limits"]
     parts.append("\n".join(f"* **{escape(one.title)}**: {escape(clip(one.finding, _FINDING))}" for one in found))
@@ -44,6 +41,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
         yield f"> **{escape(screen.alarm)}**"
     yield " · ".join(f"{escape(name)} **{escape(text)}**" for name, text in screen.facts)
     yield "\n".join(f"* **{escape(answer.asks)}** {escape(answer.line)}" for answer in screen.answers)
+    yield "\n".join(f"* {escape(line)}" for line in screen.instead)
     grid = screen.grid
     if grid.rows:
         most = max(1, words // (4 * (len(grid.columns) + 2)))
@@ -63,7 +61,7 @@ def _whole(page: Page) -> str:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
     parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
     for section in page.sections:
-        parts += _section(section, page.findings.comparison)
+        parts += _section(section)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -75,7 +73,7 @@ def escape(text: str) -> str:
     return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)
 
 
-def _section(section: Passage, sides: Comparison) -> Iterator[str]:
+def _section(section: Passage) -> Iterator[str]:
     yield f"## {escape(section.title)}"
     if section.finding:
         yield f"**{escape(section.finding)}**"
@@ -89,8 +87,6 @@ def _section(section: Passage, sides: Comparison) -> Iterator[str]:
             yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
-    for example in section.examples:
-        yield from _example(example, sides)
 
 
 def as_table(table: Table) -> str:
@@ -98,22 +94,3 @@ def as_table(table: Table) -> str:
     marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
     rows = [table.headers, marks, *table.rows]
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
-
-
-def _example(example: Example, sides: Comparison) -> Iterator[str]:
-    policy = sides.labels.get(example.policy, example.policy)
-    title = f"{example.arm} seed {example.seed} @ {policy}, {example.suite}, item {clip(example.item_id, 80)}"
-    yield f"### {escape(title)}"
-    yield escape(f"outcome {example.outcome}, {points(example.loss)} pp against the reference")
-    turns = [(turn.role, turn.text) for turn in example.candidate]
-    for role, text in [*turns, ("reference answered", example.reference_answer)]:
-        yield f"{escape(role)}:"
-        yield fenced(text)
-
-
-def fenced(text: str) -> str:
-    """Text as a code block whose fence is longer than any run of backticks inside."""
-    shown = visible(text)
-    runs = [len(run) for run in re.findall(r"`+", shown)]
-    fence = "`" * max(3, 1 + max(runs, default=0))
-    return f"{fence}text\n{shown}\n{fence}"

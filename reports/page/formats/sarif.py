@@ -7,7 +7,7 @@ from typing import Any
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.verdict import PASSED, Status
 from kvaudit.reports.layout.plain import dumped
-from kvaudit.reports.page.answers import answers, place, sentence
+from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
 
 FILE = "gate.sarif"
@@ -37,7 +37,11 @@ def render(page: Page) -> str:
     level = _LEVELS.get(banner.status.value, "note")
     results = [_result("VERDICT", level, " ".join(line for line in lines if line))]
     results += [
-        _result(d.standing.value, _LEVELS.get(d.standing.value, "note"), f"{place(sides, d)}: {sentence(sides, d)}")
+        _result(
+            d.standing.value,
+            _LEVELS.get(d.standing.value, "note"),
+            f"{cell_told_apart(sides, d)}: {told_cell(sides, d)}",
+        )
         for d in open_cells
     ]
     driver = {

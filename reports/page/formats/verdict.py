@@ -9,12 +9,12 @@ from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.answers import (
     Answer,
     answers,
-    counted,
     facet_counted,
     gravest,
     happens,
     question_of,
     subject_of,
+    what_counts,
 )
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
@@ -84,7 +84,7 @@ def _cell(found: Findings, d: Decision) -> dict[str, Any]:
         "policy": sides.label(d.policy),
         "metric": d.suite,
         "context_tokens": d.context_tokens,
-        "counts": counted(sides, d),
+        "counts": what_counts(sides, d),
         "wanted": facet is None or facet.wanted,
         "before": _short(before),
         "after": _short(after),
