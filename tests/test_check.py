@@ -221,7 +221,7 @@ def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Pat
         "serving: Do not ship snapkv 96 (refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3).",
         "  ✗ snapkv 96: refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3 (lost 34, gained 0; in another order "
         "3 of 24 change, 0 uncompressed): worse, by more than the limit",
-        "  ✗ snapkv 96: math score 90.6 → 68.8 % of 128, limit -5, up to -27.5 (lost 28, gained 0): worse, by more "
+        "  ✗ snapkv 96: math score 90.6 → 68.8 % of 128, limit -5, up to -28.6 (lost 28, gained 0): worse, by more "
         "than the limit",
         "not asked: agents",
         "report: runs/x/report/report.html, card: runs/x/report/card.md",

@@ -18,8 +18,9 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.gate.pin import Pin, Pinned, load_pin
+from kvaudit.reports.page.story import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import disclosed
+from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 
@@ -98,7 +99,7 @@ def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(pass
     assert done.exit_code == 4  # every suite was trained on
     assert "read before relying on it: Gate; Rules; TRAINED" in " ".join(done.stdout.split())
     run = tmp_path / "begun"
-    text = page_text(disclosed(load_run(run)))
+    text = page_text(page_of(decided(load_run(run))))
     sha = hashlib.sha256(gate.read_bytes()).hexdigest()
     assert "TRAINED: no gated safety suite is apart from the reward" in text
     assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in text
