@@ -86,7 +86,7 @@ class CriticSpec(Part):
     learning_rate: Rate = 1e-3
 
 
-class WatchSpec(Part):
+class ValidationSpec(Part):
     """Validation every so many steps, on ``items`` of each suite that training does not meet; () are its own suites.
 
     An alarm of ``stop_on`` that rang in the last ``patience`` steps before a validation ends all arms of its seed.
@@ -155,7 +155,7 @@ class Training(Part):
     critic: CriticSpec = CriticSpec()
     distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
-    watch: WatchSpec | None = None
+    watch: ValidationSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
     ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
 

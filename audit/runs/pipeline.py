@@ -56,10 +56,10 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.early_stop import EarlyStop, mark_of
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.halt import Halt, mark_of
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards import Paying, paying_of
 from kvaudit.audit.training.sft import StartConfig, warm_start
@@ -490,12 +490,12 @@ class Pipeline:
                 warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
             else:
                 watch = section.watch if section.stops else None
-                halt = None if watch is None else Halt(watch, section.steps, out, self._arms_of(pair[1]))
+                early_stop = None if watch is None else EarlyStop(watch, section.steps, out, self._arms_of(pair[1]))
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
                 with self._ranks.unit(pair):
-                    train(config, start, out, progress, kept=self._run.path, halt=halt, ranks=self._ranks)
+                    train(config, start, out, progress, kept=self._run.path, early_stop=early_stop, ranks=self._ranks)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""

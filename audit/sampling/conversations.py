@@ -24,7 +24,7 @@ _NOTHING = Rendered((), ())
 
 
 @dataclass(frozen=True)
-class Played:
+class GradedRow:
     """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts.
 
     ``spans`` maps a marked span to the same share, and to where it stands in the transcript; ``marks`` maps it to its
@@ -56,7 +56,7 @@ def play(
     thinks: bool = False,
     prompts: Sequence[Rendered] | None = None,
     at_once: int = 0,
-) -> list[Played]:
+) -> list[GradedRow]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
 
     ``seeds`` holds one number per row. The length of an answer is the suite's, not ``decoding.max_new_tokens``. The
@@ -75,7 +75,7 @@ def play(
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
     given = [bool(one.suite.options(one.item)) for one in asked]
     most = max(1, at_once // group) if at_once else len(asked)  # items at once
-    found: dict[int, list[Played]] = {}
+    found: dict[int, list[GradedRow]] = {}
     for way, chosen in ((_converse, False), (_choose, True)):
         part = [n for n, own in enumerate(given) if own is chosen]
         own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
@@ -101,7 +101,7 @@ class AskedItem(NamedTuple):
 
 def _converse(
     sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
-) -> list[Played]:
+) -> list[GradedRow]:
     """Let the model speak, and the environment answer; ``most`` items at once."""
 
     def opened(items: range) -> AnyEpisode:
@@ -130,7 +130,7 @@ def _converse(
 
 def _choose(
     sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
-) -> list[Played]:
+) -> list[GradedRow]:
     """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
     if len(asked) > most:
         parts = (slice(start, start + most) for start in range(0, len(asked), most))
@@ -149,7 +149,7 @@ def _choose(
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
         roles = (*prompt.roles, *[str(Role.ASSISTANT)] * tokens)
         played.append(
-            Played(
+            GradedRow(
                 item=item,
                 transcript=transcript,
                 grade=graded(suite, item, transcript, "stop"),
@@ -265,10 +265,10 @@ class Conversation:
         chunk, self._pending = self._pending, _NOTHING
         return chunk
 
-    def played(self, rollout: Rollout) -> Played:
+    def played(self, rollout: Rollout) -> GradedRow:
         """Grade the finished row; how long it took is for whoever knows the whole batch."""
         assert rollout.ids.shape[0] == len(self._roles)
-        return Played(
+        return GradedRow(
             item=self.exchange.item,
             transcript=self.exchange.transcript,
             grade=self.exchange.grade(),

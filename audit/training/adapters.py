@@ -38,20 +38,20 @@ class AdaptedModel(LoadedModel):
     origin: str = ""
 
 
-def learner_of(
+def trainable_copy(
     start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False
 ) -> LoadedModel:
     """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
 
     ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew.
     """
-    learner = _learner(start, adapter, seed)
+    learner = _copied(start, adapter, seed)
     if checkpointing:
         checkpoint_layers(learner.model)
     return learner
 
 
-def _learner(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
+def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
@@ -88,7 +88,7 @@ def _kept_by_its_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
     """The base with the adapter of a finished checkpoint beside it, to be trained further."""
     verify_folder(folder)
-    start = learner_of(base, adapter, 0)
+    start = trainable_copy(base, adapter, 0)
     found = load_file(folder / ADAPTER_WEIGHTS)
     own = adapter_weights(start.model)
     if {name: tensor.shape for name, tensor in found.items()} != {name: own[name].shape for name in own}:

@@ -17,7 +17,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FLOOR = 1e-6  # of a norm, as torch's own clipping has it
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """``norm`` of the gradient before clipping, None where it was not finite and changed nothing.
 
     ``halves``: ``grad_variance`` is the squared distance of the gradients of the two halves of a batch, an estimate of
@@ -59,7 +59,7 @@ class Optimiser:
         if self._marks == 1:
             self._first = {name: grad.detach().clone() for name, grad in self._gradients().items()}
 
-    def step(self) -> Stepped:
+    def step(self) -> StepResult:
         """Clip, update, forget the gradients; one that is not finite changes nothing."""
         gradients = self._gradients()
         names = self._taking_part(gradients)
@@ -73,7 +73,7 @@ class Optimiser:
         if math.isfinite(norm):  # one bad token would make every moment NaN for good
             self._update()
         self._adam.zero_grad(set_to_none=True)
-        return Stepped(norm if math.isfinite(norm) else None, halves)
+        return StepResult(norm if math.isfinite(norm) else None, halves)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}

@@ -19,13 +19,13 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.conversations import check_fits
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import learner_of
+from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import shares
-from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec_parts import Part, Seed
@@ -102,7 +102,7 @@ def warm_start(
     if folder.finished:
         drop_state(out)
         return out
-    learner = learner_of(model, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
+    learner = trainable_copy(model, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
     optimiser = Optimiser(
         learner.model,
         learning_rate=config.sft.learning_rate,

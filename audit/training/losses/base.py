@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Whole(NamedTuple):
+class StepCounts(NamedTuple):
     """What the gradient step holds, of which a microbatch is a part."""
 
     rows: int  # rollouts
@@ -32,13 +32,13 @@ class Whole(NamedTuple):
     max_tokens: int  # the most tokens that a rollout can sample, L of dr_grpo
 
     @classmethod
-    def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> Whole:
+    def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
         """The counts of whole groups; advantages and mask [B, T]."""
         pairs = int((advantages != 0).view(len(mask) // group, -1).any(dim=1).sum())
         return cls(len(mask), int(mask.sum()), pairs, max_tokens)
 
 
-class Valued(NamedTuple):
+class CriticInputs(NamedTuple):
     """A critic's side of a microbatch, [B, T]; ``values`` carry the gradient of the value head."""
 
     values: Tensor
@@ -59,14 +59,14 @@ class LossInputs:
     advantages: Tensor  # [B, T], 0 outside the mask
     mask: Tensor  # bool [B, T], sampled tokens of graded rollouts
     group: int
-    whole: Whole
+    counts: StepCounts
     epsilon_low: float
     epsilon_high: float
     beta: float = 0.0
     ref_logprobs: Tensor | None = None
     distill_weight: float = 0.0
     distill_kl: Tensor | None = None  # [B, T], nats
-    valued: Valued | None = None
+    critic: CriticInputs | None = None
 
     @property
     def active(self) -> Tensor:

@@ -26,4 +26,4 @@ class Dapo(ClippedLoss):
     def share(self, inputs: LossInputs) -> Tensor:
         import torch
 
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))
+        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.counts.tokens, 1))

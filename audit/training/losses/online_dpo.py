@@ -39,7 +39,7 @@ class OnlineDpo(Loss):
         signs = inputs.advantages.sum(dim=1).sign()  # [B]
         margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)
         paired = signs.view(-1, inputs.group).any(dim=1)
-        loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.whole.pairs, 1)
+        loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
         metrics = {"clipped": 0.0, "kl_ref": float(reference_gap(inputs).detach().sum())}
-        token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.whole.tokens, 1))
+        token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.counts.tokens, 1))
         return with_distillation(inputs, token_mean, LossOutputs(loss, metrics))

@@ -15,7 +15,7 @@ from kvaudit.audit.training.files import guarded
 from kvaudit.core.alarms import alarm_key
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.spec_train import WatchSpec
+from kvaudit.core.spec_train import ValidationSpec
 
 MARK = "halt.json"
 
@@ -27,10 +27,10 @@ class Mark(NamedTuple):
     alarm: str | None
 
 
-class Halt:
+class EarlyStop:
     """The stop of one arm in ``folder``; ``arms`` are the folders of all arms of its seed, its own among them."""
 
-    def __init__(self, spec: WatchSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
+    def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
         self._spec, self._steps, self._folder, self._arms = spec, steps, folder, arms
 
     @property
