@@ -16,7 +16,6 @@ from kvaudit.core.spec_parts import (
     Count,
     Factor,
     Group,
-    Heat,
     Norm,
     Number,
     Part,
@@ -27,6 +26,7 @@ from kvaudit.core.spec_parts import (
     Share,
     ShareOrZero,
     Steps,
+    Temperature,
     Text,
     Tokens,
     canonical_policies,
@@ -138,7 +138,7 @@ class Training(Part):
     epsilon_high: Factor = 0.2
     beta: Factor = 0.0
     loss: str = "grpo"
-    temperature: Heat = 1.0
+    temperature: Temperature = 1.0
     distill_weight: Factor = 0.1
     max_grad_norm: Norm = 1.0
     microbatch_tokens: BatchTokens = 16384

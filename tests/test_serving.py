@@ -513,7 +513,9 @@ def test_no_part_of_a_character_is_told() -> None:
     asked = read_request({"model": "embedded", "messages": CHAT, "stop": ["b😀x"]})
     chat = SimpleNamespace(text=lambda ids: texts[len(ids) - 1])
     job = SimpleNamespace(
-        asked=asked, served=SimpleNamespace(model=SimpleNamespace(chat=chat)), told=lambda _, text: told.append(text)
+        asked=asked,
+        served=SimpleNamespace(model=SimpleNamespace(chat=chat)),
+        listener=lambda _, text: told.append(text),
     )
     text = _Text(cast(Any, job), 0)
     for count in range(1, len(texts) + 1):

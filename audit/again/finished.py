@@ -113,16 +113,16 @@ def checkpoint_rollouts(folder: Path) -> list[Recorded]:
             "RUN/checkpoints/ARM/seed-N, or --rollouts FILE --model MODEL"
         )
     check_checkpoint(folder)
-    story = read_json(folder / PROVENANCE)
+    provenance = read_json(folder / PROVENANCE)
     try:
-        config = story["config"]
+        config = provenance["config"]
         trained = parse_policy(str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none")
         temperature = float(config["temperature"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
     mixed = len(trained.draws) > 1
     names = {f"{ledger_stem(FINAL_LEDGER, own, mixed=mixed)}.safetensors": own for own in trained.draws}
-    kept = {name: own for name, own in names.items() if name in story["ledgers"]}
+    kept = {name: own for name, own in names.items() if name in provenance["ledgers"]}
     if not kept:
         raise DataError(
             f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(names)}; train it again with ledger_every above 0"

@@ -92,10 +92,10 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
 
 
 def _check(question: GenerateOptions) -> None:
-    from kvaudit.core.spec_parts import HEATS, is_heat
+    from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
 
-    if not is_heat(question.temperature):
-        raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")
+    if not is_temperature(question.temperature):
+        raise SpecError(f"--temperature is {question.temperature:g}, wanted {TEMPERATURES}")
     if not all(is_text(text) for text in (question.text, question.system or "")):
         raise SpecError("the text is not UTF-8; give it in UTF-8")
 

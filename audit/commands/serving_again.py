@@ -59,12 +59,12 @@ def ready_to_read(dtype: str, temperature: float | None, plugins: Sequence[Path]
 
     from kvaudit.audit.runs.names import load_plugins
     from kvaudit.audit.sampling.model import DtypeName
-    from kvaudit.core.spec_parts import HEATS, is_heat
+    from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
-    if temperature is not None and not is_heat(temperature):
-        raise SpecError(f"--temperature is {temperature:g}, wanted {HEATS}")
+    if temperature is not None and not is_temperature(temperature):
+        raise SpecError(f"--temperature is {temperature:g}, wanted {TEMPERATURES}")
     load_plugins(plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
 

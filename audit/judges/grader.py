@@ -84,7 +84,7 @@ class Grader(Generic[Q, G]):
         """sha256 of a question: what its grade is remembered under."""
         raise NotImplementedError
 
-    def seen(self, answer: StoredAnswer) -> list[Q]:
+    def questions_of(self, answer: StoredAnswer) -> list[Q]:
         """What it is asked of a stored answer, in order; nothing where the answer is none of its business."""
         raise NotImplementedError
 

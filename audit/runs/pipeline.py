@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvaudit.audit.cache.layers import governed_words
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
-from kvaudit.audit.runs.claims import Claim, Hand, work_through, work_through_groups
+from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -317,10 +317,14 @@ class Pipeline:
 
         Raises NotMeasurable where a suite has nothing to lose, unless the run is to go on anyway.
         """
-        story, units = self._run.provenance(), self._pilot_units()
+        provenance, units = self._run.provenance(), self._pilot_units()
         is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
         # a run of an earlier version is past it: what it has sealed would be answered twice
-        if PILOT not in story and (is_open or not any(map(self._is_sealed, grid(self._spec)))) and (units or is_open):
+        if (
+            PILOT not in provenance
+            and (is_open or not any(map(self._is_sealed, grid(self._spec))))
+            and (units or is_open)
+        ):
             self._say(f"pilot: {len(units)} units")
             folder = self._run.path / PILOT_FOLDER
             make_folder(folder)
@@ -335,15 +339,15 @@ class Pipeline:
 
     def check_pilot(self) -> None:
         """Raise NotMeasurable as ``pilot`` does, where it is done."""
-        story = self._run.provenance()
-        if PILOT in story and ANYWAY not in story:
-            check_measurable(with_kept_gate(self._spec, story), story[PILOT][FOUND])
+        provenance = self._run.provenance()
+        if PILOT in provenance and ANYWAY not in provenance:
+            check_measurable(with_kept_gate(self._spec, provenance), provenance[PILOT][FOUND])
 
     def _take_sizes(self) -> None:
-        story = self._run.provenance()
-        if PILOT not in story:
+        provenance = self._run.provenance()
+        if PILOT not in provenance:
             return
-        found = story[PILOT][FOUND]
+        found = provenance[PILOT][FOUND]
         for line in pilot_lines(found):
             self._say(f"pilot: {line}")
         for suite in found["items"]:  # a round until now
@@ -443,16 +447,16 @@ class Pipeline:
                 count(unit, rows_of(unit))
                 at(before, self._unit_line(unit))
 
-            def work(hand: Hand[Unit]) -> None:
+            def work(held: HeldUnits[Unit]) -> None:
                 def progress(unit: Unit, done: int, _: int) -> None:
-                    hand.claim(unit).check()
+                    held.claim(unit).check()
                     count(unit, steps(unit, done))
                     at(before, self._unit_line(unit))
 
-                first = hand.units[0]
+                first = held.units[0]
                 with _enough_memory(self._unit_line(first), "evaluate.batch_tokens"):
                     evaluator = self._evaluator_of((first.arm, first.seed))
-                    evaluator.run_together(hand.units, self._run, progress, hand.keeps, folder=folder)
+                    evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
 
             with self._seat:  # no engine outlives the phase that it answers in
                 work_through_groups(
