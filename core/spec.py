@@ -152,7 +152,7 @@ class Declared(Part):
     trained_on: Text = UNKNOWN
 
 
-class GivenArm(Part):
+class ExternalArm(Part):
     """Checkpoints that were trained elsewhere: seed -> folder or hub id. A lone text is one checkpoint of seed 0.
 
     Checkpoints of equal seeds are compared as pairs. ``role`` reference makes the arm the gate's reference.
@@ -197,7 +197,7 @@ class RunSpec(Part):
     device: str = "auto"
     chat: dict[OptionName, ChatValue] = Field(default_factory=dict)  # options of the chat template, in training too
     train: TrainSpec | None = None
-    checkpoints: dict[_ArmName, GivenArm] = Field(default_factory=dict)
+    checkpoints: dict[_ArmName, ExternalArm] = Field(default_factory=dict)
     evaluate: EvaluateSpec
     probe: ProbeSpec | None = None
     engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those of evaluate.policies are run, by name
@@ -241,7 +241,7 @@ class RunSpec(Part):
         """How the engine of a condition is run."""
         return self.engines.get(engine_in(condition), EngineSpec())
 
-    def given(self, arm: str, seed: int) -> str | None:
+    def external(self, arm: str, seed: int) -> str | None:
         """The folder or hub id of a checkpoint that was trained elsewhere, with ${VARIABLES} filled in; else None."""
         part = self.checkpoints.get(arm)
         return None if part is None else expand(f"checkpoints.{arm}", part.seeds[seed])
@@ -314,7 +314,7 @@ class RunSpec(Part):
         self._check_own()
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
-        _check_given(self.checkpoints, self.train)
+        _check_external(self.checkpoints, self.train)
         unique("guard", self.guard)
         unique("judge", self.judge)
         unique("remedies", self.remedies)
@@ -395,13 +395,13 @@ class RunSpec(Part):
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
-def _check_given(given: Mapping[str, GivenArm], train: TrainSpec | None) -> None:
+def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
     """Raise SpecError for arms that stand for two things."""
     taken = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
-    for arm in given:
+    for arm in arms:
         if arm in taken:
             raise SpecError(f"checkpoints.{arm} is the name of an arm that the run has already; choose another")
-    references = [arm for arm, part in given.items() if part.role == "reference"]
+    references = [arm for arm, part in arms.items() if part.role == "reference"]
     if len(references) > 1:
         raise SpecError(f"checkpoints names {len(references)} references ({', '.join(references)}), wanted one at most")
 

@@ -172,7 +172,7 @@ def test_no_proxy_stands_before_the_loopback(started: Any, monkeypatch: pytest.M
 
 def test_a_server_that_is_stopped_leaves_neither_process_nor_port(started: Any) -> None:
     session = started("vllm")
-    port = int(session._line._endpoint.base_url.rpartition(":")[2])
+    port = int(session._client._endpoint.base_url.rpartition(":")[2])
     session.stop()
     session.stop()
     with socket.socket() as door, pytest.raises(ConnectionRefusedError):

@@ -539,7 +539,7 @@ def test_a_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.sampling.given.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_named", None)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

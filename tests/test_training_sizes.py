@@ -20,7 +20,7 @@ from kvaudit.audit.replay.head import watched
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import prepare_run
 from kvaudit.audit.sampling import memory
-from kvaudit.audit.sampling.given import load_given
+from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import footprint, grpo, rollouts, token_logprobs
 from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, trainable_copy
@@ -164,7 +164,7 @@ def test_an_adapter_is_trained_resumed_and_read_as_any_checkpoint(
     assert not (whole / "model.safetensors").exists()
     assert all(torch.equal(weight, before[name]) for name, weight in base.model.state_dict().items())
     assert all(weight.requires_grad for weight in base.model.parameters())
-    found = load_given(str(whole), base, dtype="float32", device="cpu")
+    found = load_comparable(str(whole), base, dtype="float32", device="cpu")
     assert found.sha256 == json.loads((whole / "provenance.json").read_text())["sha256"]
     rollouts = load_ledgers(whole / "ledgers" / "final.safetensors")[0]
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_an_adapter_is_trained_resumed_and_read_as_any_checkpoint(
     torch.testing.assert_close(replayed, recorded, rtol=0, atol=1e-4)
     (whole / "adapter_model.safetensors").write_bytes(b"0")
     with pytest.raises(DataError, match=r"adapter_model\.safetensors has sha256"):
-        load_given(str(whole), base, dtype="float32", device="cpu")
+        load_comparable(str(whole), base, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["whole", "adapter"])
@@ -191,7 +191,7 @@ def test_a_warm_start_is_resumed_with_the_same_bits_and_lowers_its_loss(
     name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
     assert sha256(whole / name) == sha256(killed / name)
     digest = json.loads((whole / "provenance.json").read_text())["sha256"]
-    assert load_given(str(whole), base, dtype="float32", device="cpu").sha256 == digest
+    assert load_comparable(str(whole), base, dtype="float32", device="cpu").sha256 == digest
     if adapter is not None:
         going_on = continued(base, AdapterSpec(**adapter), whole)
         assert going_on.sha256 == digest

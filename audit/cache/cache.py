@@ -25,7 +25,7 @@ from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
 from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
-from kvaudit.audit.cache.schedule import Cut, Schedule
+from kvaudit.audit.cache.schedule import Eviction, Schedule
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
@@ -36,7 +36,7 @@ class EvictingCache:
 
     Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (-1 = padding),
     then the forward itself with ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's (``rotary_for``),
-    where the policy asks for it; ``blocks`` counts its mixture-of-experts blocks (``watched_blocks``). Raises SpecError
+    where the policy asks for it; ``blocks`` counts its mixture-of-experts blocks (``hooked_blocks``). Raises SpecError
     for a mixture of policies: one is drawn per request.
     """
 
@@ -143,10 +143,10 @@ class EvictingCache:
         layer.remember(call.query, now)
         self._weigh(layer)
         self._peak = max(self._peak, self.bytes)  # the new entries are in and nothing has left yet
-        cut, layers = layer.schedule.cut, self._compressing(layer)
-        if layers and cut is not None:
-            self._evict(layers, cut)
-        if cut is not None or now.coded is not None:
+        eviction, layers = layer.schedule.eviction, self._compressing(layer)
+        if layers and eviction is not None:
+            self._evict(layers, eviction)
+        if eviction is not None or now.coded is not None:
             # after the eviction: what leaves now is in no group of codes, as ``coded_keys`` of the replay has it
             for done in layers:
                 done.flush(now, on_write=False)
@@ -172,27 +172,27 @@ class EvictingCache:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
-    def _evict(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+    def _evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
-        if layers[0].replaces(cut):
-            self._replace(layers, cut)
+        if layers[0].replaces(eviction):
+            self._replace(layers, eviction)
             return
-        views = [layer.view(cut.rows, self._now, self._row_keys, packed=True) for layer in layers]
+        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
-            layer.evict(cut, self._now, view, importance, self._pins)
+            layer.evict(eviction, self._now, view, importance, self._pins)
 
-    def _replace(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+    def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the place of the one that leaves, in every head of these layers."""
         schedule = layers[0].schedule
         if schedule.victims is not None:
-            layers[0].replace(schedule.victims, cut, self._now)
+            layers[0].replace(schedule.victims, eviction, self._now)
             return
-        views = [layer.view(cut.rows, self._now, self._row_keys, packed=False) for layer in layers]
+        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=False) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
-            victims = layer.victims(cut, view, importance, self._pins)
+            victims = layer.victims(eviction, view, importance, self._pins)
             if schedule.evictor.by_position:
                 schedule.victims = victims = victims.joined()
-            layer.replace(victims, cut, self._now)
+            layer.replace(victims, eviction, self._now)
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""

@@ -69,7 +69,7 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     from kvaudit.audit.cache.layers import governed_words
     from kvaudit.audit.policies import parse_policy
     from kvaudit.audit.runs.names import load_plugins
-    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.sampling.checkpoints import load_named
     from kvaudit.audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):

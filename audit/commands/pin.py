@@ -66,7 +66,7 @@ def _trained(folder: Path) -> Pinned:
 
 def _weights(folder: Path, provenance: Mapping[str, Any]) -> str:
     """What identifies a checkpoint; the model of an adapter need not be at hand where the provenance tells its hash."""
-    from kvaudit.audit.sampling.given import adapter_sha256, checkpoint_sha256, is_adapter
+    from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):
         over_base = adapter_sha256(folder, str(provenance.get("base_sha256")))
@@ -84,7 +84,7 @@ def _name(folder: Path, arm: str, seed: int) -> str:
 
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here, which has no arm and no seed until a run names it."""
-    from kvaudit.audit.sampling.given import checkpoint_sha256
+    from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
     if not list(folder.glob("*.safetensors")):

@@ -386,7 +386,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
     from rich.console import Console
 
     from kvaudit.audit.runs.pilot import check_possible, impossible
-    from kvaudit.audit.sampling.given import chat_named
+    from kvaudit.audit.sampling.checkpoints import chat_named
 
     chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:

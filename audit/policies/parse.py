@@ -64,8 +64,8 @@ def _simple(text: str) -> Policy:
 
 def _from_mapping(source: Mapping[str, Any]) -> Policy:
     kinds = [key for key in ("name", "compose", "mixture") if key in source]
-    beside = {"compose": {"compose"}, "mixture": {"mixture", "weights"}}
-    if len(kinds) != 1 or not set(source) <= beside.get(kinds[0], set(source)):
+    allowed = {"compose": {"compose"}, "mixture": {"mixture", "weights"}}
+    if len(kinds) != 1 or not set(source) <= allowed.get(kinds[0], set(source)):
         raise SpecError(
             f"policy {dict(source)!r}: write name: snapkv, budget: 96, or compose: [...] alone, or mixture: [...] "
             "alone or with weights: [...]"

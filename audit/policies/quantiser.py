@@ -50,7 +50,7 @@ class Quantiser(Policy):
         """Whether entries are quantised before their own query attends."""
         return False
 
-    def given(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
+    def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
         """The scales [H] float64 of a layer's keys (part 0) or values (1) where they are not fitted to each group."""
         return None
 
@@ -126,7 +126,7 @@ class Absmax(Quantiser):
     def on_write(self) -> bool:
         return self.write
 
-    def given(self, layer: int, part: int, heads: int) -> Tensor | None:
+    def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:
         import torch
 
         if self.scale == "token":

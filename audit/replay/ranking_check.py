@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall
-from kvaudit.audit.cache.beside import QueryCentres, QueryMoments
 from kvaudit.audit.cache.evict import attention_mass, retained
+from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.rotary import Rotary, rotary_for

@@ -17,7 +17,7 @@ from kvaudit.audit.cache.quantised.hints import HintTable
 from kvaudit.audit.cache.rotary import require_steady
 from kvaudit.audit.cache.routing import NOBODY, check_experts
 from kvaudit.audit.cache.selection import choices_of
-from kvaudit.audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
+from kvaudit.audit.cache.stock import by_name, call_ids, prepare, require_positions, row_positions, use_attention
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince
@@ -41,7 +41,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = by_name(model, args, kwargs)
-        ids = given_ids(call)
+        ids = call_ids(call)
         if len(ids) != len(ledger.evicted_at):
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)

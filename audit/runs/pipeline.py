@@ -48,8 +48,8 @@ from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.seat import FIRST_TOKENS, FirstHeard, Seat, try_out_engines
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
-from kvaudit.audit.sampling.given import check_given, load_given, load_named
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -119,7 +119,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
-            check_given(str(spec.given(arm, seed)), model)
+            check_comparable(str(spec.external(arm, seed)), model)
     batches: Batches = {}
     with watched() as rows:
         check_training(spec, model)
@@ -547,7 +547,7 @@ class Pipeline:
             layout = ", large products packed" if packs(model) else ""
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
-            self._run.note(chat=model.chat.about())
+            self._run.note(chat=model.chat.to_json())
             threads = f"{torch.get_num_threads()} threads"
             self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {threads}{layout}")
             if words := governed_words(model.model.config):
@@ -588,20 +588,20 @@ class Pipeline:
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
             return self._load_base()
-        if (given := self._spec.given(*pair)) is not None:
-            return self._given(pair, given)
+        if (external := self._spec.external(*pair)) is not None:
+            return self._external(pair, external)
         self._trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))
-        return load_given(folder, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        return load_comparable(folder, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
 
-    def _given(self, pair: Pair, given: str) -> LoadedModel:
+    def _external(self, pair: Pair, name: str) -> LoadedModel:
         """A checkpoint that was trained elsewhere; it must be the one that the run met first under this name."""
         spec = self._spec
-        model = load_given(given, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        model = load_comparable(name, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
         known = self._run.keep(CHECKPOINTS, f"{pair[0]}/{pair[1]}", model.sha256)
         if known != model.sha256:
             raise RunError(
-                f"checkpoint {given!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
+                f"checkpoint {name!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
                 "back, or give another --out"
             )
         return model

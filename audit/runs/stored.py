@@ -15,7 +15,7 @@ from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter
-from kvaudit.audit.sampling.given import chat_named
+from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
 from kvaudit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of

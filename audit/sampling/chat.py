@@ -110,8 +110,8 @@ class Chat:
     @property
     def end_of_turn(self) -> int:
         """The token that ends an answer; raises SpecError where the template has none."""
-        behind = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
-        found = [token for token in behind if token in self.stop_ids]
+        endings = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
+        found = [token for token in endings if token in self.stop_ids]
         if not found:
             raise SpecError("the chat template ends an answer by no token of its own; give an instruct model")
         return int(found[0])
@@ -148,7 +148,7 @@ class Chat:
         """Tokens of a text, no special tokens added."""
         return len(self.encode(text))
 
-    def about(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What a run notes of its conversations: options of the template, and whether it takes roles itself."""
         return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role}
 

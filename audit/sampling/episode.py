@@ -17,7 +17,7 @@ from kvaudit.audit.cache.attention import Attends
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
@@ -79,7 +79,7 @@ class Episode:
         self._model, self._recorded = model, recorded
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
         rotary = rotary_for(model.model, policy)
-        blocks = watched_blocks(model.model)
+        blocks = hooked_blocks(model.model)
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles, shared)
@@ -90,7 +90,7 @@ class Episode:
         self._turns: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probs of turns that are under way
         self._logits = logits.repeat_interleave(group, 0)  # [b, V] of the next token of the rows in the cache
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
-        self._given: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
+        self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
 
     @property
     def rows(self) -> int:
@@ -211,7 +211,7 @@ class Episode:
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
-        self._feed_given(beginning)
+        self._feed_queued(beginning)
         self._feed_pending(beginning)  # after what was given, which takes its row's drawn token along
         for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
             if beginning[n]:
@@ -235,10 +235,10 @@ class Episode:
         self._over |= {first + n for n in other._over}
         self._gone |= {first + n: rollout for n, rollout in other._gone.items()}
         self._turns |= {first + n: turn for n, turn in other._turns.items()}
-        self._rows, self._pending, self._given = (
+        self._rows, self._pending, self._queued = (
             [*self._rows, *other._rows],
             [*self._pending, *other._pending],
-            [*self._given, *other._given],
+            [*self._queued, *other._queued],
         )
 
     def _let_go(self, *, at_once: bool = False) -> None:
@@ -275,21 +275,21 @@ class Episode:
             own = [""] * len(chunk) if roles is None else roles[n]
             assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
             self._rows[n].add(chunk)
-            self._given[n] += zip(chunk, own, strict=True)
+            self._queued[n] += zip(chunk, own, strict=True)
 
     @torch.no_grad()
-    def _feed_given(self, running: Sequence[bool]) -> None:
+    def _feed_queued(self, running: Sequence[bool]) -> None:
         """Given tokens attend causally, behind the last drawn one, then the policy evicts."""
-        fed = [on and bool(given) for on, given in zip(running, self._given, strict=True)]
+        fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
         drawn = str(Role.ASSISTANT)
         tokens = [
-            [*((token, drawn) for token in self._pending[n]), *self._given[n]] if fed[n] else [] for n in self._held
+            [*((token, drawn) for token in self._pending[n]), *self._queued[n]] if fed[n] else [] for n in self._held
         ]
         for n, on in enumerate(fed):
             if on:
-                self._pending[n], self._given[n] = [], []
+                self._pending[n], self._queued[n] = [], []
         logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
         changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]
         self._logits = torch.where(changed, logits, self._logits)
@@ -306,7 +306,7 @@ class Episode:
         """Every row as it stands, with its ledger."""
         assert self._recorded
         assert not self._turns, "a turn that was begun goes on"
-        self._feed_given([True] * self.rows)
+        self._feed_queued([True] * self.rows)
         found = self._gone | self._rollouts(self._held)
         return [found[n] for n in range(self.rows)]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
+from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
 from kvaudit.core.errors import DataError, RunError, SpecError

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from kvaudit import __version__
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
-from kvaudit.audit.sampling.given import adapter_sha256
+from kvaudit.audit.sampling.checkpoints import adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter

@@ -39,13 +39,13 @@ class Scratch:
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def like(self, given: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
-        """A tensor of the shape of ``given`` with anything in it, until this dtype and place are asked for again."""
+    def like(self, other: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
+        """A tensor of the shape of ``other`` with anything in it, until this dtype and place are asked for again."""
         room = self._rooms.get((dtype, place))
-        if room is None or room.numel() < given.numel() or room.device != given.device:
-            size = given.numel() + given.numel() // 8  # a context grows by a slot a step
-            room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=given.device)
-        return room[: given.numel()].view(given.shape)
+        if room is None or room.numel() < other.numel() or room.device != other.device:
+            size = other.numel() + other.numel() // 8  # a context grows by a slot a step
+            room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=other.device)
+        return room[: other.numel()].view(other.shape)
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
@@ -60,13 +60,13 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
     return words.view(torch.uint8)
 
 
-def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D].
 
-    With scales ``given`` [H] for ``x`` [B, H, K, D] they are the parameters.
+    With ``scales`` [H] for ``x`` [B, H, K, D] they are the parameters.
     """
-    if given is not None:
-        parameters = spread_scales(given.to(x), x)
+    if scales is not None:
+        parameters = spread_scales(scales.to(x), x)
         return encode_as(x, parameters, codec), parameters
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
     # rounded to the type they are stored in first: codes are made under the parameters that decode them
@@ -74,9 +74,9 @@ def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> t
     return encode_as(x, parameters, codec), parameters
 
 
-def spread_scales(given: Tensor, x: Tensor) -> Tensor:
+def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
     """Scales [H] as parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...], without memory of their own."""
-    return given[:, None, None, None].expand(*x.shape[:3], 1, 1)
+    return scales[:, None, None, None].expand(*x.shape[:3], 1, 1)
 
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:

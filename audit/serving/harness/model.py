@@ -20,8 +20,8 @@ from kvaudit import __version__
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.checkpoints import load_named
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
-from kvaudit.audit.sampling.given import load_named
 from kvaudit.audit.sampling.model import EMBEDDED
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler

@@ -32,7 +32,7 @@ _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub'
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
-def load_given(
+def load_comparable(
     name_or_path: str,
     base: LoadedModel,
     *,
@@ -44,7 +44,7 @@ def load_given(
 
     Raises DataError for what cannot be loaded, and for another architecture, tokenizer or chat template.
     """
-    check_given(name_or_path, base)
+    check_comparable(name_or_path, base)
     if is_adapter(folder := locate(name_or_path)):
         return _adapted(folder, name_or_path, base)
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
@@ -61,7 +61,7 @@ def load_named(
     base, *adapters = reversed(_stack(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
     for adapter in adapters:
-        model = load_given(adapter, model, dtype=dtype, device=device)
+        model = load_comparable(adapter, model, dtype=dtype, device=device)
     return model
 
 
@@ -104,7 +104,7 @@ def _stack(name_or_path: str) -> list[str]:
     return names
 
 
-def check_given(name_or_path: str, base: LoadedModel) -> None:
+def check_comparable(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
     if is_adapter(folder):
