@@ -69,14 +69,14 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
-        new = (positions >= 0).sum(1)
-        first = torch.where(positions >= 0, positions, NEVER).amin(1)
+        new = (positions >= 0).sum(1)  # [B] tokens of this forward
+        first = torch.where(positions >= 0, positions, NEVER).amin(1)  # [B], NEVER where a row gets nothing
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self.seen = self.seen + new
         longest = int(self.seen.max())
         if self._steady is not None and longest > self._steady:
             require_steady(self._config, longest)
-        self._attended: set[int] = set()
+        self._attended: set[int] = set()  # layers, so that one that never called is found
         self._carried: set[int] = set()
         self._real = positions >= 0
         self._announced = positions.to(self._device, torch.int32)
@@ -95,7 +95,7 @@ class EvictingCache:
         if self._times:
             self._times.advance(self.seen, new)
             keys, values = (part._replace(rows=part.rows.to(self._device)) for part in self._times.until())
-            coded = (keys, values)
+            coded = (keys, values)  # how many of each row's keys and values are codes from now on
         self._now = Forward(on_device, decoding, self.seen.to(self._device), longest, starts, coded)
 
     def _right_padded(self, positions: Tensor, pinned: Tensor | None, *, starts: bool) -> tuple[Tensor, Tensor | None]:
@@ -190,6 +190,7 @@ class EvictingCache:
         views = [layer.view(eviction.rows, self._now, self._row_keys, packed=False) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self._pins)
+            # then what leaves is the same in every layer: the others take it from here
             if schedule.evictor.by_position:
                 schedule.victims = victims = victims.joined()
             layer.replace(victims, eviction, self._now)
@@ -241,6 +242,7 @@ class EvictingCache:
         What the others held is freed. Between two forwards.
         """
         peaks = self.bytes_peaks
+        # before rows change: a share is of the batch that made the peak
         self._peaks = [peaks[row] for row in rows.tolist()]
         self.seen = self.seen[rows]
         for schedule in self._schedules.values():
@@ -280,7 +282,7 @@ class EvictingCache:
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
-        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]
+        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]  # [B] each, mean over heads
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:
@@ -305,9 +307,9 @@ class EvictingCache:
                 rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
                 continue
             table = layer.store.evicted_at[:, :, :-1][:, :, :tokens].cpu()  # without the column of empty slots
-            missing = tokens - table.shape[2]
+            missing = tokens - table.shape[2]  # the last token drawn, perhaps, which no layer has seen
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))
-        return torch.stack(rows, 1)
+        return torch.stack(rows, 1)  # [B, L, H, tokens]
 
     def hints(self) -> list[Tensor]:
         """Per row the codes at a border, packed by ``quantised.hints``; none where nothing is quantised."""

@@ -125,8 +125,8 @@ class CachedLayer:
         store, query = self.store, call.query
         # one mask for all heads, until the first eviction lets them differ
         positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]
-        groups = query.shape[1] // part.keys.shape[1]
-        elements = len(query) * positions.shape[1] * groups * store.length
+        groups = query.shape[1] // part.keys.shape[1]  # query heads of a KV head
+        elements = len(query) * positions.shape[1] * groups * store.length  # of the mask of one query column, all heads
         parts = []
         for some in query_blocks(query.shape[2], elements):
             visible = visibility(at[:, some], positions, self.plan.sliding_window)

@@ -169,6 +169,7 @@ class _BlockHooks:
                 "checkpointing off for this model"
             )
         self._choice = _Choice(self._routes, self._block, self._experts)
+        # left open until ``after``: the router is called inside the block
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
     def after(self, block: Any, _: Any, output: Any) -> None:

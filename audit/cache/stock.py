@@ -120,6 +120,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def _ids(self, tokens: int) -> Tensor:
         """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
         assert self._real is not None
+        # real tokens first, in their order
         order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
         return torch.cat(self._columns, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
 

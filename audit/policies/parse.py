@@ -58,7 +58,7 @@ def _simple(text: str) -> Policy:
             raise SpecError(f"policy {text!r}: {part!r} is not field=value")
         if field in values:
             raise SpecError(f"policy {text!r}: field {field} is given twice")
-        values[field] = value
+        values[field] = value  # text as yet: the class knows its types
     return _build(name.strip(), values, text)
 
 
@@ -71,6 +71,7 @@ def _from_mapping(source: Mapping[str, Any]) -> Policy:
             "alone or with weights: [...]"
         )
     if kinds[0] == "name":
+        # from YAML a number is one already; _value takes either
         values = {str(key): _flat(value) for key, value in source.items() if key != "name"}
         return _build(str(source["name"]), values, str(dict(source)))
     entries = source[kinds[0]]

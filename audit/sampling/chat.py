@@ -101,6 +101,7 @@ class Chat:
         """``reply`` without the end-of-turn token that ``completion`` already ends with."""
         rendered = self.reply(messages, spans)
         if completion and completion[-1] in self.stop_ids:
+            # tokens before the next message's text
             lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
             # looked for before the next message's text only, which may hold the same token
             if completion[-1] in rendered.ids[:lead]:
@@ -198,10 +199,11 @@ class Chat:
     def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> Rendered:
         """Tokens of the messages, and of what the template puts around them, after the messages ``before``."""
         text = self._text_after(before, messages)
+        # texts that stand nowhere else, so that a template's own words are told from a message's
         slots = [replace(message, content=_SLOT.format(n)) for n, message in enumerate(messages)]
         stretches = _stretches(text, self._text_after(before, slots), messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        roles, at = [], 0
+        roles, at = [], 0  # a role for every token; the message that is looked at
         for start, _ in encoded["offset_mapping"]:
             while at < len(stretches) and stretches[at].end <= start:
                 at += 1
@@ -219,6 +221,7 @@ class Chat:
         text = self._template([*before, *messages])
         if not before:
             return text
+        # the last one: a template may repeat the assistant's text
         _, found, after = text.rpartition(_MARKER)
         if not found:
             raise SpecError(
@@ -252,6 +255,7 @@ class Chat:
                 rows[-1]["content"] += "\n\n" + row["content"]
             else:
                 rows.append(row)
+            # the next row may only join one that holds another role's text, or two users would become one
             foreign = moved
         return rows
 
@@ -308,6 +312,7 @@ def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stre
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
         position = start + len(content)
+        # characters stripped in front, by which places in it are off
         lost = 0 if content == message.content else len(message.content) - len(message.content.lstrip())
         found.append(_Stretch(start, position, str(message.role), lost))
     return found

@@ -58,6 +58,7 @@ def load_named(
     chat: Mapping[str, ChatOption] | None = None,
 ) -> LoadedModel:
     """``load_model``; an adapter's folder is merged into the model that its configuration names, itself perhaps one."""
+    # from the whole model upwards: each adapter is over what is below it
     base, *adapters = reversed(_stack(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
     for adapter in adapters:
@@ -93,7 +94,7 @@ def chat_named(name_or_path: str) -> Chat:
 
 def _stack(name_or_path: str) -> list[str]:
     """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
-    names = [name_or_path]
+    names = [name_or_path]  # the adapter first, the whole model last
     while names[-1] != EMBEDDED and is_adapter(folder := own_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
@@ -113,7 +114,7 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
             _check_prompts(name_or_path, base)
         return  # its shapes are held to the base when it is merged into it
     config = read_json(folder / "config.json")
-    config = config.get("text_config", config)
+    config = config.get("text_config", config)  # a model of images and text has its language model in here
     ours = base.model.config.get_text_config().to_dict()
     for name in _SHAPE:
         if name in config and config[name] != ours.get(name):
@@ -174,6 +175,7 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's, about transformers' names
             # or it would be merged as if it changed nothing there, and be found not to differ
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            # a copy: the base serves other arms as it is
             adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
             merged = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
@@ -187,6 +189,7 @@ def adapter_sha256(folder: Path, base_sha256: str) -> str:
     """What identifies an adapter over a model: the hashes of what both are made of; DataError without weights."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
+    # the configuration too: alpha scales the same weights
     parts = (base_sha256, file_sha256(folder / ADAPTER_CONFIG), file_sha256(folder / ADAPTER_WEIGHTS))
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

@@ -73,14 +73,17 @@ def play(
     asked = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
+    # whether an item is answered by choosing among options
     given = [bool(one.suite.options(one.item)) for one in asked]
     most = max(1, at_once // group) if at_once else len(asked)  # items at once
     found: dict[int, list[GradedRow]] = {}
     for way, chosen in ((_converse, False), (_choose, True)):
         part = [n for n, own in enumerate(given) if own is chosen]
         own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
+        # the two ways need batches of their own: scored rows draw nothing
         rows = way(sampler, [asked[n] for n in part], decoding, own_seeds, group, most) if part else []
         found |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(part)}
+    # wall time by rows; what one cost in a batch cannot be told
     seconds = (time.perf_counter() - started) / len(seeds)
     return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
 
@@ -122,7 +125,7 @@ def _converse(
             lambda n, completion: rows[n].answer(completion),
             arrivals.pause,
         )
-        chunks = [row.take_pending() for row in playing]
+        chunks = [row.take_pending() for row in playing]  # what environments said, in the template's form
         if any(chunk.ids for chunk in chunks):
             episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
     return [row.played(rollout) for row, rollout in zip(rows, arrivals.rollouts(), strict=True)]
@@ -143,7 +146,9 @@ def _choose(
     played = []
     for n, (scored, seed) in enumerate(zip(rows, seeds, strict=True)):
         suite, item, prompt, _ = asked[n // group]
+        # [1, options], nats or what the suite makes of them
         worth = torch.tensor([list(suite.weigh(item, [sum(own.logprobs) for own, _ in scored]))])
+        # greedy at temperature 0; else by the seed of the row, so that policies share the draw
         (best,), _ = draw(worth, torch.tensor([seed]), torch.tensor([len(prompt.ids)]), decoding)
         transcript = (*item.messages, Message(Role.ASSISTANT, texts[n // group][best]))
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
@@ -181,6 +186,7 @@ def score_answers(
     all its answers share.
     """
     width = max(map(len, answers))
+    # () where a prompt has fewer answers than the widest
     said = [[*own, *[()] * (width - len(own))] for own in answers for _ in range(group)]
     row_seeds = [seed for seed in seeds for _ in range(width)]
     roles = [prompt.roles for prompt in prompts]
@@ -286,11 +292,13 @@ class Conversation:
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
+        # room for a whole answer, or the model would be cut short by us and not by its own length
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
             self.exchange.break_off()
             return
         self.exchange.go_on(messages)
         for name, tokens in reply.spans.items():
+            # from the reply's own numbering to that of the whole rollout
             self._spans.setdefault(name, []).extend(len(self._roles) + token for token in tokens)
         self._roles += reply.roles
         self._pending = reply
@@ -312,6 +320,7 @@ def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
     by_role: dict[str, list[float]] = {}
     for role, share in zip(roles[:start], alive, strict=True):
         by_role.setdefault(role, []).append(share)
+    # every token counts once, wherever it stands
     return {role: sum(shares) / len(shares) for role, shares in sorted(by_role.items())}
 
 

@@ -132,6 +132,7 @@ class Episode:
 
         def pick(logits: Tensor, drawn: list[int]) -> tuple[list[int], list[float]]:
             # draws are numbered by row position: turns, and whatever shares the batch, change none
+            # [b] position of the token that is drawn
             index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
             return draw(logits, self._seeds, torch.tensor(index, device=logits.device), decoding)
 
@@ -156,9 +157,9 @@ class Episode:
 
         def given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
             tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
-            logprobs = logits.double().log_softmax(-1)
+            logprobs = logits.double().log_softmax(-1)  # [b, V] nats, at temperature 1
             for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
-                likely[n] &= n not in self._turns or best == token
+                likely[n] &= n not in self._turns or best == token  # rows whose answer is over are not looked at
             picked = torch.tensor(tokens, device=logits.device)[:, None]
             return tokens, logprobs.gather(1, picked)[:, 0].tolist()
 
@@ -202,6 +203,7 @@ class Episode:
                 self._let_go()
                 logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._held])
                 if pause is not None and pause():
+                    # [b, 1]; rows that are over keep the logits they ended with
                     under_way = torch.tensor([running[n] for n in self._held], device=logits.device)[:, None]
                     self._logits = torch.where(under_way, logits, self._logits)
                     return
@@ -315,6 +317,7 @@ class Episode:
         wanted = set(numbers)
         places = {n: place for place, n in enumerate(self._held) if n in wanted}
         longest = max(len(self._rows[n].ids) for n in numbers)
+        # [b, L, H, T]; times [b, T] of keys and of values, None without codes
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
         peaks = self._cache.bytes_peaks
@@ -364,8 +367,8 @@ class Episode:
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
-        ids = torch.tensor(tokens)[:, None]
-        positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)
+        ids = torch.tensor(tokens)[:, None]  # [b, 1]
+        positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)  # [b, 1], -1 where nothing is fed
         self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * len(ids), 1))
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
@@ -387,10 +390,11 @@ class Episode:
 
         What is ``shared`` with other policies is the first chunk, into empty caches.
         """
-        lengths = torch.tensor([len(r) for r in rows])
+        lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
         for n, row in enumerate(rows):
             ids[n, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        # padding on the right: positions count up from what a row has seen
         columns = torch.arange(ids.shape[1])
         positions = torch.where(columns < lengths[:, None], columns + self._cache.seen[:, None], -1)
         if int(positions.max()) >= self._model.max_positions:
@@ -411,7 +415,7 @@ class Episode:
             first = shared if start == 0 else None
             logits = forward() if first is None else first.logits(self._cache, Prompts(ids, positions), forward)
             if result is None:
-                result = logits.new_zeros(len(rows), logits.shape[-1])
+                result = logits.new_zeros(len(rows), logits.shape[-1])  # [b, V]
             rows_ending = ending.nonzero()[:, 0].to(logits.device)
             result[rows_ending] = logits[rows_ending, inverse.to(logits.device)]
         assert result is not None
@@ -431,5 +435,5 @@ class Episode:
             logits_to_keep=1 if columns is None else columns.to(device),
         )
         kv.settle()
-        logits: Tensor = output.logits
+        logits: Tensor = output.logits  # [b, n, V]
         return logits

@@ -62,8 +62,10 @@ def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> Loade
         for name, weight in model.named_parameters():
             if "lora_A" in name:  # B is 0, so that a new adapter changes nothing (Hu 2021, section 4.1)
                 draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name) % 2**63)
+                # uniform in +-1/sqrt(in_features), what Kaiming's init with a = sqrt(5) comes to
                 bound = weight.shape[1] ** -0.5
                 weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)
+    # the base's own sha256 stays known: an adapter is identified by both
     return AdaptedModel(**(vars(start) | {"model": model, "origin": start.sha256}))
 
 
@@ -142,6 +144,7 @@ def linear_layers(model: Any) -> list[str]:
 def _sharing(model: Any) -> Any:
     """A copy of the modules around the same weights, frozen; an adapter's weights are copied."""
     shared = {
+        # by id, which deepcopy looks up: whatever is in here is not copied
         id(weight): Parameter(weight.detach(), requires_grad=False)
         for name, weight in model.named_parameters()
         if _MARK not in name

@@ -38,6 +38,7 @@ class TrainConfig(Training):
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
         """The training run of one seed of a spec and one arm, by its name in the run."""
+        # what all arms have in common; arm, seed and policy are their own
         shared = section.model_dump(include=set(Training.model_fields))
         own = next(known for known in section.trained if known.name == arm)
         return cls(**(shared | {"arm": own.recipe, "seed": seed, "policy": own.policy}))

@@ -38,6 +38,7 @@ class EarlyStop:
         """Where all arms of the seed end; None while one of them is under way."""
         marks = [mark_of(arm) for arm in self._arms]
         known = [mark.step for mark in marks if mark is not None]
+        # all or nothing: an arm under way may yet ring earlier
         return min(known) if len(known) == len(marks) else None
 
     def due(self, done: int) -> bool:

@@ -151,10 +151,11 @@ def learn(
         )
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
     anchor = learner.anchor(batch)
+    # [] or [B], sampled tokens
     most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
     earned = rewarded(batch, None if before is None else before.values, config, most)
-    advantages, returns = loss.estimate(earned)
-    first = torch.zeros_like(batch.sampler_logprobs)
+    advantages, returns = loss.estimate(earned)  # [B, R]; returns None without a critic
+    first = torch.zeros_like(batch.sampler_logprobs)  # [B, R], what the view said before a weight moved
     tally, total, steps = Tally(), 0.0, list[StepResult]()
     for update in plan:
         counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
@@ -163,7 +164,7 @@ def learn(
             for rows in half:
                 part = batch.of(rows)
                 read, values = learner.read(part)
-                logprobs = part.spread(read.logprobs)
+                logprobs = part.spread(read.logprobs)  # [n] to [b, R]
                 own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
                 inputs = LossInputs(
                     logprobs=logprobs,
@@ -184,17 +185,19 @@ def learn(
                 # now, so that the activations of one microbatch are held at a time
                 torch.autograd.backward(outputs.loss)
                 total += float(outputs.loss.detach())
-                entropy = float(read.entropy[part.graded_tokens].sum())
+                entropy = float(read.entropy[part.graded_tokens].sum())  # nats, over tokens of graded rollouts
                 tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
                 if update is plan[0]:  # later ones read weights that have moved
                     first[rows] = logprobs.detach()
             if update is plan[0]:
                 learner.optimiser.mark()
         steps.append(learner.step())
+    # each rank read its own groups; from here on all know the whole batch
     first, total, tally = ranks.summed(first), sum(ranks.gathered(total)), sum(ranks.gathered(tally), Tally())
     for later in plan[1 : config.minibatches]:
         assert before is not None
         first[later.rows] = before.logprobs[later.rows]
+    # one skipped update is said of the whole batch
     norm = None if None in [one.norm for one in steps] else steps[-1].norm
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     rates = correct(first, batch.sampler_logprobs, batch.mask).metrics

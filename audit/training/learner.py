@@ -28,7 +28,7 @@ class Critic:
     """
 
     def __init__(self, model: Any, spec: CriticSpec, ranks: RankGroup, *, max_grad_norm: float) -> None:
-        width = model.config.get_text_config(decoder=True).hidden_size
+        width = model.config.get_text_config(decoder=True).hidden_size  # D, of the last hidden states
         self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
         for weight in self._head.parameters():
             torch.nn.init.zeros_(weight)
@@ -49,13 +49,15 @@ class Critic:
             read = read_tokens(model, part.rollouts, part.group, kind, temperature)
         finally:
             handle.remove()
+        # a decoder that is called by another road never reaches the hook
         if not seen:
             raise RunError(
                 f"{type(model).__name__} does not ask its decoder as causal models do; train without a critic"
             )
         states = seen[-1]  # the pass over the prompts comes before
+        # [n, D]; a state predicts the token after it, as its logits do
         chosen = states[part.sampled[:, : states.shape[1]]].float()
-        return read, part.spread(self._head(chosen)[:, 0])
+        return read, part.spread(self._head(chosen)[:, 0])  # [n, 1] to [b, R], 0 where nothing was sampled
 
     def step(self) -> None:
         """Follow the gradient of the value term; one that is not finite changes nothing."""
@@ -64,6 +66,7 @@ class Critic:
     def tensors(self) -> dict[str, Tensor]:
         """Head, moments and the count of updates, keyed ``critic/...``."""
         own = {_PREFIX + name: tensor for name, tensor in self._optimiser.tensors().items()}
+        # as a tensor, since a state's file holds nothing else
         return own | {_UPDATES: torch.tensor(self._optimiser.updates)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -110,6 +113,7 @@ class Learner:
 
     def read(self, part: Batch) -> tuple[Read, Tensor | None]:
         """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
+        # dense or shadow: the one place where arms differ in what is learned from
         kind, temperature = self.config.recipe.learner, self.config.temperature
         if self._critic is None:
             return read_tokens(self.model, part.rollouts, part.group, kind, temperature), None
@@ -128,6 +132,7 @@ class Learner:
                 read, own = self.read(part)
                 logprobs[list(rows)] = part.spread(read.logprobs)
                 values[list(rows)] = 0.0 if own is None else own
+        # rows of other ranks are 0 here, so the sum puts the batch together
         logprobs, values = self.ranks.summed(logprobs), self.ranks.summed(values)
         return BeforeUpdate(logprobs, None if self._critic is None else values)
 
@@ -143,6 +148,7 @@ class Learner:
         return self._pass(self.model, batch, kind)
 
     def _pass(self, model: Any, batch: Batch, kind: LearnerPass) -> Tensor:
+        # own groups of this rank; found [B, R]
         own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
         rows = range(own.start * batch.group, own.stop * batch.group)
         found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config)
@@ -158,11 +164,12 @@ class Learner:
             return None
         dense = read_tokens(self.model, part.rollouts, part.group, "dense", self.config.temperature)
         student, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
-        gap = part.spread(student.distributions.kl(teacher.distributions))
+        gap = part.spread(student.distributions.kl(teacher.distributions))  # nats [b, R]
         return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]
 
     def step(self) -> StepResult:
         """Take a gradient step; what there is to say of the policy's gradient."""
+        # the critic may step although the policy skipped: its own gradient was finite
         result = self.optimiser.step()
         if self._critic is not None:
             self._critic.step()

@@ -25,6 +25,7 @@ def check_reward_tells(paying: Paying, questions: Sequence[tuple[Suite, Item]], 
     if paying.plain or not played:
         return
     scores = checked(paying.reward, paying.reward.rewards(played), len(played))
+    # one that can be told will do: some ideal answers are hard to read
     if not any(score is not None for score in scores):
         raise SpecError(
             f"reward {paying.reward.label} cannot tell what the ideal answer to any of {len(played)} questions earns; "

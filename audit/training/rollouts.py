@@ -77,8 +77,9 @@ class Questioner:
         policies = group_policies(self._config, step)[own]
         rows_of_own = slice(own.start * group, own.stop * group)
         played = self._play(questions, policies, row_seeds(self._config, step)[rows_of_own])
-        rewards = list(self._pays(played))
+        rewards = list(self._pays(played))  # one a row, None where nobody could tell
         for attempt in range(1, (self._config.resample or 0) + 1):
+            # groups that teach nothing
             flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
             if not flat:
                 break
@@ -107,10 +108,13 @@ class Questioner:
     ) -> list[GradedRow]:
         """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
         config, group, found = self._config, self._config.group, dict[int, list[GradedRow]]()
+        # tokens at most; rows at once, 0 for all
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):
             sampler = Sampler(self._model, policy)
+            # by policy, since a cache has one: rows of a batch share its schedule
             own = [n for n, drawn in enumerate(policies) if drawn == policy]
+            # item-major, group members consecutive
             rows = [seeds[n * group + member] for n in own for member in range(group)]
             played = play(sampler, [questions[n] for n in own], decoding, rows, group=group, at_once=at_once)
             found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(own)}

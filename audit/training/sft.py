@@ -127,9 +127,10 @@ def warm_start(
 def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> TelemetryRow:
     """One supervised step on some transcripts; its telemetry."""
     clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
+    # groups of one: no two transcripts share a prompt
     for rows in microbatches(shown, 1, limit):
         read = read_tokens(model, [shown[row] for row in rows], 1, "dense", 1.0)
-        loss = -read.logprobs.sum() / tokens
+        loss = -read.logprobs.sum() / tokens  # nats per gold token of the whole step, so microbatches add up
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimiser.step().norm
@@ -152,6 +153,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
         )
     parts = list(_gold_parts(model, suite, item))
     ids = [token for part, _ in parts for token in part]
+    # True at the assistant's tokens: those that a gradient is taken on
     learned = [own for part, own in parts for _ in part]
     if len(ids) > model.max_positions:
         raise SpecError(
@@ -163,7 +165,8 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
         ids=torch.tensor(ids),
         prompt_length=len(parts[0][0]),
         sampled=torch.tensor(learned),
-        sampler_logprobs=torch.zeros(len(ids)),
+        sampler_logprobs=torch.zeros(len(ids)),  # nobody drew them
+        # [L, H, T] without memory of its own
         evicted_at=torch.tensor(NEVER, dtype=torch.int32).expand(layers, heads, len(ids)),
         kv_bytes_peak=0,
         kv_bytes_dense=0,

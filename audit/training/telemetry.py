@@ -53,7 +53,7 @@ class Tally:
         """Count one microbatch."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.tokens += tokens
+        self.tokens += tokens  # of graded rollouts, again in every pass over a batch
 
     def __add__(self, other: Tally) -> Tally:
         """Both counted together."""
@@ -105,6 +105,7 @@ def step_row(
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
+    # rows of one question are consecutive
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     flat = [alike(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
@@ -161,11 +162,12 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)
-    queries[rollout.sampled.nonzero()[:, 0] - 1] = 1
+    queries[rollout.sampled.nonzero()[:, 0] - 1] = 1  # 1 at every token whose query drew the next one
     before = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)])  # [T + 1], queries with a lower index
     own = before[:-1]  # of each entry: it is seen from its own query on
+    # queries from an entry's own to its eviction [L, H, T]: mean over layers and heads, sum over entries
     kept = (before[rollout.evicted_at.long().clamp(max=length)] - own).double().mean((0, 1)).sum()
-    return float(kept), float((before[-1] - own).sum())
+    return float(kept), float((before[-1] - own).sum())  # a dense cache keeps every entry to the end
 
 
 def drawn_policies(sampled: StepRollouts, config: TrainConfig) -> TelemetryRow:

@@ -52,7 +52,7 @@ class Distributions:
 
         def of(own: Tensor, other: Tensor) -> tuple[Tensor]:
             with torch.no_grad():
-                taught = teacher.logits(other)
+                taught = teacher.logits(other)  # [m, V] nats, of the same m tokens
             return (full_kl(self.logits(own), taught),)
 
         (found,) = self.each(of, teacher.states.detach())
@@ -74,6 +74,7 @@ def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: Learn
         states, valid, head = suffix_states(model, rollouts, group=group, kind=kind)
     else:
         states, valid = suffix_logits(model, rollouts, group=group, kind=kind)
+    # both [b, Q], Q columns of the longest suffix
     sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
         suffix = rollout.ids[rollout.prompt_length :]
@@ -84,10 +85,10 @@ def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: Learn
     found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
 
     def numbers(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = found.logits(own).log_softmax(dim=-1)
+        logprobs = found.logits(own).log_softmax(dim=-1)  # [m, V], the largest tensor of training
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, wanted[:, None])[:, 0], entropy
+        return logprobs.gather(1, wanted[:, None])[:, 0], entropy  # [m], [m]
 
     return Read(found, *found.each(numbers, ids[sampled].to(states.device)))
 

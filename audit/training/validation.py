@@ -40,7 +40,7 @@ class Validation:
 
     def numbers(self, done: int) -> TelemetryRow:
         """``validation/*`` after so many steps; nothing where none is due."""
-        if done % self._spec.every and done != self._config.steps:
+        if done % self._spec.every and done != self._config.steps:  # the last step always, whatever the interval
             return {}
         named = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
@@ -69,7 +69,7 @@ class Validation:
     def _mismatch(self, played: Sequence[GradedRow]) -> TelemetryRow:
         """How far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from."""
         batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
-        dense = pass_logprobs(self._model.model, batch, "dense", self._config)
+        dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         return {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
 
@@ -81,6 +81,7 @@ def held_out(
 
     Raises SpecError for a suite of which none is left.
     """
+    # by what is asked: ids of two draws say nothing of that
     known = {item.messages for step in trained_on for _, item in step}
     questions: list[TrainingItem] = []
     for name in config.watched:

@@ -89,6 +89,7 @@ class QuantisedStore(Store):
         """Codes of one entry, and its parameters: shared by the group of its keys, none of its own where fixed."""
         codec, found = self._codec, []
         for name, tensor in zip(PARTS, (key, value), strict=True):
+            # channels; bytes of one group's parameters
             width, number = tensor.shape[3], self._numbers * tensor.element_size()
             codes, parameters = width * codec.bits / 8, 0.0
             if name == "key" and codec.key_group:
@@ -263,7 +264,7 @@ class QuantisedStore(Store):
         columns = which.any(0).any(0).nonzero()
         if not len(columns):
             return None
-        first, end = int(columns[0]), int(columns[-1]) + 1
+        first, end = int(columns[0]), int(columns[-1]) + 1  # of the tail; between them some rows and heads may stay
         return Leaving(slice(self._start + first, self._start + end), which[:, :, first:end])
 
     def _cut(self) -> None:

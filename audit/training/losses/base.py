@@ -132,12 +132,12 @@ class ClippedLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         share, active = self.share(inputs), inputs.active
         ratio = self.ratio(inputs)
-        gain = self.gain(ratio, inputs)
+        gain = self.gain(ratio, inputs)  # [B, T], in units of the advantage
         loss = -(gain * inputs.correction.weights * active * share).sum()
         clipped = active & (gain < ratio * inputs.advantages)  # the minimum took the clipped side
         metrics = {"clipped": float(clipped.sum())}
         if inputs.ref_logprobs is not None:
-            per_token = reference_gap(inputs)
+            per_token = reference_gap(inputs)  # nats [B, T]
             loss = loss + inputs.beta * (per_token * share).sum()
             metrics["kl_ref"] = float(per_token.detach().sum())
         return with_distillation(inputs, share, LossOutputs(loss, metrics))
@@ -157,7 +157,7 @@ def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -
 
     if inputs.distill_kl is None:
         return outputs
-    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)
+    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)  # nats [B, T]
     loss = outputs.loss + inputs.distill_weight * (per_token * share).sum()
     return LossOutputs(loss, outputs.metrics | {"distill_kl": float(per_token.detach().sum())})
 

@@ -33,12 +33,13 @@ class OnlineDpo(Loss):
         from torch.nn.functional import logsigmoid
 
         assert inputs.ref_logprobs is not None, "a preference is held against a reference"
-        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)
+        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)  # nats [B, T]
         weights = inputs.correction.weights * inputs.active
+        # the value of log_ratio, with a gradient that is weights times as large
         weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())
         signs = inputs.advantages.sum(dim=1).sign()  # [B]
-        margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)
-        paired = signs.view(-1, inputs.group).any(dim=1)
+        margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)  # h [B / group]
+        paired = signs.view(-1, inputs.group).any(dim=1)  # bool [B / group]
         loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
         metrics = {"clipped": 0.0, "kl_ref": float(reference_gap(inputs).detach().sum())}
         token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.counts.tokens, 1))

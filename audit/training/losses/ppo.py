@@ -27,7 +27,7 @@ class Ppo(ClippedLoss):
     critic = True
 
     def estimate(self, given: Rewarded) -> Estimate:
-        found = generalised_advantages(given)
+        found = generalised_advantages(given)  # [B, T]; the returns stay as they are, which the critic learns
         return found._replace(advantages=whitened(found.advantages, given.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
@@ -39,7 +39,7 @@ class Ppo(ClippedLoss):
         policy = super().__call__(inputs)
         if inputs.critic is None:
             return policy
-        errors = value_errors(inputs.critic) * inputs.mask
+        errors = value_errors(inputs.critic) * inputs.mask  # [B, T], squared reward units
         return LossOutputs(
             policy.loss + (errors * self.share(inputs)).sum(),
             policy.metrics | {"value_loss": float(errors.detach().sum())},
@@ -50,5 +50,6 @@ def value_errors(critic: CriticInputs) -> Tensor:
     """Half the squared error per token [B, T], the larger of that of V and of V held within clip of what it was."""
     import torch
 
+    # no further from old than clip, so that one batch cannot move V far
     held = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
     return 0.5 * torch.maximum((critic.values - critic.returns).square(), (held - critic.returns).square())
