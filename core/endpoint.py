@@ -25,7 +25,7 @@ from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.records import Message
+from kvaudit.core.records import Message, message_rows
 from kvaudit.core.text import inline, is_text, one_line
 
 T = TypeVar("T")
@@ -262,7 +262,9 @@ class EndpointModel:
         client = self._endpoint.client(self.who)  # before a thread starts: a missing key is the user's to mend
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
         try:
-            replies = ask_all(client, [{**options, "messages": rows(part)} for part in conversations], self.parallel)
+            replies = ask_all(
+                client, [{**options, "messages": message_rows(part)} for part in conversations], self.parallel
+            )
         except Unanswered as why:
             key = f"key from {self.key}" if self.key else "no key"
             raise RunError(
@@ -274,11 +276,6 @@ class EndpointModel:
     @property
     def _endpoint(self) -> Endpoint:
         return Endpoint(self.base_url, self.key, self.timeout, self.tries)
-
-
-def rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as they go over the wire."""
-    return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):

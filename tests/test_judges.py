@@ -21,9 +21,9 @@ from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, la
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
 from kvaudit.audit.judges.card import card_lines
+from kvaudit.audit.judges.grader import Remembered
 from kvaudit.audit.judges.labels import BESIDE, Labelled, Source, sources
 from kvaudit.audit.judges.logistic import spelled
-from kvaudit.audit.judges.remembered import Remembered
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http

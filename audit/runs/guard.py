@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvaudit.audit.judges.grader import StoredAnswer
+from kvaudit.audit.judges.grader import Remembered, StoredAnswer
 from kvaudit.audit.judges.guards.base import Guard, Passage, passages
-from kvaudit.audit.judges.remembered import Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder, make_folder
 from kvaudit.audit.runs.regrading import Regrading

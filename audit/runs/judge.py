@@ -25,7 +25,7 @@ from rich.console import Console
 
 from kvaudit import __version__
 from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.judges.grader import Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading

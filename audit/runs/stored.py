@@ -152,12 +152,6 @@ def work_on(
         work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
 
 
-def answered_items(unit: StoredUnit, asked: AskedItems) -> Iterator[tuple[Record, Item]]:
-    """Every record of a unit with the item it answers."""
-    for number, record in enumerate(records_of(unit), start=1):
-        yield record, item_of(record, asked, f"{str(unit.records)!r} line {number}")
-
-
 def item_of(record: Record, asked: AskedItems, where: str) -> Item:
     """The item that a record answers; raises DataError where today's suite asks something else under its name."""
     item = asked.items.get(record.item_id)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role
+from kvaudit.core.records import Message, Role, message_rows
 from kvaudit.core.spans import Place, Span, places_of
 from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 
@@ -164,7 +164,7 @@ class Chat:
         probe = Message(role, _MARKER)
         messages = [probe, *plain[:1]] if first else [*plain, probe]
         try:
-            return "native" if _MARKER in self._apply(_rows(messages)) else "user"
+            return "native" if _MARKER in self._apply(message_rows(messages)) else "user"
         except TemplateRefusal:
             return "user"
 
@@ -245,7 +245,7 @@ class Chat:
         """Rows the template takes: roles it lacks become user text, neighbouring user rows then become one."""
         rows: list[dict[str, str]] = []
         foreign = False  # whether the last row is a user row that holds another role's text
-        for row in _rows(messages):
+        for row in message_rows(messages):
             moved = self._is_foreign(row["role"])
             if row["role"] == Role.TOOL and moved:
                 row["content"] = TOOL_PREFIX + row["content"]
@@ -268,10 +268,6 @@ def _template_of(tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError as error:  # several by name, and none called default
         raise SpecError(f"the tokenizer's chat template cannot be chosen: {str(error).partition('.')[0]}") from None
-
-
-def _rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
 class _Stretch(NamedTuple):

@@ -143,6 +143,13 @@ class ClippedLoss(Loss):
         return with_distillation(inputs, share, LossOutputs(loss, metrics))
 
 
+def token_mean(inputs: LossInputs) -> Tensor:
+    """Share of a token where all sampled tokens of the step count alike: [B, 1]."""
+    import torch
+
+    return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.counts.tokens, 1))
+
+
 def reference_gap(inputs: LossInputs) -> Tensor:
     """k3 to the reference per token [B, T], 0 outside the mask."""
     import torch

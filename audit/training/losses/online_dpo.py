@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, best_and_worst
-from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
+from kvaudit.audit.training.losses.base import (
+    Loss,
+    LossInputs,
+    LossOutputs,
+    reference_gap,
+    token_mean,
+    with_distillation,
+)
 
 
 class OnlineDpo(Loss):
@@ -42,5 +49,4 @@ class OnlineDpo(Loss):
         paired = signs.view(-1, inputs.group).any(dim=1)  # bool [B / group]
         loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
         metrics = {"clipped": 0.0, "kl_ref": float(reference_gap(inputs).detach().sum())}
-        token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.counts.tokens, 1))
-        return with_distillation(inputs, token_mean, LossOutputs(loss, metrics))
+        return with_distillation(inputs, token_mean(inputs), LossOutputs(loss, metrics))

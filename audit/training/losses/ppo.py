@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
-from kvaudit.audit.training.losses.base import ClippedLoss, CriticInputs, LossInputs, LossOutputs
+from kvaudit.audit.training.losses.base import ClippedLoss, CriticInputs, LossInputs, LossOutputs, token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,7 @@ class Ppo(ClippedLoss):
         return found._replace(advantages=whitened(found.advantages, given.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
-        import torch
-
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.counts.tokens, 1))
+        return token_mean(inputs)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         policy = super().__call__(inputs)
