@@ -103,7 +103,7 @@ class Names:
     check_remedies: Callable[[Sequence[str], Sequence[str]], None]
 
 
-class Part(BaseModel):
+class SpecSection(BaseModel):
     """A mapping of the spec: frozen, and any key it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -121,7 +121,7 @@ def canonical_policies(value: Any, names: Names | None) -> Any:
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 
-def is_plain(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Whether a value is text, a finite number or a truth value."""
     return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 

@@ -18,20 +18,20 @@ from kvaudit.core.spec_parts import (
     Group,
     Norm,
     Number,
-    Part,
     PromptCount,
     Rank,
     Rate,
     Seed,
     Share,
     ShareOrZero,
+    SpecSection,
     Steps,
     Temperature,
     Text,
     Tokens,
     canonical_policies,
     canonical_policy,
-    is_plain,
+    is_scalar,
     unique,
 )
 
@@ -57,7 +57,7 @@ _LATER = (
 )
 
 
-class SftSpec(Part):
+class SftSpec(SpecSection):
     """The warm start: ``steps`` of supervised learning on gold answers of the training split, before any arm begins."""
 
     steps: Count
@@ -66,7 +66,7 @@ class SftSpec(Part):
     warmup_steps: Steps = 5
 
 
-class AdapterSpec(Part):
+class AdapterSpec(SpecSection):
     """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are linear layers by the last part of their names, () all."""
 
     rank: Rank = 16
@@ -74,7 +74,7 @@ class AdapterSpec(Part):
     targets: tuple[Text, ...] = ()
 
 
-class CriticSpec(Part):
+class CriticSpec(SpecSection):
     """How a loss with a value head estimates advantages (Schulman 2016, 1506.02438: gamma and lambda), and learns it.
 
     A value moves by ``clip`` at most within a batch.
@@ -86,7 +86,7 @@ class CriticSpec(Part):
     learning_rate: Rate = 1e-3
 
 
-class ValidationSpec(Part):
+class ValidationSpec(SpecSection):
     """Validation every so many steps, on ``items`` of each suite that training does not meet; () are its own suites.
 
     An alarm of ``stop_on`` that rang in the last ``patience`` steps before a validation ends all arms of its seed.
@@ -111,12 +111,12 @@ def _rewarded(value: Any) -> Any:
     named = value if isinstance(value, Mapping) else {"": value}
     for key, option in named.items():
         listed = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
-        if not isinstance(key, str) or not all(entry is None or is_plain(entry) for entry in listed):
+        if not isinstance(key, str) or not all(entry is None or is_scalar(entry) for entry in listed):
             raise PydanticCustomError("reward", "a name, or a mapping such as {function: package.module:name}")
     return value if isinstance(value, Mapping) else str(value)
 
 
-class Training(Part):
+class Training(SpecSection):
     """How a policy is trained with, whatever the arm and the seed.
 
     ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
@@ -222,7 +222,7 @@ class Training(Part):
         return self
 
 
-class Pairs(Part):
+class Pairs(SpecSection):
     """Which training runs there are: every arm with every seed."""
 
     arms: tuple[str, ...] = Field(min_length=1)

@@ -262,9 +262,9 @@ def _breach(piece: Recorded, policy: Policy, config: Any) -> str | None:
         return f"the ledger names {policy.canonical}, the checkpoint was trained with {trained.canonical}"
     plans = layer_plans(config, policy)
     for number, rollout in enumerate(piece.rollouts):
-        words = breach(rollout, plans) or quantisation_breach(rollout, policy)
-        if words := words or selection_breach(rollout, policy, plans):
-            return f"rollout {number}, {words}"
+        fault = breach(rollout, plans) or quantisation_breach(rollout, policy)
+        if fault := fault or selection_breach(rollout, policy, plans):
+            return f"rollout {number}, {fault}"
     return None
 
 

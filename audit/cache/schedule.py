@@ -82,8 +82,8 @@ class Schedule:
         self.arrived = self.left = counts_of(self.left.rows + new)
         self.limit = self.eviction = self.victims = self.places = None
         if width == 1 and evictor.observed_queries:
-            given = real[:, 0].nonzero()[:, 0]
-            self.places = (given.to(device), (positions[given, 0] % evictor.observed_queries).to(device))
+            fed = real[:, 0].nonzero()[:, 0]
+            self.places = (fed.to(device), (positions[fed, 0] % evictor.observed_queries).to(device))
         if not evictor.evicts:
             return
         budgets = counts_of(evictor.budget_at(seen))

@@ -50,13 +50,13 @@ def picture_svg(drawn: Picture) -> str:
     lines = wrapped(drawn.heading, WIDE if side > LEAST_SIDE else NARROW)
     top = 26.0 + LINE * (len(lines) + 2)
     width, height = LEFT + side + RIGHT, top + side + BOTTOM
-    title, about = escape(f"{drawn.heading}, {drawn.place}"), escape(picture_sentence(drawn))
+    title, caption = escape(f"{drawn.heading}, {drawn.place}"), escape(picture_sentence(drawn))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-labelledby="title about">',
             f'<title id="title">{title}</title>',
-            f'<desc id="about">{about}</desc>',
+            f'<desc id="about">{caption}</desc>',
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width:g}" height="{height:g}"/>',
             *_head(drawn, lines),

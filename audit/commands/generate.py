@@ -66,7 +66,7 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     from rich.console import Console
     from transformers.utils.logging import set_verbosity_error
 
-    from kvaudit.audit.cache.layers import governed_words
+    from kvaudit.audit.cache.layers import governed_text
     from kvaudit.audit.policies import parse_policy
     from kvaudit.audit.runs.names import load_plugins
     from kvaudit.audit.sampling.checkpoints import load_named
@@ -85,8 +85,8 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     say(console, visible(loaded.chat.text(completion.ids)))
     console.print()
     facts = _facts(completion, rollout, chosen.drawn(question.seed))
-    if words := governed_words(loaded.model.config):
-        facts.append(f"layers      {words}")
+    if text := governed_text(loaded.model.config):
+        facts.append(f"layers      {text}")
     for line in facts:
         say(console, line)
 

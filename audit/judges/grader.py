@@ -48,7 +48,7 @@ class Grader(Generic[Q, G]):
 
     @property
     def identity(self) -> str:
-        """sha256 of all that its grades follow from: recipe and rows, or model and rubric. 64 hex digits."""
+        """sha256 of all that its grades follow from: settings and rows, or model and rubric. 64 hex digits."""
         raise NotImplementedError
 
     def check(self) -> None:

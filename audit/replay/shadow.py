@@ -54,10 +54,10 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         at = positions.to(ids.device)
         codes = _codes(ledger, positions, ids.device)
         experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
-        gone = _along(ledger.evicted_at, positions, ids.device)
+        evicted_at = _along(ledger.evicted_at, positions, ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
         chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
-        context = Replay(plans, at, at, gone, codes=codes, experts=experts, choices=chosen)
+        context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=chosen)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         return (), call | more | {"position_ids": at.clamp(min=0)}
 

@@ -427,7 +427,7 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     """
     paying = paying_of(section.reward, section.suites)
     paying.check()
-    if not paying.plain:
+    if not paying.by_grade_alone:
         suites = [SUITES.get(name)() for name in paying.paid]
         given = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
         check_reward_tells(paying, [(suite, made("train", suite, "train", *given)[0]) for suite in suites], model)

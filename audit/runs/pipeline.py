@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from kvaudit.audit.cache.layers import governed_words
+from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
@@ -228,9 +228,9 @@ class Pipeline:
 
     def _rank_job(self) -> Job:
         """What another rank does, with logs of its own beside those of workers that have ranks too."""
-        words = [*self._others, "--threads", str(torch.get_num_threads())]
+        arguments = [*self._others, "--threads", str(torch.get_num_threads())]
         logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
-        return Job(words, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
+        return Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
 
     @property
     def is_done(self) -> bool:
@@ -514,9 +514,9 @@ class Pipeline:
             if step < section.steps:
                 first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
                 rang = ", ".join(f"{arm} rang {alarm}" for arm, alarm in first.items())
-                words = f"at step {step} of {section.steps}: {rang}"
-                self._run.note(**{STOPPED: {str(seed): words}})
-                self._say(f"all arms of seed {seed} end {words}")
+                text = f"at step {step} of {section.steps}: {rang}"
+                self._run.note(**{STOPPED: {str(seed): text}})
+                self._say(f"all arms of seed {seed} end {text}")
 
     def _start(self, seed: int) -> LoadedModel:
         """What the arms of a seed begin from: the model, or its warm start."""
@@ -550,10 +550,10 @@ class Pipeline:
             self._run.note(chat=model.chat.to_json())
             threads = f"{torch.get_num_threads()} threads"
             self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {threads}{layout}")
-            if words := governed_words(model.model.config):
-                self._say(f"cache: {words}")
-            for words in model.chat.moved():
-                self._say(f"chat: {words}")
+            if text := governed_text(model.model.config):
+                self._say(f"cache: {text}")
+            for text in model.chat.moved():
+                self._say(f"chat: {text}")
             self._base = model
         return self._base
 
@@ -578,7 +578,7 @@ class Pipeline:
 
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
-        if not paying.plain:
+        if not paying.by_grade_alone:
             self._hold(REWARD, paying.inputs)
         self._run.note(**{REWARD_JUDGES: paying.judges})
 

@@ -144,10 +144,10 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
 
     Folders move and hub ids are copied into caches, so the last part of the name is what counts.
     """
-    told = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if told and _last_part(str(told)) != _last_part(base.name):
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if named and _last_part(str(named)) != _last_part(base.name):
         raise DataError(
-            f"adapter {name!r} was trained over {shown(told)}, the run's model is {base.name!r}; name its own base as "
+            f"adapter {name!r} was trained over {shown(named)}, the run's model is {base.name!r}; name its own base as "
             f"model, or, where this is the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to {base.name!r}"
         )
 

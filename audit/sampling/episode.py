@@ -155,7 +155,7 @@ class Episode:
         found: list[Scored | None] = [None] * self.rows
         likely = [True] * self.rows
 
-        def given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
+        def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
             tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
             logprobs = logits.double().log_softmax(-1)  # [b, V] nats, at temperature 1
             for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
@@ -169,7 +169,7 @@ class Episode:
             found[n] = Scored(tuple(logprobs), likely[n])
             return True
 
-        self._answer([len(answer) > 0 for answer in answers], given, said)
+        self._answer([len(answer) > 0 for answer in answers], next_given, said)
         return found
 
     def _answer(

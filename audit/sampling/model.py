@@ -133,8 +133,8 @@ def own_path(name_or_path: str) -> Path:
         path = Path(name_or_path).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, of a user who is none, with a zero byte
-        told = str(error).partition(": ")[0]
-        raise DataError(f"model {shown(name_or_path)} cannot be a path ({told[:80]}); mend the name") from None
+        why = str(error).partition(": ")[0]
+        raise DataError(f"model {shown(name_or_path)} cannot be a path ({why[:80]}); mend the name") from None
     return path
 
 

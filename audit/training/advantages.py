@@ -74,7 +74,7 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return torch.zeros_like(values).scatter(1, best[:, None], apart).scatter(1, worst[:, None], -apart).reshape(-1)
 
 
-def generalised_advantages(given: Rewarded) -> Estimate:
+def generalised_advantages(rewarded: Rewarded) -> Estimate:
     """GAE (Schulman 2016, eq. 16, 1506.02438), the reward at a rollout's last sampled token; returns A + V.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens, so
@@ -82,14 +82,17 @@ def generalised_advantages(given: Rewarded) -> Estimate:
     """
     import torch
 
-    assert given.values is not None
-    values, mask = given.values, given.mask
-    later, ahead = torch.zeros_like(given.rewards), torch.zeros_like(given.rewards)  # V and A of the next sampled token
-    rewards, result = given.rewards, torch.zeros_like(values)  # the reward is paid once, at the first token met here
+    assert rewarded.values is not None
+    values, mask = rewarded.values, rewarded.mask
+    later, ahead = (
+        torch.zeros_like(rewarded.rewards),
+        torch.zeros_like(rewarded.rewards),
+    )  # V and A of the next sampled token
+    rewards, result = rewarded.rewards, torch.zeros_like(values)  # the reward is paid once, at the first token met here
     # backwards, so that each column finds what follows it in later and ahead
     for column in reversed(range(values.shape[1])):
         here, value = mask[:, column], values[:, column]
-        advantage = rewards + given.discount * later - value + given.discount * given.trace * ahead
+        advantage = rewards + rewarded.discount * later - value + rewarded.discount * rewarded.trace * ahead
         result[:, column] = torch.where(here, advantage, 0.0)
         later, ahead = torch.where(here, value, later), torch.where(here, advantage, ahead)
         rewards = torch.where(here, 0.0, rewards)

@@ -63,7 +63,7 @@ class TrainConfig(Training):
             "correction": arm.correction,
             "distillation": arm.distill,
             "loss": self.loss,
-            "reward": self.paying.reward.name if self.paying.plain else self.reward,
+            "reward": self.paying.reward.name if self.paying.by_grade_alone else self.reward,
             "reward_sha256": self.paying.sha256,
             "constitution": self.paying.constitution_sha256,
         }

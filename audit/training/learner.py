@@ -40,8 +40,8 @@ class Critic:
         """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
         seen: list[Tensor] = []
 
-        def listen(_: Any, __: Any, given: dict[str, Any], output: Any) -> None:
-            if "kv" in given:  # a pass, and not logits made piecemeal
+        def listen(_: Any, __: Any, keywords: dict[str, Any], output: Any) -> None:
+            if "kv" in keywords:  # a pass, and not logits made piecemeal
                 seen.append(output.last_hidden_state.detach())
 
         handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)

@@ -56,10 +56,13 @@ class MismatchPanel:
         # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
         gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
         log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
-        told, rollouts = log_ratio[keep], keep.any(dim=1)  # [n] nats, and bool [B]: rollouts with a token to compare
+        log_ratios, rollouts = (
+            log_ratio[keep],
+            keep.any(dim=1),
+        )  # [n] nats, and bool [B]: rollouts with a token to compare
         self._add("sampled", mask.sum())
         self._add("not_finite", (mask & ~keep).sum())
-        self._add_tokens(told)
+        self._add_tokens(log_ratios)
         # clamped again: a rollout's sum of clamped terms can still overflow
         product = log_ratio.sum(dim=1)[rollouts].clamp(-LOG_CLAMP, LOG_CLAMP).exp()
         self._add("rollouts", rollouts.sum())
@@ -70,7 +73,7 @@ class MismatchPanel:
             self._add(f"k3_kl_{name}", surprise[part].sum())
             self._add(f"tokens_{name}", part.sum())
         self._reach("gap", gap)
-        self._reach("log_ratio", told)
+        self._reach("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
         """The panel; None where nothing supports a number."""

@@ -22,7 +22,7 @@ def check_reward_tells(paying: Paying, questions: Sequence[tuple[Suite, Item]], 
     """
     asked = [(suite, item) for suite, item in questions if suite.name in paying.paid and _has_gold(suite, model)]
     played = [_ideal(model, suite, item) for suite, item in asked]
-    if paying.plain or not played:
+    if paying.by_grade_alone or not played:
         return
     scores = checked(paying.reward, paying.reward.rewards(played), len(played))
     # one that can be told will do: some ideal answers are hard to read

@@ -28,12 +28,12 @@ from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
-from kvaudit.core.spec_parts import Part, Seed
+from kvaudit.core.spec_parts import Seed, SpecSection
 from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from kvaudit.suites.base import Suite
 
 
-class StartConfig(Part):
+class StartConfig(SpecSection):
     """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
 
     seed: Seed

@@ -95,7 +95,7 @@ class Loss:
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """The advantage of every token, from the rewards of whole groups."""
         raise NotImplementedError
 
@@ -109,10 +109,10 @@ class ClippedLoss(Loss):
 
     by_std: ClassVar[bool] = True  # whether its advantages are over their group's standard deviation
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """The same advantage for every token of a rollout, from its group (Shao 2024, 2402.03300)."""
-        rows = group_advantages(given.rewards, given.graded, given.group, by_std=self.by_std)
-        return Estimate(rows[:, None] * given.mask)
+        rows = group_advantages(rewarded.rewards, rewarded.graded, rewarded.group, by_std=self.by_std)
+        return Estimate(rows[:, None] * rewarded.mask)
 
     def share(self, inputs: LossInputs) -> Tensor:
         """How much each token counts, broadcastable to [B, T]."""

@@ -30,10 +30,10 @@ class OnlineDpo(Loss):
     whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """1 on tokens of the best rollout of a group, -1 on those of its worst."""
-        graded = given.graded & given.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
-        return Estimate(best_and_worst(given.rewards, graded, given.group)[:, None] * given.mask)
+        graded = rewarded.graded & rewarded.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
+        return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         import torch

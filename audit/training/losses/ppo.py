@@ -26,9 +26,9 @@ class Ppo(ClippedLoss):
     name = "ppo"
     critic = True
 
-    def estimate(self, given: Rewarded) -> Estimate:
-        found = generalised_advantages(given)  # [B, T]; the returns stay as they are, which the critic learns
-        return found._replace(advantages=whitened(found.advantages, given.mask))
+    def estimate(self, rewarded: Rewarded) -> Estimate:
+        found = generalised_advantages(rewarded)  # [B, T]; the returns stay as they are, which the critic learns
+        return found._replace(advantages=whitened(found.advantages, rewarded.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
         return token_mean(inputs)

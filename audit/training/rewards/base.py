@@ -113,7 +113,7 @@ class Paying:
     paid: tuple[str, ...]
 
     @property
-    def plain(self) -> bool:
+    def by_grade_alone(self) -> bool:
         """Whether all of it are the suites' own grades."""
         return self.reward == self.grade
 
@@ -131,7 +131,7 @@ class Paying:
     @property
     def inputs(self) -> Mapping[str, str]:
         """What a run holds on to, by sha256; nothing where suites grade by themselves, whose versions are held."""
-        return {} if self.plain else self.reward.inputs
+        return {} if self.by_grade_alone else self.reward.inputs
 
     @property
     def constitution_sha256(self) -> str | None:

@@ -125,9 +125,9 @@ class Judged(Reward):
         from kvaudit.audit.sampling.exchange import question_of, said_nothing
 
         suite = SUITES.get(row.item.suite)()
-        about = (suite, row.item, row.transcript, row.finish_reason)
-        question = question_of(*about)
-        if question is not None or not self.constitution_file or said_nothing(*about):
+        answered = (suite, row.item, row.transcript, row.finish_reason)
+        question = question_of(*answered)
+        if question is not None or not self.constitution_file or said_nothing(*answered):
             return question
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
         said = heard(row.transcript)[len(row.item.messages) :]
