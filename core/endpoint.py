@@ -121,7 +121,7 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
         self._endpoint, self._key, self._transport = endpoint, key, transport
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._door, self._free_at = threading.Lock(), 0.0
+        self._lock, self._free_at = threading.Lock(), 0.0
 
     def ask(self, body: Mapping[str, Any], until: float = math.inf) -> ChatCompletion:
         """The completion of a request; raises Unanswered once no further try would help, or at the time ``until``."""
@@ -197,7 +197,7 @@ class EndpointClient:
         """Wait until another try keeps to the rate."""
         if self._endpoint.per_minute is None:
             return
-        with self._door:
+        with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + 60 / self._endpoint.per_minute
@@ -278,16 +278,16 @@ class EndpointModel:
         return Endpoint(self.base_url, self.key, self.timeout, self.tries)
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: a redirect would carry the key to another host."""
 
     def redirect_request(self, req: Any, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> None:  # noqa: ARG002
         return None
 
 
-_OPENER = urllib.request.build_opener(_Stay)
-_DIRECT = urllib.request.build_opener(_Stay, urllib.request.ProxyHandler({}))
-_HERE = re.compile(r"127(\.\d+){3}|localhost|::1")
+_OPENER = urllib.request.build_opener(_NoRedirect)
+_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+_THIS_MACHINE = re.compile(r"127(\.\d+){3}|localhost|::1")
 
 
 def over_http(
@@ -313,7 +313,7 @@ def over_http(
 
 def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int) -> Replied:
     deadline = time.monotonic() + timeout
-    opener = _DIRECT if _HERE.fullmatch(urlsplit(url).hostname or "") else _OPENER
+    opener = _DIRECT if _THIS_MACHINE.fullmatch(urlsplit(url).hostname or "") else _OPENER
     try:
         request = urllib.request.Request(url, body or None, dict(headers))  # noqa: S310 - the scheme was checked
         with opener.open(request, timeout=timeout) as response:

@@ -13,9 +13,9 @@ from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
 from kvaudit.audit.engines.talk import Talked, talk_with
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.seat import Seat
 from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
@@ -99,7 +99,7 @@ class Evaluator:
     """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
 
     ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
-    stands for what the run reads (``kvaudit.core.provenance``); seals carry it. ``seat`` holds the engine of units that
+    stands for what the run reads (``kvaudit.core.provenance``); seals carry it. ``slot`` holds the engine of units that
     one serves.
     """
 
@@ -109,9 +109,9 @@ class Evaluator:
         spec: RunSpec,
         known: Batches | None = None,
         inputs: str | None = None,
-        seat: Seat | None = None,
+        slot: EngineSlot | None = None,
     ) -> None:
-        self._model, self._spec, self._inputs, self._seat = model, spec, inputs, seat
+        self._model, self._spec, self._inputs, self._slot = model, spec, inputs, slot
         self._known: Batches = {} if known is None else known
 
     def prepare(self) -> None:
@@ -207,11 +207,11 @@ class Evaluator:
             return [self._record(unit, suite, one) for one in played]
         if not items:
             return []
-        assert self._seat is not None, "somebody has to hold the engine"
+        assert self._slot is not None, "somebody has to hold the engine"
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
         seeds = [row_seed(part.seed, item, sample) for item in items for sample in range(samples)]
-        session = self._seat.under(unit.policy, self._model)
+        session = self._slot.under(unit.policy, self._model)
         thinks = part.think is not None
         talked = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, one) for one in talked]

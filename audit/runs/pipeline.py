@@ -18,6 +18,7 @@ from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -46,7 +47,6 @@ from kvaudit.audit.runs.pilot import (
 from kvaudit.audit.runs.progress import Meter, OneMeter
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import recipe_of
-from kvaudit.audit.runs.seat import FIRST_TOKENS, FirstHeard, Seat, try_out_engines
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
@@ -178,7 +178,7 @@ class Pipeline:
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
-        self._seat = Seat(run, self._spec, self._say)
+        self._slot = EngineSlot(run, self._spec, self._say)
         self._whole: OneMeter | None = None
         self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
@@ -458,7 +458,7 @@ class Pipeline:
                     evaluator = self._evaluator_of((first.arm, first.seed))
                     evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
 
-            with self._seat:  # no engine outlives the phase that it answers in
+            with self._slot:  # no engine outlives the phase that it answers in
                 work_through_groups(
                     [list(group) for _, group in groupby(units, lambda unit: unit.together)],
                     done=is_sealed,
@@ -562,7 +562,7 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, self._inputs(), self._seat))
+            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, self._inputs(), self._slot))
         return self._evaluator[1]
 
     def _hold(self, kind: str, now: Digests) -> None:

@@ -90,7 +90,7 @@ class OwnEngine:
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
         self._next = deque[_Job]()  # requests that were taken from the queue and wait for a batch
         self._ends = False  # the thread, with the batch that is under way
-        self._closing, self._door = False, threading.Lock()
+        self._closing, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
         for name in self._aliases:
             self.served(name)
@@ -127,7 +127,7 @@ class OwnEngine:
                 f"{positions} positions; send less"
             )
         job = _Job(asked, served, prompt, limit, listener)
-        with self._door:  # nothing may be queued behind the end, where nobody would answer it
+        with self._lock:  # nothing may be queued behind the end, where nobody would answer it
             if self._closing:
                 raise RunError(_CLOSING)
             self._waiting.put(job)
@@ -135,7 +135,7 @@ class OwnEngine:
 
     def close(self) -> None:
         """Finish what is under way; requests that still wait fail."""
-        with self._door:
+        with self._lock:
             self._closing = True
             self._waiting.put(None)
         self._thread.join()

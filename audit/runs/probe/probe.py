@@ -71,7 +71,7 @@ class Probe:
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
-        self._door, self._streak, self._halted = threading.Lock(), 0, False
+        self._lock, self._streak, self._halted = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()
 
@@ -168,7 +168,7 @@ class Probe:
             exchange.go_on(exchange.hear(said.text, said.finish))
         if not found:
             exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
-        with self._door:
+        with self._lock:
             self._over += 1
             self._models.update(said.model for said in found if said.model)
             self._meter.at(self._before + self._over, f"{unit.suite.name} {length_label(unit.context_tokens)}")
@@ -205,7 +205,7 @@ class Probe:
 
     def _failed(self, why: Unanswered) -> None:
         """Count a failed call; raises RunError where the next ones would fail too."""
-        with self._door:
+        with self._lock:
             self._streak += 1
             if why.scope is not Scope.ENDPOINT and self._streak < _STREAK:
                 return

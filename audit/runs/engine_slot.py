@@ -36,7 +36,7 @@ class _Key(NamedTuple):
     condition: str
 
 
-class Seat(Session):
+class EngineSlot(Session):
     """Holds at most one engine. ``say`` is told when one is started, and what it says it is."""
 
     def __init__(self, run: RunFolder, spec: RunSpec, say: Callable[[str], None]) -> None:
